@@ -5,13 +5,12 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from pool import RankPool
-from sharded_training import batch, different_weights, error_of, is_common, plain, sharded, train
+from pool import run_on_ranks
+from sharded_training import batch, different_weights, error_of, is_common, plain, sharded, train, trained
 from torch import nn
 
 import syncengine
@@ -61,23 +60,19 @@ SHARED: dict[str, Callable[[Path], torch.Tensor]] = {
 }
 
 
-def refused(kind: str, folder: Path) -> list[Any]:
-    net = nn.Linear(24, 7)
-    net.weight = nn.Parameter({**BORROWED, **SHARED}[kind](folder))
-    net.bias.data.zero_()
-    model, optimizer = sharded(net)
-    text = error_of(lambda: model(batch(0)))
-    net.weight.data = net.weight.data.clone()
-    return [text, error_of(lambda: train(model, optimizer, 1)), all(map(is_common, net.parameters()))]
-
-
 @pytest.mark.parametrize("kind", [*BORROWED, *SHARED])
-def test_memory_of_others_is_refused_by_name(pool: RankPool, kind: str, tmp_path: Path):
+@run_on_ranks()
+def test_memory_of_others_is_refused_by_name(kind: str, tmp_path: Path):
     text = "comes from other code than torch (numpy, DLPack, a buffer, syncengine.empty)"
     text = text if kind in BORROWED else "is shared with other processes, or with a file"
-    for first, then, moved in pool.run(refused, kind, tmp_path):
-        assert f"the memory of parameter weight {text}" in first
-        assert (then, moved) == ("", True)
+    net = nn.Linear(24, 7)
+    net.weight = nn.Parameter({**BORROWED, **SHARED}[kind](tmp_path))
+    net.bias.data.zero_()
+    model, optimizer = sharded(net)
+    assert f"the memory of parameter weight {text}" in error_of(lambda: model(batch(0)))
+    net.weight.data = net.weight.data.clone()
+    train(model, optimizer, 1)
+    assert all(map(is_common, net.parameters()))
 
 
 def loaded(how: str, folder: Path) -> nn.Module:
@@ -99,19 +94,14 @@ def loaded(how: str, folder: Path) -> nn.Module:
     return net
 
 
-def ordinary(how: str, folder: Path) -> list[str]:
-    ours, theirs = loaded(how, folder), loaded(how, folder)
-    model, optimizer = sharded(ours)
-    train(model, optimizer, 3)
-    wrong = [name for name, parameter in ours.named_parameters() if not is_common(parameter)]
-    train(*plain(theirs), 3)
-    wrong += different_weights(ours, theirs)
-    optimizer.release()  # they lie in what was common memory
-    again, other = sharded(ours)
-    train(again, other, 1)
-    return wrong + [name for name, parameter in ours.named_parameters() if not is_common(parameter)]
-
-
 @pytest.mark.parametrize("how", ["module", "state_dict", "mmap", "from_file"])
-def test_what_was_loaded_moves(pool: RankPool, how: str, tmp_path: Path):
-    assert pool.run(ordinary, how, tmp_path) == [[]] * 2
+@run_on_ranks()
+def test_what_was_loaded_moves(how: str, tmp_path: Path):
+    ours, theirs = loaded(how, tmp_path), loaded(how, tmp_path)
+    _, _, optimizer = trained(3, ours)
+    assert all(map(is_common, ours.parameters()))
+    train(*plain(theirs), 3)
+    assert different_weights(ours, theirs) == []
+    optimizer.release()  # they lie in what was common memory
+    _kept = trained(1, ours)
+    assert all(map(is_common, ours.parameters()))

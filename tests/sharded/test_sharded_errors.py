@@ -8,18 +8,23 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from pool import RankPool, run_on_ranks
+from pool import run_on_ranks
 from sharded_training import (
+    backward,
     batch,
+    copies,
     differences,
     different_weights,
     error_of,
     is_common,
+    is_unchanged,
     make,
     plain,
     sharded,
     snapshot,
     train,
+    trained,
+    unlike_plain,
 )
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -88,41 +93,9 @@ def test_only_weights_of_a_cpu_are_shared():
 def test_cuda_parameters_are_refused_by_name():
     with FakeTensorMode(allow_non_fake_inputs=True):
         elsewhere = nn.Parameter(torch.empty(3, device="cuda"))
-        for make_one in (
-            lambda: syncengine.ShardedOptimizer([elsewhere], torch.optim.SGD, lr=0.1),
-            lambda: syncengine.ShardedOptimizer([("w", elsewhere)], torch.optim.SGD, lr=0.1),
-        ):
+        for parameters in ([elsewhere], [("w", elsewhere)]):
             with pytest.raises(syncengine.errors.InvalidUsage, match="for CPU models, but a parameter is on cuda"):
-                make_one()
-
-
-def broken(how: str) -> list[str]:
-    net = make()
-    model, optimizer = sharded(net)
-    train(model, optimizer, 2)
-    me = syncengine.rank()
-    before = [p.detach().clone() for p in net.parameters()], snapshot(optimizer)
-    optimizer.zero_grad()
-    if how in ("no_sync", "no_sync on one"):
-        if how == "no_sync" or me == 1:
-            with model.no_sync():
-                model(batch(2)).square().mean().backward()
-    else:
-        model(batch(2)).square().mean().backward()
-    if how == "none" and me == 1:
-        net.head.bias.grad = None
-    if how == "rate" and me == 1:
-        optimizer.param_groups[0]["lr"] = 0.5
-    if how == "option" and me == 0:
-        optimizer.param_groups[0]["betas"] = (0.8, 0.9)
-    if how == "group" and me == 1:
-        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
-    text = error_of(optimizer.step)
-    same = all(torch.equal(a, b) for a, b in zip(before[0], net.parameters(), strict=True))
-    optimizer.param_groups[0].update(lr=1e-2, betas=(0.9, 0.999))
-    del optimizer.param_groups[1:]
-    wrong = differences(before[1], optimizer.state_dict())
-    return [text, str(same), str(wrong), error_of(lambda: train(model, optimizer, 1))]
+                syncengine.ShardedOptimizer(parameters, torch.optim.SGD, lr=0.1)
 
 
 @pytest.mark.parametrize(
@@ -136,10 +109,32 @@ def broken(how: str) -> list[str]:
         ("group", "rank 1 has [group 1 of 1 parameters"),
     ],
 )
-def test_step_raises_on_all_ranks_before_it_writes(pool: RankPool, how: str, text: str):
-    for found, same, wrong, after in pool.run(broken, how):
-        assert text in found
-        assert (same, wrong, after) == ("True", "[]", "")  # and the next step is an ordinary one
+@run_on_ranks()
+def test_step_raises_on_all_ranks_before_it_writes(how: str, text: str):
+    net, model, optimizer = trained(2)
+    me = syncengine.rank()
+    weights, state = copies(net), snapshot(optimizer)
+    optimizer.zero_grad()
+    if how in ("no_sync", "no_sync on one"):
+        if how == "no_sync" or me == 1:
+            with model.no_sync():
+                backward(model, 2)
+    else:
+        backward(model, 2)
+    if how == "none" and me == 1:
+        net.head.bias.grad = None
+    if how == "rate" and me == 1:
+        optimizer.param_groups[0]["lr"] = 0.5
+    if how == "option" and me == 0:
+        optimizer.param_groups[0]["betas"] = (0.8, 0.9)
+    if how == "group" and me == 1:
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    assert text in error_of(optimizer.step)
+    assert is_unchanged(net, weights)
+    optimizer.param_groups[0].update(lr=1e-2, betas=(0.9, 0.999))
+    del optimizer.param_groups[1:]
+    assert differences(state, optimizer.state_dict()) == []
+    train(model, optimizer, 1)  # an ordinary step
 
 
 @run_on_ranks()
@@ -152,21 +147,16 @@ def test_a_parameter_in_different_groups_is_named():
     groups = [[weights[0], biases[0]], [weights[1], biases[1]]]
     if syncengine.rank() == 1:
         groups = [[biases[1], biases[0]], [weights[0], weights[1]]]
-    model = syncengine.Parallel(net)
     kinds = [{"params": groups[0], "weight_decay": 0.5}, {"params": groups[1], "weight_decay": 0.0}]
-    optimizer = syncengine.ShardedOptimizer(kinds, torch.optim.AdamW, lr=1e-2)
-    text = error_of(lambda: train(model, optimizer, 1))
-    shared = str(is_common(net.first.weight))
+    text = error_of(lambda: trained(1, net, torch.optim.AdamW, kinds))
     assert "Mismatch: what ShardedOptimizer is to share differs" in text
     assert "first.weight: float32 (97, 24), group 0" in text and "first.weight: float32 (97, 24), group 1" in text
-    assert shared == "False"
+    assert not is_common(net.first.weight)
 
 
 @run_on_ranks()
 def test_step_raises_after_a_backward_that_was_given_up():
-    net = make()
-    model, optimizer = sharded(net)
-    train(model, optimizer, 2)
+    net, model, optimizer = trained(2)
 
     def stop(grad: torch.Tensor) -> None:
         raise RuntimeError("stop")
@@ -177,7 +167,7 @@ def test_step_raises_after_a_backward_that_was_given_up():
     for parameter in net.parameters():
         parameter.grad = torch.zeros_like(parameter)
     assert "not averages: the last backward was given up" in error_of(optimizer.step)
-    assert error_of(lambda: train(model, optimizer, 1)) == ""
+    train(model, optimizer, 1)
 
 
 @pytest.mark.parametrize("how", ["detached", "numpy", "storage", "state_dict", "graph", "nothing"])
@@ -195,9 +185,8 @@ def test_views_from_before_are_refused_by_name(how: str):
     }[how]()
     text = error_of(lambda: train(model, optimizer, 1))
     del held
-    again = error_of(lambda: train(model, optimizer, 1))
-    where = "shared" if all(is_common(p) for p in net.parameters()) else "private"
-    assert (again, where) == ("", "shared")  # once nothing else holds them
+    train(model, optimizer, 1)
+    assert all(map(is_common, net.parameters()))  # once nothing else holds them
     if how == "nothing":
         assert text == ""
     else:
@@ -218,21 +207,13 @@ class Views(nn.Module):
         return x @ self.first + x @ self.second
 
 
-def in_one_storage(second_at: int) -> list[str]:
-    ours, theirs = Views(second_at), Views(second_at)
-    model, optimizer = sharded(ours)
-    text = error_of(lambda: train(model, optimizer, 3))
-    if text:
-        return [text]
-    train(*plain(theirs), 3)
-    sizes = {p.untyped_storage().nbytes() for p in ours.parameters()}
-    return [*different_weights(ours, theirs), *[f"{n} bytes" for n in sizes - {96 * 4}]]
-
-
-def test_parameters_of_one_storage_follow_or_are_refused(pool: RankPool):
-    assert pool.run(in_one_storage, 96) == [[]] * 2
-    for (text,) in pool.run(in_one_storage, 95):
-        assert "parameters first and second share memory" in text
+@run_on_ranks()
+def test_parameters_of_one_storage_follow_or_are_refused():
+    ours, *_ = trained(3, Views(96))
+    train(*plain(theirs := Views(96)), 3)
+    assert different_weights(ours, theirs) == []
+    assert {p.untyped_storage().nbytes() for p in ours.parameters()} == {96 * 4}
+    assert "parameters first and second share memory" in error_of(lambda: trained(3, Views(95)))
 
 
 @run_on_ranks()
@@ -253,8 +234,7 @@ def test_sparse_gradients_are_refused():
     model = syncengine.Parallel(net)
     optimizer = syncengine.ShardedOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
     model(torch.tensor([1, 2])).sum().backward()
-    text = error_of(optimizer.step)
-    assert "the gradient of parameter 0.weight is sparse" in text
+    assert "the gradient of parameter 0.weight is sparse" in error_of(optimizer.step)
 
 
 class RowSum(torch.optim.SGD):
@@ -269,7 +249,7 @@ class RowSum(torch.optim.SGD):
 
 @run_on_ranks()
 def test_state_that_is_not_elementwise_is_named():
-    text = error_of(lambda: train(*sharded(make(), RowSum, elements=True), 1))
+    text = error_of(lambda: trained(1, make(), RowSum, elements=True))
     assert "keeps 'sum' of shape (1,), which is not one number for each element" in text
 
 
@@ -295,46 +275,37 @@ def test_a_loaded_state_that_is_not_elementwise_is_named_on_all_ranks(early: boo
     if not early:
         step()
     optimizer.load_state_dict(state)
-    text = error_of(step)
-    after = error_of(lambda: syncengine.barrier())
-    assert "keeps 'exp_avg' of shape (7,), which is not one number for each element" in text
-    assert after == ""
+    assert "keeps 'exp_avg' of shape (7,), which is not one number for each element" in error_of(step)
+    syncengine.barrier()
 
 
-def backward_under_no_sync(way: str, ranks: list[int]) -> tuple[str, list[str]]:
-    ours, theirs = make(), make()
-    (model, optimizer), (reference, plain_optimizer) = sharded(ours), plain(theirs)
-    text = ""
-    for net, wrapped, one in ((ours, model, optimizer), (theirs, reference, plain_optimizer)):
+BACKWARDS: dict[str, Callable[[torch.Tensor, torch.Tensor, nn.Parameter], object]] = {
+    "grad": lambda loss, probe, weight: torch.autograd.grad(loss, probe),
+    "grad of a parameter": lambda loss, probe, weight: torch.autograd.grad(loss, weight),
+    "inputs": lambda loss, probe, weight: loss.backward(inputs=[probe]),
+    "inputs with a parameter": lambda loss, probe, weight: loss.backward(inputs=[probe, weight]),
+    "all": lambda loss, probe, weight: loss.backward(),
+}
+
+
+@pytest.mark.parametrize("ranks", [[0], [0, 1]], ids=["one", "all"])
+@pytest.mark.parametrize("way", BACKWARDS)
+@run_on_ranks()
+def test_what_accumulates_under_no_sync_is_refused(way: str, ranks: list[int]):
+    """And what accumulates nothing leaves averages."""
+
+    def steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         for step in range(3):
-            one.zero_grad()
-            wrapped(batch(step)).square().mean().backward()
+            optimizer.zero_grad()
+            backward(model, step)
             probe = batch(7).requires_grad_()
             if syncengine.rank() in ranks:
-                with wrapped.no_sync():
-                    loss = wrapped(probe).sum()
-                    if way == "grad":
-                        torch.autograd.grad(loss, probe)
-                    elif way == "grad of a parameter":
-                        torch.autograd.grad(loss, net.head.weight)
-                    elif way == "inputs":
-                        loss.backward(inputs=[probe])
-                    elif way == "inputs with a parameter":
-                        loss.backward(inputs=[probe, net.head.weight])
-                    else:
-                        loss.backward()
-            text = text or error_of(one.step)
-    return text, different_weights(ours, theirs)
+                with model.no_sync():
+                    BACKWARDS[way](model(probe).sum(), probe, model.module.head.weight)
+            optimizer.step()
 
-
-@pytest.mark.parametrize("ranks", [[0], [0, 1]], ids=["one", "all"])
-@pytest.mark.parametrize("way", ["grad", "grad of a parameter", "inputs"])
-def test_what_accumulates_nothing_leaves_averages(pool: RankPool, way: str, ranks: list[int]):
-    assert pool.run(backward_under_no_sync, way, ranks) == [("", [])] * 2
-
-
-@pytest.mark.parametrize("ranks", [[0], [0, 1]], ids=["one", "all"])
-@pytest.mark.parametrize("way", ["inputs with a parameter", "all"])
-def test_what_accumulates_is_refused(pool: RankPool, way: str, ranks: list[int]):
-    for text, _ in pool.run(backward_under_no_sync, way, ranks):
-        assert "the gradients of Mlp are not averages: the last backward was this rank's own (no_sync)" in text
+    if "grad" in way or way == "inputs":
+        return unlike_plain(steps)
+    text = error_of(lambda: steps(*sharded(make())))
+    assert "the gradients of Mlp are not averages: the last backward was this rank's own (no_sync)" in text
+    return []

@@ -9,8 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pool import RankPool, run_on_ranks
-from sharded_training import batch, different_weights, error_of, make, not_divided, plain, sharded, train
+from pool import run_on_ranks
+from sharded_training import (
+    backward,
+    copies,
+    different_weights,
+    error_of,
+    is_unchanged,
+    make,
+    plain,
+    sharded,
+    train,
+    trained,
+    unlike_plain,
+)
 from torch import nn
 
 import syncengine
@@ -32,21 +44,20 @@ class Counting(torch.optim.Optimizer):
                     parameter.add_(parameter.grad, alpha=-group["lr"] / group["step"])
 
 
-def counts() -> list[Any]:
-    ours, theirs = make(), make()
-    for net in (ours, theirs):
+@run_on_ranks()
+def test_what_is_counted_in_groups_is_counted_once():
+    def frozen() -> nn.Module:
+        net = make()
         net.layers[0].requires_grad_(False)
-    (model, optimizer), (reference, plain_optimizer) = sharded(ours, Counting, elements=True), plain(theirs, Counting)
-    for wrapped, one, net in ((model, optimizer, ours), (reference, plain_optimizer, theirs)):
-        train(wrapped, one, 2)
-        net.layers[0].requires_grad_(True)  # a block of its own
-        train(wrapped, one, range(2, 4))
-    wrong = different_weights(ours, theirs)
-    return [[one.param_groups[0]["step"] for one in (optimizer, plain_optimizer)], wrong + not_divided(ours, optimizer)]
+        return net
 
+    def counted(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        train(model, optimizer, 2)
+        model.module.layers[0].requires_grad_(True)  # a block of its own
+        train(model, optimizer, range(2, 4))
+        assert optimizer.param_groups[0]["step"] == 4
 
-def test_what_is_counted_in_groups_is_counted_once(pool: RankPool):
-    assert pool.run(counts) == [[[4, 4], []]] * 2
+    return unlike_plain(counted, frozen, Counting, elements=True)
 
 
 class Odd:
@@ -71,12 +82,10 @@ OPTIONS = {
 @pytest.mark.parametrize("kind", OPTIONS)
 @run_on_ranks()
 def test_options_of_any_kind_are_compared(kind: str):
-    net = make()
-    model, optimizer = sharded(net)
-    train(model, optimizer, 1)
+    _, model, optimizer = trained(1)
     key = "lr" if kind == "numpy's number" else "mine"
     optimizer.param_groups[0][key] = OPTIONS[kind](0)
-    assert error_of(lambda: train(model, optimizer, 1)) == ""
+    train(model, optimizer, 1)
     optimizer.param_groups[0][key] = OPTIONS[kind](syncengine.rank())
     other = error_of(lambda: train(model, optimizer, 1))
     assert "Mismatch" in other and "group 0 of 10 parameters" in other, other
@@ -91,9 +100,7 @@ def test_a_joined_rank_gets_them(value: Callable[[float], Any]):
         with model.join():
             for step in range(1 + 3 * syncengine.rank()):
                 optimizer.param_groups[0]["lr"] = value(0.1 / (1 + step))
-                optimizer.zero_grad()
-                model(batch(step)).square().mean().backward()
-                optimizer.step()
+                train(model, optimizer, range(step, step + 1))
     return different_weights(*nets)
 
 
@@ -101,26 +108,23 @@ def test_a_joined_rank_gets_them(value: Callable[[float], Any]):
 def test_a_private_parameter_may_be_replaced_by_hand():
     """Of private parameters: their optimizer goes on with what is there now."""
     ours, theirs = make(), make()
-    (model, optimizer), (reference, plain_optimizer) = sharded(ours), plain(theirs)
-    for net, wrapped, one in ((ours, model, optimizer), (theirs, reference, plain_optimizer)):
-        train(wrapped, one, 2)
-        params = one.param_groups[0]["params"]
+    for net, make_one in ((ours, sharded), (theirs, plain)):
+        model, optimizer = make_one(net)
+        train(model, optimizer, 2)
+        params = optimizer.param_groups[0]["params"]
+        assert params[8] is net.head.weight and optimizer.state[params[8]]
         torch.manual_seed(1)
-        net.head.weight = new = torch.nn.Parameter(torch.randn_like(net.head.weight))
-        params[next(i for i, p in enumerate(params) if p.shape == new.shape and one.state.get(p) and i == 8)] = new
-        for step in range(2):
-            one.zero_grad()
-            net(batch(step)).square().mean().backward()
-            one.step()
+        net.head.weight = params[8] = nn.Parameter(torch.randn_like(net.head.weight))
+        train(net, optimizer, 2)
     return different_weights(ours, theirs)
 
 
-def edited(how: str) -> list[str]:
+@pytest.mark.parametrize("how", ["a parameter", "replaced", "a group", "the order"])
+@run_on_ranks()
+def test_groups_of_shared_parameters_are_not_to_be_edited(how: str):
     net = make()
     groups = [{"params": list(net.layers.parameters()), "lr": 0.1}, {"params": list(net.head.parameters())}]
-    model = syncengine.Parallel(net)
-    optimizer = syncengine.ShardedOptimizer(groups, torch.optim.AdamW, lr=1e-2)
-    train(model, optimizer, 2)
+    _, model, optimizer = trained(2, net, torch.optim.AdamW, groups)
     kept = [(group, list(group["params"])) for group in optimizer.param_groups]
     if how == "a parameter":
         del optimizer.param_groups[1]["params"][0]
@@ -130,21 +134,14 @@ def edited(how: str) -> list[str]:
         del optimizer.param_groups[0]
     else:
         optimizer.param_groups.reverse()
-    before = net.head.weight.detach().clone()
-    text = error_of(lambda: train(model, optimizer, 1))
-    same = torch.equal(before, net.head.weight)
+    weights = copies(net)
+    name = "layers.0.weight" if how in ("a group", "the order") else "head.weight"
+    assert f"parameter {name} is not in the group any more" in error_of(lambda: train(model, optimizer, 1))
+    assert is_unchanged(net, weights)
     optimizer.param_groups[:] = [group for group, _ in kept]
     for group, params in kept:
         group["params"][:] = params
-    return [text, str(same), error_of(lambda: train(model, optimizer, 1))]
-
-
-@pytest.mark.parametrize("how", ["a parameter", "replaced", "a group", "the order"])
-def test_groups_of_shared_parameters_are_not_to_be_edited(pool: RankPool, how: str):
-    name = "layers.0.weight" if how in ("a group", "the order") else "head.weight"
-    for text, same, after in pool.run(edited, how):
-        assert f"parameter {name} is not in the group any more" in text
-        assert (same, after) == ("True", "")
+    train(model, optimizer, 1)
 
 
 def test_sets_are_described_alike_in_all_processes():
@@ -165,7 +162,7 @@ def test_names_of_parameters_that_are_gone_are_forgotten():
     parameters = [gone[0].weight, *net.parameters()]
     optimizer = syncengine.ShardedOptimizer(parameters, torch.optim.SGD, lr=0.1)
     for model in models:
-        model(batch(0)).square().mean().backward()
+        backward(model, 0)
     optimizer.step()
     optimizer.param_groups[0]["params"][0] = parameters[0] = nn.Parameter(torch.ones(3))
     optimizer.step()

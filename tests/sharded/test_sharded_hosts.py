@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 from pool import RankPool
-from sharded_training import differences, different_weights, make, plain, sharded, train
+from sharded_training import copies, differences, different_weights, error_of, make, plain, train, trained
 from test_hosts import run, start
 
 import syncengine
@@ -19,9 +19,8 @@ PLACEMENTS = ["ab", "aab", "aabb", "abab"]
 
 def on_hosts(hosts: str) -> tuple[list[str], list[torch.Tensor], int]:
     communicator = start(hosts)
-    ours, theirs = make(), make()
-    model, optimizer = sharded(ours)
-    train(model, optimizer, 5)
+    theirs = make()
+    ours, model, optimizer = trained(5)
     with optimizer.writing() as may_write, torch.no_grad():
         if may_write:
             ours.head.bias.add_(1)
@@ -34,7 +33,7 @@ def on_hosts(hosts: str) -> tuple[list[str], list[torch.Tensor], int]:
     wrong = different_weights(ours, theirs) + differences(plain_optimizer.state_dict(), optimizer.state_dict())
     parts = sum(piece.end - piece.begin for piece in optimizer._sharing.blocks[0].shard.pieces)
     communicator.barrier()
-    return wrong, [p.detach().clone() for p in ours.parameters()], parts
+    return wrong, copies(ours), parts
 
 
 @pytest.mark.parametrize("hosts", PLACEMENTS)
@@ -80,20 +79,18 @@ def test_nothing_more_crosses_than_gradients(pool: RankPool, hosts: str):
 
 def hosts_after_an_error(hosts: str, fails: int) -> tuple[str, list[torch.Tensor]]:
     start(hosts)
-    net = make()
-    model, optimizer = sharded(net)
-    train(model, optimizer, 2)
-    text = ""
-    try:
+    net, model, optimizer = trained(2)
+
+    def go() -> None:
         with optimizer.writing() as may_write, torch.no_grad():
             if may_write:
                 net.head.weight.mul_(2)
             if syncengine.rank() == fails:
                 raise ValueError("no")
-    except (ValueError, syncengine.errors.SyncError) as error:
-        text = f"{type(error).__name__}: {error}"
+
+    text = error_of(go)
     train(model, optimizer, range(2, 4))
-    return text, [p.detach().clone() for p in net.parameters()]
+    return text, copies(net)
 
 
 @pytest.mark.parametrize("fails", [0, 1])

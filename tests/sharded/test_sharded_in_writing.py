@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
@@ -11,30 +12,22 @@ import torch
 from pool import RankPool, run_on_ranks
 from sharded_training import (
     batch,
+    copies,
     different_weights,
+    error_in_writing,
     error_of,
     make,
     not_divided,
     plain,
     sharded,
     train,
+    trained,
     with_an_older_graph,
 )
 from test_hosts import run, start
 from torch import nn
 
 import syncengine
-
-
-def error_in_writing(optimizer: syncengine.ShardedOptimizer, change: Callable[[], object], writer: bool = True) -> str:
-    """Which one ends `writing()` where the rank that may write calls `change`, or, without `writer`, the others do."""
-
-    def go() -> None:
-        with optimizer.writing() as may_write:
-            if may_write == writer:
-                change()
-
-    return error_of(go)
 
 
 def load(net: nn.Module) -> None:
@@ -59,9 +52,8 @@ def transpose(net: nn.Module) -> None:
 @pytest.mark.parametrize("change", [swap, transpose])
 @run_on_ranks()
 def test_all_ranks_see_what_one_has_loaded(change: Callable[[nn.Module], None]):
-    ours, theirs = make(), make()
-    model, optimizer = sharded(ours)
-    train(model, optimizer, 2)
+    theirs = make()
+    ours, model, optimizer = trained(2)
     theirs.load_state_dict(ours.state_dict())
     with optimizer.writing() as may_write:
         if may_write:
@@ -80,9 +72,8 @@ def send(net: nn.Module) -> None:
 @pytest.mark.parametrize("change", [load, point_elsewhere, send])
 @run_on_ranks()
 def test_only_one_rank_may_load(change: Callable[[nn.Module], None]):
-    ours, theirs = make(), make()
-    model, optimizer = sharded(ours)
-    train(model, optimizer, 2)
+    theirs = make()
+    ours, model, optimizer = trained(2)
     theirs.load_state_dict(ours.state_dict())
     text = error_in_writing(optimizer, lambda: change(ours), writer=False)
     wrong = different_weights(ours, theirs)
@@ -95,38 +86,30 @@ def test_only_one_rank_may_load(change: Callable[[nn.Module], None]):
 
 @run_on_ranks()
 def test_another_dtype_is_refused():
-    net = make()
-    model, optimizer = sharded(net)
-    train(model, optimizer, 2)
+    net, model, optimizer = trained(2)
     text = error_in_writing(optimizer, net.head.half)
-    dtype = str(net.head.weight.dtype)
-    after = error_of(lambda: train(model, optimizer, 1))
     assert "rank 0: in writing(): parameter head.weight has another shape or dtype now" in text
-    assert (dtype, after) == ("torch.float32", "")
+    assert net.head.weight.dtype is torch.float32
+    train(model, optimizer, 1)
 
 
 @run_on_ranks()
 def test_a_graph_from_before_an_error_can_not_be_used():
     net, _, optimizer, loss = with_an_older_graph()
-    try:
-        with optimizer.writing() as may_write, torch.no_grad():
-            if may_write:
-                net.head.weight.mul_(2)
-            raise ValueError
-    except ValueError:
-        pass
-    text = error_of(loss.backward)
-    assert "has been modified by an inplace operation" in text
+    with suppress(ValueError), optimizer.writing() as may_write, torch.no_grad():
+        if may_write:
+            net.head.weight.mul_(2)
+        raise ValueError
+    assert "has been modified by an inplace operation" in error_of(loss.backward)
 
 
 @pytest.mark.parametrize("way", ["copy", "data"])
 @run_on_ranks()
 def test_the_writer_may_evaluate_what_it_has_written(way: str):
     """Rank 0 alone, with other weights than those that are trained."""
-    ours, theirs, other = make(), make(), make()
-    (model, optimizer), (reference, plain_optimizer) = sharded(ours), plain(theirs)
-    train(model, optimizer, 2)
-    train(reference, plain_optimizer, 2)
+    other, theirs = make(), make()
+    ours, model, optimizer = trained(2)
+    train(*plain(theirs), 4)
     teacher = syncengine.Parallel(make())
     wrong = []
     with optimizer.writing() as may_write, torch.no_grad():
@@ -142,7 +125,6 @@ def test_the_writer_may_evaluate_what_it_has_written(way: str):
             for p, before in zip(ours.parameters(), own, strict=True):
                 p.copy_(before)
     train(model, optimizer, range(2, 4))
-    train(reference, plain_optimizer, range(2, 4))
     return wrong + different_weights(ours, theirs) + not_divided(ours, optimizer)
 
 
@@ -175,14 +157,9 @@ def test_the_writer_may_evaluate_a_model_with_buffers():
 @run_on_ranks()
 def test_later_writes_are_named():
     """The forward's own look at the weights is back once writing() is over, also after an error."""
-    net = make()
-    model, optimizer = sharded(net)
-    train(model, optimizer, 1)
-    try:
-        with optimizer.writing():
-            raise ValueError
-    except ValueError:
-        pass
+    net, model, optimizer = trained(1)
+    with suppress(ValueError), optimizer.writing():
+        raise ValueError
 
     def go() -> None:
         syncengine.barrier()  # a rank that is quick would end the others' writing()
@@ -190,30 +167,19 @@ def test_later_writes_are_named():
             net.head.weight.mul_(1)
         model(batch(0))
 
-    text = error_of(go)
-    assert "parameter head.weight was written to outside of ShardedOptimizer.step()" in text
+    assert "parameter head.weight was written to outside of ShardedOptimizer.step()" in error_of(go)
 
 
-def leaves() -> list[str]:
-    net = make()
-    model, optimizer = sharded(net)
-    train(model, optimizer, 1)
-    try:
-        with optimizer.writing() as may_write:
-            if may_write:
-                raise KeyboardInterrupt
-    except KeyboardInterrupt:
-        return ["KeyboardInterrupt", error_of(optimizer.step)]
-    except syncengine.errors.SyncError as error:
-        return [f"{type(error).__name__}: {error}", error_of(optimizer.step)]
-    return []
-
-
-def test_a_rank_that_is_interrupted_ends_the_others(pool: RankPool):
-    (first, first_step), (second, second_step) = pool.run(leaves)
-    assert first == "KeyboardInterrupt"
-    for text in (second, first_step, second_step):
-        assert "TornWeights" in text
+@run_on_ranks()
+def test_a_rank_that_is_interrupted_ends_the_others():
+    *_, optimizer = trained(1)
+    with pytest.raises((KeyboardInterrupt, syncengine.errors.TornWeights)) as left, optimizer.writing() as may_write:
+        if may_write:
+            raise KeyboardInterrupt
+    assert left.type is (KeyboardInterrupt if may_write else syncengine.errors.TornWeights)
+    step = error_of(optimizer.step)
+    assert step.startswith("TornWeights")
+    for text in (step, step if may_write else str(left.value)):
         assert "rank 0 left writing(): KeyboardInterrupt" in text
 
 
@@ -225,18 +191,16 @@ def with_a_frozen_part() -> nn.Module:
     return net
 
 
-def load_twos(net: nn.Module) -> None:
-    net.load_state_dict({name: torch.full_like(value, 2) for name, value in net.state_dict().items()})
+def load_twos(net: nn.Module, **options: bool) -> None:
+    net.load_state_dict({name: torch.full_like(value, 2) for name, value in net.state_dict().items()}, **options)
 
 
 def load_a_part(net: nn.Module) -> None:
-    net[0].load_state_dict({name: torch.full_like(value, 2) for name, value in net[0].state_dict().items()})
+    load_twos(net[0])
 
 
 def assign_a_part(net: nn.Module) -> None:
-    net[0].load_state_dict(
-        {name: torch.full_like(value, 2) for name, value in net[0].state_dict().items()}, assign=True
-    )
+    load_twos(net[0], assign=True)
 
 
 def by_data(net: nn.Module) -> None:
@@ -255,7 +219,7 @@ def statistics(net: nn.Module) -> None:
 CHANGES = [load_twos, load_a_part, assign_a_part, by_data, point_a_frozen_one_elsewhere, statistics]
 
 
-def one_changes(change: Callable[[nn.Module], None]) -> tuple[list[str], dict[str, torch.Tensor]]:
+def one_changes(change: Callable[[nn.Module], None]) -> tuple[list[str], list[torch.Tensor]]:
     ours, theirs = with_a_frozen_part(), with_a_frozen_part()
     model = syncengine.Parallel(ours, forward_sync_buffers=False)
     optimizer = syncengine.ShardedOptimizer(ours.parameters(), torch.optim.AdamW, lr=1e-2)
@@ -267,54 +231,45 @@ def one_changes(change: Callable[[nn.Module], None]) -> tuple[list[str], dict[st
     change(theirs)
     wrong = different_weights(ours, theirs)
     train(model, optimizer, 2)
-    return wrong, {name: p.detach().clone() for name, p in ours.named_parameters()}
+    return wrong, copies(ours)
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_all_ranks_get_what_one_has_written(pool: RankPool, change: Callable[[nn.Module], None]):
     (first, weights), (second, others) = pool.run(one_changes, change)
     assert first == second == []  # other statistics stay each rank's own
-    assert all(torch.equal(value, others[name]) for name, value in weights.items())
+    assert all(map(torch.equal, weights, others))
 
 
-def on_hosts(hosts: str) -> tuple[list[str], dict[str, torch.Tensor]]:
+def on_hosts(hosts: str) -> list[str]:
     start(hosts)
-    return one_changes(load_twos)
+    return one_changes(load_twos)[0]
 
 
 def test_all_hosts_get_it(pool: RankPool):
-    answers = run(pool, on_hosts, "aab")
-    assert [wrong for wrong, _ in answers] == [[]] * 3
+    assert run(pool, on_hosts, "aab") == [[]] * 3
 
 
-def one_fails() -> list[str]:
-    net = with_a_frozen_part()
-    model, optimizer = sharded(net)
-    train(model, optimizer, 1)
+@run_on_ranks()
+def test_all_ranks_get_it_after_an_error():
+    net, model, optimizer = trained(1, with_a_frozen_part())
 
     def fail() -> None:
         load_a_part(net)
         raise ValueError("no")
 
-    return [
-        error_in_writing(optimizer, fail),
-        str(bool((net[0].weight == 2).all())),
-        error_of(lambda: train(model, optimizer, 1)),
-    ]
-
-
-def test_all_ranks_get_it_after_an_error(pool: RankPool):
-    (first, *others), (second, *rest) = pool.run(one_fails)
-    assert first == "ValueError: no"
-    assert second.startswith("Aborted: rank 0: in writing(): ValueError: no")
-    assert others == rest == ["True", ""]
+    text = error_in_writing(optimizer, fail)
+    if syncengine.rank() == 0:
+        assert text == "ValueError: no"
+    else:
+        assert text.startswith("Aborted: rank 0: in writing(): ValueError: no")
+    assert bool((net[0].weight == 2).all())
+    train(model, optimizer, 1)
 
 
 @run_on_ranks()
 def test_another_shape_of_a_frozen_one_is_named():
-    net = with_a_frozen_part()
-    model, optimizer = sharded(net)
-    train(model, optimizer, 1)
+    net, _, optimizer = trained(1, with_a_frozen_part())
     text = error_in_writing(optimizer, lambda: setattr(net[0].bias, "data", net[0].bias.data[:7]))
     assert text.startswith("Mismatch: what rank 0 has written in writing() differs between ranks"), text
     assert "rank 0 has [0.bias: float32 (7,)], rank 1 has [0.bias: float32 (200,)]" in text
@@ -322,13 +277,8 @@ def test_another_shape_of_a_frozen_one_is_named():
 
 @run_on_ranks()
 def test_a_graph_of_a_frozen_one_can_not_be_used():
-    net = with_a_frozen_part()
-    model, optimizer = sharded(net)
-    train(model, optimizer, 1)
+    net, _, optimizer = trained(1, with_a_frozen_part())
     x = torch.ones(2, 24, requires_grad=True)
     loss = nn.functional.linear(x, net[2].weight[:, :24]).sum()
-    with optimizer.writing() as may_write, torch.no_grad():
-        if may_write:
-            net[2].weight.mul_(2)
-    text = error_of(loss.backward)
-    assert "has been modified by an inplace operation" in text
+    assert error_in_writing(optimizer, lambda: net[2].weight.mul_(2)) == ""
+    assert "has been modified by an inplace operation" in error_of(loss.backward)

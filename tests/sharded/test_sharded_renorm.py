@@ -39,7 +39,7 @@ def test_an_embedding_with_max_norm_is_refused(kind: type):
     net[0].max_norm = None
     for text in texts:
         assert f"0.weight belongs to an {kind.__name__} with max_norm" in text
-    assert error_of(lambda: step(model, optimizer)) == ""
+    step(model, optimizer)
     assert all(map(is_common, net.parameters()))
 
 
@@ -50,7 +50,8 @@ def test_one_is_refused_when_it_is_unfrozen():
     net[0].requires_grad_(False)
     model = syncengine.Parallel(net)
     optimizer = syncengine.ShardedOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
-    assert [error_of(lambda: step(model, optimizer)) for _ in range(2)] == ["", ""]
+    for _ in range(2):
+        step(model, optimizer)
     net[0].requires_grad_(True)
     for _ in range(2):
         assert "0.weight belongs to an Embedding with max_norm" in error_of(lambda: step(model, optimizer))

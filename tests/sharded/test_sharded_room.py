@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 import resource
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from pool import RankPool, run_on_ranks
-from sharded_training import common_memory, differences, different_weights, error_of, is_common, not_divided
+from pool import run_on_ranks
+from sharded_training import (
+    common_memory,
+    differences,
+    different_weights,
+    is_common,
+    not_divided,
+    snapshot,
+)
 from torch import nn
 
 import syncengine
@@ -84,34 +91,26 @@ def test_state_that_comes_later_takes_no_more_memories(kind: str, widths: tuple[
         wrong += [key for key, v in state.items() if getattr(v, "shape", None) == p.shape and not is_common(v)]
     wrong += not_divided(ours, optimizer) + different_weights(ours, theirs)
     wrong += differences(reference.state_dict(), optimizer.state_dict())
-    state = copy.deepcopy(optimizer.state_dict())  # and loaded: all of it anew, in one
-    optimizer.load_state_dict(state)
+    optimizer.load_state_dict(snapshot(optimizer))  # all of it anew, in one
     for model, one in zip(models, (optimizer, reference), strict=True):
         step(model, one, 3)
     assert wrong + different_weights(ours, theirs) == []
     assert len(set(counts)) <= 4, counts  # each is as large as all before it
 
 
-def many() -> list[str]:
+@run_on_ranks()
+def test_more_steps_with_news_than_descriptors():
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     before = len(list(Path("/proc/self/fd").iterdir()))
     net = Heads(60)
     model = syncengine.Parallel(net, find_unused_parameters=True)
     optimizer = syncengine.ShardedOptimizer(net.parameters(), torch.optim.AdamW, lr=1e-3)
-
-    def go() -> None:
-        for task in range(60):
-            step(model, optimizer, task)
-
     resource.setrlimit(resource.RLIMIT_NOFILE, (before + 30, limit[1]))
     try:
-        return [error_of(go)]
+        for task in range(60):
+            step(model, optimizer, task)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limit)
-
-
-def test_more_steps_with_news_than_descriptors(pool: RankPool):
-    assert pool.run(many) == [[""]] * 2
 
 
 @run_on_ranks()
@@ -130,7 +129,8 @@ def test_room_takes_no_memory_until_it_is_used():
     assert resident < 1 << 20
 
 
-def short_of_memory() -> list[Any]:
+@run_on_ranks()
+def test_no_room_is_made_where_memory_is_short():
     """On one rank, for the room, not for what is needed at once."""
     ours, theirs = Heads(2, (2_000, 500_000)), Heads(2, (2_000, 500_000))
     models = [syncengine.Parallel(net, find_unused_parameters=True) for net in (ours, theirs)]
@@ -146,20 +146,12 @@ def short_of_memory() -> list[Any]:
             raise syncengine.errors.InvalidUsage("short of memory")
         return make(size)
 
-    memory.MemoryExchange = fd_exchange if syncengine.rank() == 0 else make
-    try:
+    with mock.patch.object(memory, "MemoryExchange", fd_exchange if syncengine.rank() == 0 else make):
         step(models[0], optimizer, 0)
-    finally:
-        memory.MemoryExchange = make
     before = len(common_memory())
     step(models[1], reference, 0)
     for task in (1, 0):
         step(models[0], optimizer, task)
         step(models[1], reference, task)
-    return [different_weights(ours, theirs), len(refused), len(common_memory()) - before]
-
-
-def test_no_room_is_made_where_memory_is_short(pool: RankPool):
-    (wrong, refused, more), others = pool.run(short_of_memory)
-    assert (wrong, refused, more) == ([], 1, 0)
-    assert others == [[], 0, 0]
+    assert different_weights(ours, theirs) == []
+    assert (len(refused), len(common_memory())) == (1 - syncengine.rank(), before)

@@ -9,13 +9,16 @@ import pytest
 import torch
 from pool import RankPool, run_on_ranks
 from sharded_training import (
-    batch,
+    backward,
+    copies,
     different_weights,
     error_of,
+    is_unchanged,
     make,
     plain,
     sharded,
     train,
+    trained,
     with_an_older_graph,
 )
 from torch import nn
@@ -58,7 +61,7 @@ def write(how: str, ranks: list[int], before: str) -> list[str]:
         train(model, optimizer, 2)
         if before == "step":
             optimizer.zero_grad()
-            model(batch(2)).square().mean().backward()
+            backward(model, 2)
         if syncengine.rank() in ranks:
             WRITES[how](net, optimizer)
         if before == "step":
@@ -95,9 +98,7 @@ class Sending(torch.optim.SGD):
 @pytest.mark.parametrize("what", ["weight", "state"])
 @run_on_ranks()
 def test_what_moves_during_a_step_is_named(what: str):
-    net = make()
-    model, optimizer = sharded(net, Sending, momentum=0.9, elements=True)
-    train(model, optimizer, 2)
+    net, model, optimizer = trained(2, make(), Sending, momentum=0.9, elements=True)
 
     def send() -> None:
         tensor = net.head.weight if what == "weight" else optimizer.state[net.head.weight]["momentum_buffer"]
@@ -116,31 +117,23 @@ def test_what_moves_during_a_step_is_named(what: str):
     assert ("parameter head.weight" if what == "weight" else "'momentum_buffer' of parameter head.weight") in text
 
 
-def plain_optimizer() -> list[str]:
-    net = make()
-    model, optimizer = sharded(net)
-    train(model, optimizer, 2)
+@run_on_ranks()
+def test_a_plain_optimizer_on_shared_weights_is_stopped():
+    net, model, optimizer = trained(2)
     before = net.head.weight.detach().clone()
     other = torch.optim.SGD(net.parameters(), lr=0.1)
-    text = error_of(other.step)
-    kept = torch.equal(before, net.head.weight)
+    assert "SGD.step() would write to parameter layers.0.weight" in error_of(other.step)
+    assert torch.equal(before, net.head.weight)
     train(model, optimizer, 1)  # nothing has been written, so it goes on
     optimizer.release()
     syncengine.barrier()
-    return [text, str(kept), error_of(other.step), error_of(optimizer.step)]
+    other.step()
+    assert "released" in error_of(optimizer.step)
 
 
-def test_a_plain_optimizer_on_shared_weights_is_stopped(pool: RankPool):
-    for text, kept, released, over in pool.run(plain_optimizer):
-        assert "SGD.step() would write to parameter layers.0.weight" in text
-        assert (kept, released) == ("True", "")
-        assert "released" in over
-
-
-def dropped() -> list[str]:
-    net = make()
-    model, optimizer = sharded(net)
-    train(model, optimizer, 2)
+@run_on_ranks()
+def test_weights_are_private_once_the_optimizer_is_gone():
+    net, _, optimizer = trained(2)
     syncengine.barrier()
     del optimizer
     gc.collect()
@@ -148,30 +141,23 @@ def dropped() -> list[str]:
     with torch.no_grad():
         net.head.weight.fill_(syncengine.rank())
     syncengine.barrier()
-    alone = bool((net.head.weight == syncengine.rank()).all())
-    return [error_of(torch.optim.SGD(net.parameters(), lr=0.1).step), str(alone)]
-
-
-def test_weights_are_private_once_the_optimizer_is_gone(pool: RankPool):
-    assert pool.run(dropped) == [["", "True"]] * 2
+    assert bool((net.head.weight == syncengine.rank()).all())
+    torch.optim.SGD(net.parameters(), lr=0.1).step()
 
 
 @run_on_ranks()
 def test_assign_is_refused():
-    net = make()
-    model, optimizer = sharded(net)
-    train(model, optimizer, 1)
+    net, model, optimizer = trained(1)
     text = error_of(lambda: net.load_state_dict(net.state_dict(), assign=True))
     train(model, optimizer, 1)
     assert "load_state_dict(assign=True) would put another tensor in the place of parameter" in text
 
 
 def write_in_context(fails: str) -> list:
-    net, reference_net = make(), make()
-    model, optimizer = sharded(net)
-    train(model, optimizer, 2)
-    text = ""
-    try:
+    reference_net = make()
+    net, model, optimizer = trained(2)
+
+    def go() -> None:
         with optimizer.writing() as may_write, torch.no_grad():
             if may_write:
                 net.head.weight.clamp_(-0.01, 0.01)
@@ -179,8 +165,8 @@ def write_in_context(fails: str) -> list:
                     raise ValueError("no")
             elif fails == "other":
                 net.head.weight.add_(1)
-    except (ValueError, syncengine.errors.SyncError) as error:
-        text = f"{type(error).__name__}: {error}"
+
+    text = error_of(go)
     reference, plain_optimizer = plain(reference_net)
     train(reference, plain_optimizer, 2)
     with torch.no_grad():
@@ -208,18 +194,15 @@ def test_writing(pool: RankPool, fails: str):
 @pytest.mark.parametrize("elements", [True, False])
 @run_on_ranks(world=3)
 def test_step_alone_changes_weights_and_the_versions_of_all_of_them(elements: bool):
-    net = make()
-    model, optimizer = sharded(net, elements=elements)
-    train(model, optimizer, 1)
-    weights = [p.detach().clone() for p in net.parameters()]
+    net, model, optimizer = trained(1, elements=elements)
+    weights = copies(net)
     before = [p._version for p in net.parameters()]
     optimizer.zero_grad()
-    model(batch(1)).square().mean().backward()
+    backward(model, 1)
     syncengine.barrier()
-    still = all(torch.equal(a, b) for a, b in zip(weights, net.parameters(), strict=True))
-    still &= before == [p._version for p in net.parameters()]
+    assert is_unchanged(net, weights)
+    assert before == [p._version for p in net.parameters()]
     optimizer.step()
-    assert still
     assert all(p._version > version for p, version in zip(net.parameters(), before, strict=True))
 
 
@@ -261,19 +244,16 @@ def test_weights_that_backward_reads_late():
 def test_a_graph_from_before_the_step_can_not_be_used():
     _, model, optimizer, loss = with_an_older_graph()
     optimizer.zero_grad()
-    model(batch(1)).square().mean().backward()
+    backward(model, 1)
     optimizer.step()
-    text = error_of(loss.backward)
-    assert "has been modified by an inplace operation" in text
+    assert "has been modified by an inplace operation" in error_of(loss.backward)
 
 
 @pytest.mark.parametrize("elements", [True, False])
 @run_on_ranks()
 def test_a_parameter_that_has_other_strides_is_named(elements: bool):
     """The same memory, read in another order, on all ranks alike."""
-    net = make("odd")
-    model, optimizer = sharded(net, elements=elements)
-    train(model, optimizer, 2)
+    net, model, optimizer = trained(2, make("odd"), elements=elements)
     weight = net.second.weight
 
     def turn() -> None:  # a rank that is ahead may end the other's barrier
