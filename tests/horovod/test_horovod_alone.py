@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 from pool import run_on_ranks
-from test_horovod_lifetimes import sgd
 from test_horovod_newcomers import freeze
 from test_horovod_newcomers import sgd as sgd_of_layers
-from test_horovod_optimizer import average, batch, gradients, gradients_of_ranks, loss_of, make_model
+from test_horovod_optimizer import average, batch, gradients, loss_of, make_model, of_ranks, sgd
 from torch import nn
 
 import syncengine
@@ -241,19 +240,11 @@ def test_a_gradient_that_one_rank_can_not_bring(large: bool):
     hvd.barrier()  # the other rank has made its own
     x = torch.tensor([1, 2])
 
-    def step() -> None:
-        model(x).backward(create_graph=wrong)
-        optimizer.step()
-
-    with pytest.raises(InvalidUsage) as caught:
-        step()
-    assert "has a graph of its own" in str(caught.value)
-    if wrong:
-        with pytest.raises(InvalidUsage) as caught:
-            model.zero_grad()
-            step()
-    else:
-        assert str(caught.value).startswith("rank 1 in ")
+    for said in ("has a graph of its own", "") if wrong else ("^rank 1 in .*has a graph of its own",):
+        with pytest.raises(InvalidUsage, match=said):
+            model(x).backward(create_graph=wrong)
+            optimizer.step()
+        model.zero_grad()
     stay()
 
 
@@ -296,7 +287,7 @@ def test_the_state_of_an_optimizer_in_a_step_is_refused_on_the_root_too():
     hvd.init()
     model = make_model()
     optimizer = sgd(model)
-    expected = gradients_of_ranks(model, lambda m, r: m(batch(0, r)).square().mean().backward())
+    expected = of_ranks(model, 0)
     loss_of(model, 0).backward()
     with pytest.raises(InvalidUsage, match=r"broadcast_optimizer_state\(\) between backward and step"):
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from faults import Resources
 from pool import run_on_ranks
-from test_horovod_optimizer import add, average, batch, gradients, gradients_of_ranks, loss_of, make_model
+from test_horovod_optimizer import add, average, gradients, loss_of, make_model, of_ranks, sgd
 from torch import nn
 
 import syncengine
@@ -100,14 +100,6 @@ def test_optimizers_dropped_on_one_rank_alone_stay_in_step():
     last = hvd.DistributedOptimizer(torch.optim.SGD(make_model(3).parameters(), lr=0.1))
     assert len(hvd.process_sets.calls().optimizers) == 1
     del last
-
-
-def sgd(model: nn.Module, **options: object) -> torch.optim.Optimizer:
-    return hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), **options)
-
-
-def of_ranks(model: nn.Module, step: int) -> list[list[torch.Tensor]]:
-    return gradients_of_ranks(model, lambda m, r: m(batch(step, r)).square().mean().backward())
 
 
 @run_on_ranks(world=3)

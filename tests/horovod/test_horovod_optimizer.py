@@ -32,6 +32,10 @@ def loss_of(model: nn.Module, step: int) -> torch.Tensor:
     return model(batch(step, hvd.rank())).square().mean()
 
 
+def sgd(model: nn.Module, **options: object) -> torch.optim.Optimizer:
+    return hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), **options)
+
+
 def gradients(model: nn.Module) -> list[torch.Tensor]:
     return [p.grad.clone() for p in model.parameters()]
 
@@ -46,6 +50,16 @@ def gradients_of_ranks(model: nn.Module, backward: Callable[[nn.Module, int], No
         backward(alone, rank)
         found.append([torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in alone.parameters()])
     return [list(of_ranks) for of_ranks in zip(*found, strict=True)]
+
+
+def of_ranks(model: nn.Module, *steps: int) -> list[list[torch.Tensor]]:
+    """Of each parameter, every rank's own gradient of `loss_of` in these steps."""
+
+    def backward(alone: nn.Module, rank: int) -> None:
+        for step in steps:
+            alone(batch(step, rank)).square().mean().backward()
+
+    return gradients_of_ranks(model, backward)
 
 
 def add(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -111,11 +125,9 @@ def test_gradients_are_those_of_a_naive_oracle(case: str, world: int):
     hvd.init()
     options, oracle = CASES[case]
     model = make_model()
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), **options
-    )
+    optimizer = sgd(model, **options)
     for step in range(3):
-        expected = gradients_of_ranks(model, lambda m, r: m(batch(step, r)).square().mean().backward())  # noqa: B023
+        expected = of_ranks(model, step)
         loss_of(model, step).backward()
         optimizer.synchronize()
         assert all(map(torch.equal, gradients(model), map(oracle, expected)))
@@ -170,7 +182,7 @@ def test_parameters_that_a_rank_has_no_gradient_for(world: int):
     torch.manual_seed(0)
     model = Branches()
     model.branches[3].bias.requires_grad_(False)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    optimizer = sgd(model)
     for step in range(3):
         optimizer.zero_grad()
         loss = model(batch(step, hvd.rank()), hvd.rank() % 2).mean()
@@ -198,10 +210,7 @@ def test_two_optimizers_in_different_orders_on_different_ranks():
     models = [make_model(1), make_model(2)]
     optimizers = [hvd.DistributedOptimizer(torch.optim.SGD(m.parameters(), lr=0.1)) for m in models]
     for step in range(2):
-        expected = [
-            gradients_of_ranks(m, lambda m, r: m(batch(step, r)).square().mean().backward())  # noqa: B023
-            for m in models
-        ]
+        expected = [of_ranks(m, step) for m in models]
         order = [0, 1] if hvd.rank() == 1 else [1, 0]
         for i in order:
             loss_of(models[i], step).backward()
@@ -226,12 +235,12 @@ def test_it_is_an_optimizer_of_the_given_class():
     reference = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
     their_scheduler = torch.optim.lr_scheduler.StepLR(reference, step_size=1, gamma=0.5)
     for step in range(3):
-        expected = gradients_of_ranks(alone, lambda m, r: m(batch(step, r)).square().mean().backward())  # noqa: B023
+        expected = of_ranks(alone, step)
         optimizer.zero_grad()
         loss_of(model, step).backward()
         optimizer.step()
-        for p, of_ranks in zip(alone.parameters(), expected, strict=True):
-            p.grad = average(of_ranks)
+        for p, each in zip(alone.parameters(), expected, strict=True):
+            p.grad = average(each)
         reference.step()
         scheduler.step()
         their_scheduler.step()
@@ -267,9 +276,8 @@ def test_closures():
             return loss
 
         def closure_of_all() -> torch.Tensor:
-            backward = lambda m, r: m(batch(0, r)).square().mean().backward()  # noqa: E731
-            for p, of_ranks in zip(alone.parameters(), gradients_of_ranks(alone, backward), strict=True):  # noqa: B023
-                p.grad = average(of_ranks)
+            for p, each in zip(alone.parameters(), of_ranks(alone, 0), strict=True):  # noqa: B023
+                p.grad = average(each)
             return loss_of(alone, 0)  # noqa: B023
 
         optimizer.step(closure)
@@ -312,7 +320,7 @@ def test_sparse_gradients(as_dense: bool, kind: str):
 def test_wrong_use():
     hvd.init()
     model = make_model()
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    optimizer = sgd(model)
     loss_of(model, 0).backward()
     with pytest.raises(InvalidUsage, match=r"zero_grad\(\) between backward and step.*synchronize\(\)"):
         optimizer.zero_grad()
@@ -410,14 +418,14 @@ def test_models_and_arguments_that_differ_are_named():
         hvd.init()
         model, options = make()
         with pytest.raises(Mismatch, match=match):
-            hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), **options)
+            sgd(model, **options)
 
 
 def join_with_steps(steps: list[int]) -> tuple[int, list[list[float]]]:
     """Each rank trains for its number of steps; the sums that it saw in between."""
     hvd.init()
     model = make_model()
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    optimizer = sgd(model)
     seen = []
     for step in range(steps[hvd.rank()]):
         loss_of(model, step).backward()
@@ -444,8 +452,8 @@ def train_alone(steps: list[int]) -> list[torch.Tensor]:
             model.zero_grad()
             model(batch(step, rank)).square().mean().backward()
             found.append([p.grad.clone() if step < own else torch.zeros_like(p) for p in model.parameters()])
-        for p, of_ranks in zip(model.parameters(), zip(*found, strict=True), strict=True):
-            p.grad = average(list(of_ranks))
+        for p, each in zip(model.parameters(), zip(*found, strict=True), strict=True):
+            p.grad = average(list(each))
         optimizer.step()
     return [p.detach() for p in model.parameters()]
 
@@ -463,37 +471,27 @@ def test_join(pool, steps):
         assert len(seen) == steps[rank]
 
 
-def join_and_do(call: str) -> str:
+NEED_ALL: dict[str, Callable[[], object]] = {
+    "allgather": lambda: hvd.allgather(torch.ones(1)),
+    "broadcast": lambda: hvd.broadcast(torch.ones(1), 0),
+    "reducescatter": lambda: hvd.reducescatter(torch.ones(2)),
+    "broadcast_object": lambda: hvd.broadcast_object(3),
+    "alltoall": lambda: hvd.alltoall(torch.ones(2)),
+    "broadcast_parameters": lambda: hvd.broadcast_parameters([torch.ones(2)], 0),
+    "DistributedOptimizer": lambda: sgd(nn.Linear(2, 1)),
+}
+
+
+@pytest.mark.parametrize("call", NEED_ALL)
+@run_on_ranks()
+def test_what_needs_all_ranks_is_refused_after_a_join(call: str):
     """Those who have joined go on; so do the others, but for this call."""
     hvd.init()
-    caught = None
     if hvd.rank() != 1:
-        with pytest.raises(InvalidUsage) as caught:
-            {
-                "allgather": lambda: hvd.allgather(torch.ones(1)),
-                "broadcast": lambda: hvd.broadcast(torch.ones(1), 0),
-                "reducescatter": lambda: hvd.reducescatter(torch.ones(2)),
-                "broadcast_object": lambda: hvd.broadcast_object(3),
-                "alltoall": lambda: hvd.alltoall(torch.ones(2)),
-                "broadcast_parameters": lambda: hvd.broadcast_parameters([torch.ones(2)], 0),
-                "DistributedOptimizer": lambda: hvd.DistributedOptimizer(
-                    torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=0.1)
-                ),
-            }[call]()
+        with pytest.raises(InvalidUsage, match=rf"{call} needs every rank, but rank 1 has called join\(\)"):
+            NEED_ALL[call]()
     assert hvd.join() == 0
     assert hvd.allgather_object(hvd.rank()) == [0, 1]
-    return str(caught and caught.value)
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        *("allgather", "broadcast", "reducescatter", "broadcast_object", "alltoall", "broadcast_parameters"),
-        "DistributedOptimizer",
-    ],
-)
-def test_what_needs_all_ranks_is_refused_after_a_join(pool, call):
-    assert f"{call} needs every rank, but rank 1 has called join()" in pool.run(join_and_do, call)[0]
 
 
 @run_on_ranks()

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from pool import run_on_ranks
 from torch import nn
 
 import syncengine.horovod as hvd
 from syncengine._C import note_incoming, owns_gradient
 
 SIDE = 512  # 1 MiB: a gradient that goes alone
-
-
-OPTIONS: dict[str, dict[str, object]] = {
-    "average": {},
-    "predivide": {"gradient_predivide_factor": 4.0},
-    "sum": {"op": hvd.Sum},
-}
 
 
 class Positions(nn.Module):
@@ -49,7 +43,11 @@ def loss(model: nn.Module, rank: int) -> torch.Tensor:
     return (model(x) * (1.0 + rank)).sum()
 
 
-def check_shared_memory(make: type[nn.Module], options: dict[str, object], passes: int) -> None:
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"gradient_predivide_factor": 4.0}, {"op": hvd.Sum}])
+@pytest.mark.parametrize("make", [Positions, SumOfViews])
+@run_on_ranks()
+def test_memory_that_is_not_of_one_gradient_alone(make: type[nn.Module], options: dict[str, object], passes: int):
     hvd.init()
     model = make()
     parameters = list(model.parameters())
@@ -64,13 +62,6 @@ def check_shared_memory(make: type[nn.Module], options: dict[str, object], passe
         optimizer.synchronize()  # which brings the gradients itself where more passes were to come
         assert all(torch.equal(p.grad, e) for p, e in zip(parameters, expected, strict=True))
         optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("passes", [1, 2])
-@pytest.mark.parametrize("case", OPTIONS)
-@pytest.mark.parametrize("make", [Positions, SumOfViews])
-def test_memory_that_is_not_of_one_gradient_alone(pool, make, case, passes):
-    pool.run(check_shared_memory, make, OPTIONS[case], passes)
 
 
 def owned(model: nn.Module, passes: int = 1) -> dict[str, bool]:
