@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-from pool import RankPool, run_on_ranks
+from pool import run_on_ranks
 from torch.distributed.distributed_c10d import _coalescing_manager
 from torch_backend_values import equal, ours
 
@@ -21,19 +21,8 @@ from syncengine.errors import InvalidUsage, SyncError, Timeout
 
 def in_thread(body: Callable[[], None]) -> None:
     """Runs it to its end in another thread."""
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            body()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(body).result()
 
 
 @run_on_ranks(gloo=True, settings=None)
@@ -171,13 +160,13 @@ def test_a_manager_that_outlives_its_body():
     assert equal(plain, torch.full((2,), 6.0))
 
 
-def interrupted_in_the_body() -> str:
-    """By a signal's handler, while it waits for a call that the other rank does not make."""
+@run_on_ranks(gloo=True, settings=None)
+def test_a_signal_while_an_error_leaves_the_body():
+    """Its handler interrupts the wait for a call that the other rank does not make."""
     group, rank = ours(), dist.get_rank()
     if rank == 1:
         dist.barrier()
-        return ""
-
+        return
     leaving: list[bool] = []  # before that its exception would be the body's, and not that of the wait behind it
 
     def handler(*_: object) -> None:
@@ -186,24 +175,18 @@ def interrupted_in_the_body() -> str:
 
     signal.signal(signal.SIGALRM, handler)
     signal.setitimer(signal.ITIMER_REAL, 0.5, 0.5)
-    said = ""
-    try:
-        with contextlib.suppress(ValueError), _coalescing_manager(group, torch.device("cpu")):
-            dist.broadcast(torch.ones(2), 1, group)
-            leaving.append(True)
-            raise ValueError("of the program")
-        time.sleep(5)
-    except SystemExit as error:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        said = str(error)
+    with pytest.raises(SystemExit, match="of the handler"):
+        try:
+            with contextlib.suppress(ValueError), _coalescing_manager(group, torch.device("cpu")):
+                dist.broadcast(torch.ones(2), 1, group)
+                leaving.append(True)
+                raise ValueError("of the program")
+            time.sleep(5)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
     with pytest.raises(SyncError, match="of the handler"):
         dist.barrier(group)
     dist.barrier()
-    return said
-
-
-def test_a_signal_while_an_error_leaves_the_body(pool: RankPool):
-    assert pool.run(interrupted_in_the_body, gloo=True, settings=None)[0] == "of the handler"
 
 
 @run_on_ranks(gloo=True, settings=None)
@@ -225,7 +208,8 @@ def test_a_barrier_among_coalesced_calls() -> None:
     assert equal(plain, torch.ones(2))
 
 
-def waits_for_three() -> str:
+@run_on_ranks(gloo=True, settings=None)
+def test_the_timeout_of_a_wait_is_one_for_all_of_its_calls():
     group, rank = ours(), dist.get_rank()
     backend = group._get_backend(torch.device("cpu"))
     tensors = [torch.ones(2) for _ in range(3)]
@@ -235,17 +219,12 @@ def waits_for_three() -> str:
             for tensor in tensors:
                 time.sleep(0.7)
                 backend.allreduce([tensor]).wait()
-        return ""
+        return
     backend._start_coalescing()
     for tensor in tensors:
         backend.allreduce([tensor])
-    with pytest.raises(Timeout) as error:
+    with pytest.raises(Timeout, match=r"wait\(timeout=...\) gave up"):
         backend._end_coalescing().wait(timedelta(seconds=1))
-    return str(error.value)
-
-
-def test_the_timeout_of_a_wait_is_one_for_all_of_its_calls(pool: RankPool):
-    assert "wait(timeout=...) gave up" in pool.run(waits_for_three, gloo=True, settings=None)[0]
 
 
 @run_on_ranks(gloo=True, settings=None)

@@ -6,7 +6,7 @@ import gc
 import itertools
 import time
 import weakref
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -29,42 +29,20 @@ def through_copies(group: dist.ProcessGroup, **options: Any) -> list[tuple[Any, 
     shared = torch.zeros(5)
     sizes = [torch.zeros(1), torch.zeros(2, 2).t()]
     part = torch.zeros(2, dtype=torch.int64)
-    calls: list[tuple[Callable[[], Any], torch.Tensor, torch.Tensor]] = [
-        (lambda: dist.all_reduce(bits, ReduceOp.BOR, group, **options), bits, torch.tensor([3])),
-        (lambda: dist.all_reduce(average, ReduceOp.AVG, group, **options), average, torch.tensor([4, 7])),
-        (
-            lambda: dist.all_reduce(unsigned, ReduceOp.MAX, group, **options),
-            unsigned,
-            torch.tensor([1, 5]).to(torch.uint64),
-        ),
-        (
-            lambda: dist.all_reduce(eighths, ReduceOp.SUM, group, **options),
-            eighths,
-            torch.tensor([3.0]).to(eighths.dtype),
-        ),
-        (
-            lambda: dist.all_reduce(scaled, dist._make_nccl_premul_sum(0.5), group, **options),
-            scaled,
-            torch.full((3,), 2.5),
-        ),
-        (lambda: dist.all_reduce(strided, group=group, **options), strided, torch.full((2, 3), 3.0)),
-        (
-            lambda: dist.all_gather([shared[:3], shared[2:]], torch.full((3,), rank + 1.0), group, **options),
-            shared,
-            torch.tensor([1.0, 1, 2, 2, 2]),
-        ),
-        (
-            lambda: dist.all_gather(sizes, [torch.ones(1), torch.ones(2, 2)][rank], group, **options),
-            sizes[1],
-            torch.ones(2, 2),
-        ),
-        (
-            lambda: dist.reduce_scatter_tensor(part, torch.full((4,), 1 << rank), ReduceOp.BXOR, group, **options),
-            part,
-            torch.tensor([3, 3]),
-        ),
+    reduced = partial(dist.all_reduce, group=group, **options)
+    gathered = partial(dist.all_gather, group=group, **options)
+    scattered = partial(dist.reduce_scatter_tensor, group=group, **options)
+    return [
+        (reduced(bits, ReduceOp.BOR), bits, torch.tensor([3])),
+        (reduced(average, ReduceOp.AVG), average, torch.tensor([4, 7])),
+        (reduced(unsigned, ReduceOp.MAX), unsigned, torch.tensor([1, 5]).to(torch.uint64)),
+        (reduced(eighths, ReduceOp.SUM), eighths, torch.tensor([3.0]).to(eighths.dtype)),
+        (reduced(scaled, dist._make_nccl_premul_sum(0.5)), scaled, torch.full((3,), 2.5)),
+        (reduced(strided), strided, torch.full((2, 3), 3.0)),
+        (gathered([shared[:3], shared[2:]], torch.full((3,), rank + 1.0)), shared, torch.tensor([1.0, 1, 2, 2, 2])),
+        (gathered(sizes, [torch.ones(1), torch.ones(2, 2)][rank]), sizes[1], torch.ones(2, 2)),
+        (scattered(part, torch.full((4,), 1 << rank), ReduceOp.BXOR), part, torch.tensor([3, 3])),
     ]
-    return [(call(), target, expected) for call, target, expected in calls]
 
 
 def missing(calls: list[tuple[Any, torch.Tensor, torch.Tensor]]) -> list[int]:
@@ -83,24 +61,23 @@ def dropped(group: dist.ProcessGroup) -> list[tuple[Any, torch.Tensor, torch.Ten
 @run_on_ranks(gloo=True, settings=None)
 def test_the_result_of_a_work_that_was_dropped_is_there_after_the_next_call() -> None:
     group = ours()
-    calls = dropped(group)
-    dist.barrier(group)
-    assert missing(calls) == []
-    calls = dropped(group)
-    dist.barrier(group, async_op=True).wait()
-    assert missing(calls) == []
-    calls = dropped(group)
-    dist.barrier(group, async_op=True).get_future().wait()
-    assert missing(calls) == []
-    calls = dropped(group)
-    work = dist.barrier(group, async_op=True)
-    while not work.is_completed():
-        pass
-    assert missing(calls) == []
-    calls = dropped(group)
-    group._get_backend(torch.device("cpu")).monitored_barrier()
-    assert missing(calls) == []
     backend = group._get_backend(torch.device("cpu"))
+
+    def look() -> None:
+        work = dist.barrier(group, async_op=True)
+        while not work.is_completed():
+            pass
+
+    for call in (
+        lambda: dist.barrier(group),
+        lambda: dist.barrier(group, async_op=True).wait(),
+        lambda: dist.barrier(group, async_op=True).get_future().wait(),
+        look,
+        backend.monitored_barrier,
+    ):
+        calls = dropped(group)
+        call()
+        assert missing(calls) == []
     backend._start_coalescing()
     calls = dropped(group)
     backend._end_coalescing()
@@ -202,34 +179,30 @@ def undeliverable(group: dist.ProcessGroup) -> tuple[dist.Work, torch.Tensor]:
 def test_an_error_of_a_delivery_is_that_of_its_own_work() -> None:
     group = ours()
     fits = "size of tensor"
-
-    def strided() -> torch.Tensor:
-        return torch.ones(2, 2).t()
-
-    def in_time(tensor: torch.Tensor) -> None:
-        dist.all_reduce(tensor, group=group)
-
-    def by_wait(tensor: torch.Tensor) -> None:
-        dist.all_reduce(tensor, group=group, async_op=True).wait()
-
-    def by_future(tensor: torch.Tensor) -> None:
-        dist.all_reduce(tensor, group=group, async_op=True).get_future().wait()
+    begin = partial(dist.all_reduce, group=group, async_op=True)
 
     def by_looking(tensor: torch.Tensor) -> None:
-        work = dist.all_reduce(tensor, group=group, async_op=True)
+        work = begin(tensor)
         while not work.is_completed():
             pass
         assert work.is_success()
 
     def by_another(tensor: torch.Tensor) -> None:
-        dist.all_reduce(tensor, group=group, async_op=True)
+        begin(tensor)
         dist.barrier(group)
 
-    for call in (in_time, by_wait, by_future, by_looking, by_another):
+    for i, call in enumerate(
+        (
+            lambda tensor: dist.all_reduce(tensor, group=group),
+            lambda tensor: begin(tensor).wait(),
+            lambda tensor: begin(tensor).get_future().wait(),
+            by_looking,
+            by_another,
+        )
+    ):
         work, target = undeliverable(group)
-        tensor = strided()
-        call(tensor)
-        assert equal(tensor, torch.full((2, 2), 2.0)), call
+        call(tensor := torch.ones(2, 2).t())
+        assert equal(tensor, torch.full((2, 2), 2.0)), i
         for _ in range(2):
             with pytest.raises(RuntimeError, match=fits):
                 work.wait()

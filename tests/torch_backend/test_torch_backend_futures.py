@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from parallel_models import Run, different_bits, train
-from pool import RankPool, run_on_ranks
+from pool import run_on_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.futures import Future
@@ -151,13 +151,15 @@ def test_callbacks_that_do_not_block_run_in_the_order_of_the_calls() -> None:
     check_completers(began)
 
 
-def deadline_within(how: str) -> str | None:
+@pytest.mark.parametrize("how", ["nested", "behind", "message"])
+@run_on_ranks(gloo=True, settings=None, timeout=20)
+def test_works_keep_their_deadline_wherever_they_wait(how: str):
     group = ours()
     backend = group._get_backend(torch.device("cpu"))
     if dist.get_rank() == 1:
         begin(group)
         dist.barrier()
-        return None
+        return
     first = begin(group)
     if how == "nested":
 
@@ -177,13 +179,8 @@ def deadline_within(how: str) -> str | None:
         future = dist.irecv(torch.empty(1), 1, group).get_future()
     with pytest.raises(Exception, match="rank 0 waits for rank 1") as error:
         future.wait()
+    assert "gave up" in str(error.value)
     dist.barrier()
-    return str(error.value)
-
-
-@pytest.mark.parametrize("how", ["nested", "behind", "message"])
-def test_works_keep_their_deadline_wherever_they_wait(pool: RankPool, how: str):
-    assert "gave up" in pool.run(deadline_within, how, gloo=True, settings=None, timeout=20)[0]
 
 
 def with_power_sgd(wrap: Any, group: dist.ProcessGroup | None, module: nn.Module, **options: Any) -> nn.Module:
@@ -193,17 +190,14 @@ def with_power_sgd(wrap: Any, group: dist.ProcessGroup | None, module: nn.Module
     return model
 
 
-def trained_with_power_sgd(accumulate: int) -> list[int]:
+@pytest.mark.parametrize("accumulate", [1, 2])
+@run_on_ranks(gloo=True, timeout=40)
+def test_power_sgd_trains_to_the_bits_of_gloo(accumulate: int):
+    """Its callbacks wait for all-reduces that they begin."""
     run = Run(accumulate=accumulate, options=(("bucket_cap_mb", 100),))
     group = ours()
     reference = train(partial(with_power_sgd, DistributedDataParallel, None), run)
-    return [
+    return sum(
         different_bits(train(partial(with_power_sgd, wrap, group), run), reference)
         for wrap in (DistributedDataParallel, syncengine.Parallel)
-    ]
-
-
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_power_sgd_trains_to_the_bits_of_gloo(pool: RankPool, accumulate: int):
-    """Its callbacks wait for all-reduces that they begin."""
-    assert pool.run(trained_with_power_sgd, accumulate, gloo=True, timeout=40) == [[0, 0]] * 2
+    )

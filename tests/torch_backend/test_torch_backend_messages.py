@@ -207,8 +207,10 @@ def test_a_message_of_any_rank_is_not_awaited_when_all_have_left() -> None:
         dist.recv(torch.ones(4), group=group)
 
 
-def talk_to_oneself(hosts: str) -> None:
-    """When all others have left: nothing that this rank may still send itself is given up, unless it waits for it."""
+@pytest.mark.parametrize(("hosts", "world"), [("aa", 2), ("aaa", 3), ("abb", 3), ("ab", 2)])
+@run_on_ranks(gloo=True, settings=None)
+def test_messages_to_oneself_when_all_others_have_left(hosts: str, world: int):
+    """Nothing that this rank may still send itself is given up, unless it waits for it."""
     live_on(hosts)
     group, rank = ours(timeout=timedelta(seconds=20)), dist.get_rank()
     if rank > 0:
@@ -236,11 +238,6 @@ def talk_to_oneself(hosts: str) -> None:
     assert equal(own, sent)
 
 
-@pytest.mark.parametrize("hosts", ["aa", "aaa", "abb", "ab"])
-def test_messages_to_oneself_when_all_others_have_left(pool: RankPool, hosts: str):
-    pool.run(talk_to_oneself, hosts, world=len(hosts), gloo=True, settings=None)
-
-
 @run_on_ranks(gloo=True, settings=None)
 def test_wrong_calls_are_refused_on_the_rank_that_makes_them() -> None:
     group = ours()
@@ -260,17 +257,15 @@ def exchange(group: dist.ProcessGroup, how: str, number: float, bad: bool = Fals
     size = 5000 if how.endswith("large") else 3
     parts = [torch.full((size,), number), torch.full((size,), number)]
     received = [torch.empty(size), torch.empty(size)]
-    if how.startswith("gather"):
-        if bad:
-            received[0] = torch.empty(size + 1)
-        dist.gather(parts[0], received if rank == 0 else None, 0, group)
-        return received if rank == 0 else []
     if how.startswith("scatter"):
         output = received[0].expand(2, size) if bad else received[0]
         dist.scatter(output, parts if rank == 1 else None, 1, group)
         return [output]
     if bad:
         received[0] = torch.empty(size + 1)
+    if how.startswith("gather"):
+        dist.gather(parts[0], received if rank == 0 else None, 0, group)
+        return received if rank == 0 else []
     dist.all_to_all(received, parts, group)
     return received
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from pool import RankPool, run_on_ranks
+from pool import run_on_ranks
 from test_hosts import live_on
 from torch.distributed import ReduceOp
 from torch_backend_values import ours
@@ -62,20 +64,15 @@ def reduce_scatter(op: ReduceOp.RedOpType, dtype: torch.dtype) -> Call:
     return lambda group: dist.reduce_scatter_tensor(torch.ones(2, dtype=dtype), torch.ones(4, dtype=dtype), op, group)
 
 
-def gather(root: int, size: int = 3) -> Call:
-    def call(group: dist.ProcessGroup) -> None:
-        parts = [torch.empty(size) for _ in range(dist.get_world_size())]
-        dist.gather(torch.ones(size), parts if dist.get_rank() == root else None, root, group)
+def by_root(call: Callable[..., object], root: int, size: int = 3) -> Call:
+    def rooted(group: dist.ProcessGroup) -> None:
+        parts = list(torch.ones(dist.get_world_size(), size))
+        call(torch.ones(size), parts if dist.get_rank() == root else None, root, group)
 
-    return call
+    return rooted
 
 
-def scatter(root: int, size: int = 3) -> Call:
-    def call(group: dist.ProcessGroup) -> None:
-        parts = [torch.ones(size) for _ in range(dist.get_world_size())]
-        dist.scatter(torch.empty(size), parts if dist.get_rank() == root else None, root, group)
-
-    return call
+gather, scatter = partial(by_root, dist.gather), partial(by_root, dist.scatter)
 
 
 def all_to_all(group: dist.ProcessGroup) -> None:
@@ -130,25 +127,17 @@ DIFFERENT: dict[str, tuple[Call, Call, str]] = {
 }
 
 
-def call_differently(how: str, hosts: str) -> str:
+BETWEEN_HOSTS = [how for how in DIFFERENT if "gather," in how or "roots of" in how]
+
+
+@pytest.mark.parametrize(("how", "hosts"), [(how, "aa") for how in DIFFERENT] + [(how, "ab") for how in BETWEEN_HOSTS])
+@run_on_ranks(gloo=True, settings=None)
+def test_a_call_that_differs_is_a_mismatch(how: str, hosts: str):
     live_on(hosts)
     group = ours()
-    with pytest.raises(Mismatch) as error:
+    with pytest.raises(Mismatch, match=re.escape(DIFFERENT[how][2])):
         DIFFERENT[how][dist.get_rank()](group)
         dist.barrier(group)  # a call may need nothing of others
-    return str(error.value)
-
-
-@pytest.mark.parametrize("how", DIFFERENT)
-def test_a_call_that_differs_is_a_mismatch(pool: RankPool, how: str):
-    for text in pool.run(call_differently, how, "aa", gloo=True, settings=None):
-        assert DIFFERENT[how][2] in text
-
-
-@pytest.mark.parametrize("how", [how for how in DIFFERENT if "gather," in how or "roots of" in how])
-def test_a_call_that_differs_between_hosts_is_a_mismatch(pool: RankPool, how: str):
-    for text in pool.run(call_differently, how, "ab", gloo=True, settings=None):
-        assert DIFFERENT[how][2] in text
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -160,18 +149,15 @@ def test_roots_are_compared_between_all_ranks_by_the_call_itself(how: str, async
     root, parts = (1 if rank == 2 else 0), list(torch.zeros(3, 2))
     mine = parts if rank == root else None
     with pytest.raises(Mismatch) as error:
-        if how == "gather":
-            work = dist.gather(torch.ones(2), mine, root, group, async_op=asynchronous)
-        else:
-            work = dist.scatter(torch.ones(2), mine, root, group, async_op=asynchronous)
+        work = getattr(dist, how)(torch.ones(2), mine, root, group, async_op=asynchronous)
         if asynchronous:
             work.wait()
-    text = str(error.value)
-    assert f"where rank 2 called {how}(" in text or f"rank 2 called {how}(" in text
-    assert "rank 1 of the group)" in text
+    assert f"rank 2 called {how}(" in str(error.value)
+    assert "rank 1 of the group)" in str(error.value)
 
 
-def reduce_in_another_order() -> list[list[float]]:
+@run_on_ranks(gloo=True, settings=None)
+def test_tensors_in_another_order_are_not_touched_nor_others():
     """The arena's first fit puts the tensors one after the other: what is written beyond one is in the next."""
     group, rank = ours(), dist.get_rank()
     communicator = group._get_backend(torch.device("cpu")).communicator
@@ -182,13 +168,7 @@ def reduce_in_another_order() -> list[list[float]]:
     with pytest.raises(Mismatch, match="all_reduce_coalesced"):
         dist.all_reduce_coalesced([first, second] if rank == 0 else [second, first], group=group)
         dist.barrier(group)
-    return [tensor.unique().tolist() for tensor in tensors]
-
-
-def test_tensors_in_another_order_are_not_touched_nor_others(pool: RankPool):
-    first, second = pool.run(reduce_in_another_order, gloo=True, settings=None)
-    assert first == [[1.0]] * 4
-    assert second == [[2.0]] * 4
+    assert [tensor.unique().tolist() for tensor in tensors] == [[rank + 1.0]] * 4
 
 
 @pytest.mark.parametrize(
@@ -216,5 +196,4 @@ def test_a_wrong_call_does_not_write_what_a_rank_sends_itself(how: str):
             whole = torch.zeros(2, 3)
             outputs = list(whole)
             dist.all_to_all_single(whole, torch.ones(2, 3), group=group, async_op=True).wait()
-    values = outputs[rank].tolist()
-    assert values == [0.0] * 3
+    assert outputs[rank].tolist() == [0.0] * 3

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pool import RankPool, run_on_ranks
+from pool import run_on_ranks
 from torch_backend_values import equal, ours
 
 from syncengine.errors import InvalidUsage
@@ -34,22 +34,17 @@ def reduces_lists(cut: Cut, size: int) -> Case:
     )
 
 
-def gathers_lists(cut: Cut, size: int) -> Case:
+def gathers_lists(cut: Cut, size: int, more: int = 0) -> Case:
     return (
-        [cut(size) for _ in range(WORLD)],
-        [cut(size)],
+        [cut(size + more * r) for r in range(WORLD)],
+        [cut(size + more * dist.get_rank())],
         lambda group, targets, sources: dist.all_gather(targets, sources[0], group),
         lambda _, sources: [s[0] for s in sources],
     )
 
 
 def gathers_uneven_lists(cut: Cut, size: int) -> Case:
-    return (
-        [cut(size + r) for r in range(WORLD)],
-        [cut(size + dist.get_rank())],
-        lambda group, targets, sources: dist.all_gather(targets, sources[0], group),
-        lambda _, sources: [s[0] for s in sources],
-    )
+    return gathers_lists(cut, size, more=1)
 
 
 def gathers_tensors(cut: Cut, size: int) -> Case:
@@ -118,21 +113,8 @@ def scatters_from_one(cut: Cut, size: int) -> Case:
     )
 
 
-CALLS = {
-    f.__name__: f
-    for f in (
-        reduces_lists,
-        gathers_lists,
-        gathers_uneven_lists,
-        gathers_tensors,
-        scatters_sums_of_lists,
-        scatters_sums_of_tensors,
-        exchanges_lists,
-        exchanges_tensors,
-        gathers_at_one,
-        scatters_from_one,
-    )
-}
+CALLS = [reduces_lists, gathers_lists, gathers_uneven_lists, gathers_tensors, scatters_sums_of_lists]
+CALLS += [scatters_sums_of_tensors, exchanges_lists, exchanges_tensors, gathers_at_one, scatters_from_one]
 
 
 def from_everybody(tensors: Tensors) -> list[Tensors]:
@@ -141,9 +123,12 @@ def from_everybody(tensors: Tensors) -> list[Tensors]:
     return everybody
 
 
-def compare(name: str) -> list[int]:
-    """The cases that differ from what copies give."""
+@pytest.mark.parametrize("make_case", CALLS)
+@run_on_ranks(world=WORLD, gloo=True, settings=None)
+def test_tensors_of_one_call_may_share_memory(make_case: Callable[[Cut, int], Case]):
+    """What they hold then is what copies give."""
     group, wrong = ours(), []
+    torch.manual_seed(0)  # the same memory on each run
     for case in range(40):
         choose = random.Random(case)
         size = choose.choice([1, 7, 500, 70_000])
@@ -155,7 +140,7 @@ def compare(name: str) -> list[int]:
             view = memory[begin :: step if begin + (length - 1) * step < len(memory) else 1][:length]
             return view if len(view) == length else memory[:length]
 
-        targets, sources, call, expected = CALLS[name](cut, size)
+        targets, sources, call, expected = make_case(cut, size)
         copies = expected(from_everybody(targets), from_everybody(sources))
         reference = memory.clone()
         for target, result in zip(targets, copies, strict=True):
@@ -166,12 +151,6 @@ def compare(name: str) -> list[int]:
         if not equal(memory, reference):
             wrong.append(case)
     return wrong
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_tensors_of_one_call_may_share_memory(pool: RankPool, name: str):
-    torch.manual_seed(0)
-    assert pool.run(compare, name, world=WORLD, gloo=True, settings=None) == [[]] * WORLD
 
 
 @run_on_ranks(gloo=True, settings=None)

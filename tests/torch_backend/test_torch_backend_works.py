@@ -130,10 +130,7 @@ def leave_or_die(how: str) -> str | None:
             raise ValueError("the data set is empty")
         if how == "die":
             os._exit(1)
-        if how == "abort":
-            group.abort()
-            return None
-        dist.destroy_process_group(group)
+        group.abort() if how == "abort" else dist.destroy_process_group(group)
         return None
     with pytest.raises(syncengine.errors.SyncError) as error:
         for _ in range(2):
