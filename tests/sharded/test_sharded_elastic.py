@@ -12,7 +12,7 @@ import pytest
 import torch
 from faults import Outcome, my_rank, needs_hooks, set_fault, suffer
 from launcher import Launcher
-from pool import RankPool
+from pool import RankPool, Ranks
 from test_elastic import Net, digest
 from torch import nn
 
@@ -88,6 +88,13 @@ def disturbed(kills: dict[Any, Any], file: str = "") -> Outcome:
     return suffer(lambda step: train(kills, file), timeout=60.0)
 
 
+def values(ranks: Ranks, left: list[int]) -> list[Any]:
+    """Of those that are left, which have come through, and have nothing left over."""
+    outcomes = [ranks[rank].result(120.0) for rank in left]
+    assert all((outcome.error, outcome.left) == ("", []) for outcome in outcomes), outcomes
+    return [outcome.value for outcome in outcomes]
+
+
 @pytest.fixture(scope="module")
 def undisturbed(pool: RankPool) -> str:
     """Of one rank alone."""
@@ -108,10 +115,7 @@ def test_a_death_between_updates_loses_nothing(pool: RankPool, undisturbed: str,
     """Or in one, by a rank that has written its part: then this step is made on all that are left."""
     left = [rank for rank in range(4) if rank not in kills]
     with pool.spawn_ranks(disturbed, kills, world=4, settings=None) as ranks:
-        for rank in left:
-            outcome = ranks[rank].result(120.0)
-            assert (outcome.error, outcome.left) == ("", []), outcome
-            assert outcome.value == (undisturbed, left, [])
+        assert values(ranks, left) == [(undisturbed, left, [])] * len(left)
         for rank in kills:
             assert ranks[rank].exit_code() == -signal.SIGKILL
 
@@ -134,10 +138,7 @@ def torn_here(kills: dict[Any, Any]) -> Outcome:
 
 def test_torn_weights_are_got_from_a_rank_that_has_whole_ones(pool: RankPool, undisturbed: str) -> None:
     with pool.spawn_ranks(torn_here, {1: (3, "backward")}, world=3, settings=None) as ranks:
-        for rank in (0, 2):
-            outcome = ranks[rank].result(120.0)
-            assert (outcome.error, outcome.left) == ("", []), outcome
-            assert outcome.value == (undisturbed, [0, 2], [])
+        assert values(ranks, [0, 2]) == [(undisturbed, [0, 2], [])] * 2
 
 
 @needs_hooks
@@ -145,10 +146,7 @@ def test_a_death_within_an_update_tears_the_weights(pool: RankPool, undisturbed:
     """All that are left say so, and go on from a checkpoint."""
     file = str(tmp_path / "saved.pt")
     with pool.spawn_ranks(disturbed, {1: "updating:7:kill"}, file, world=3, settings=None) as ranks:
-        for rank in (0, 2):
-            outcome = ranks[rank].result(120.0)
-            assert (outcome.error, outcome.left) == ("", []), outcome
-            whole, left, torn = outcome.value
+        for whole, left, torn in values(ranks, [0, 2]):
             assert (whole, left) == (undisturbed, [0, 2])
             assert len(torn) == 1 and torn[0].startswith("the weights are torn at step 7: continue from a checkpoint")
 
