@@ -9,10 +9,14 @@
 
 #include "child.h"
 #include "job.h"
-#include "transport/shm/arena.h"
+#include "shm_memory.h"
 
 namespace syncengine {
 
+using testing::all_are;
+using testing::chars;
+using testing::kCountsBytes;
+using testing::kMiB;
 using testing::memory_of_process;
 using testing::start_child;
 using testing::true_in_child;
@@ -20,15 +24,7 @@ using testing::was_true;
 
 namespace {
 
-constexpr size_t kMiB = 1 << 20, kArena = 512 * kMiB, kPage = shm::kPage;
 constexpr long kNoise = kMiB;  // of the process itself, its sanitizer's aside
-constexpr bool kCountsBytes = testing::kSlowdown == 1;
-
-char* chars(const std::shared_ptr<void>& memory) { return static_cast<char*>(memory.get()); }
-
-bool all_are(const char* data, size_t bytes, char value) {
-  return std::all_of(data, data + bytes, [&](char c) { return c == value; });
-}
 
 size_t pages_of(const shm::Arena& arena) {
   struct stat status{};
@@ -44,22 +40,14 @@ bool took(long before, long wanted) {
   return false;
 }
 
-struct Fixture {
-  std::shared_ptr<shm::Arena> arena = shm::Arena::create(kArena);
-  shm::Pool& pool = *arena->create_pool();
-  Fixture() { pool.join(); }
-  ~Fixture() { pool.close(), pool.leave(); }
-
-  char* take(size_t bytes, int content) {
-    auto* block = static_cast<char*>(pool.allocate(bytes));
-    return static_cast<char*>(std::memset(block, content, bytes));
-  }
+struct Filled : testing::PoolOf<512 * kMiB> {
+  char* take(size_t bytes, int content) { return static_cast<char*>(std::memset(PoolOf::take(bytes), content, bytes)); }
 };
 
 }  // namespace
 
 TEST(a_child_gets_nothing_of_blocks_that_were_released) {
-  Fixture f;
+  Filled f;
   std::vector<char*> blocks;
   for (int i = 0; i < 64; ++i) blocks.push_back(f.take(kMiB, i));
   for (int i = 0; i < 64; ++i) {
@@ -75,7 +63,7 @@ TEST(a_child_gets_nothing_of_blocks_that_were_released) {
 }
 
 TEST(a_child_gets_pages_that_were_touched) {
-  Fixture f;
+  Filled f;
   auto untouched = f.arena->allocate_tensor(64 * kMiB), touched = f.arena->allocate_tensor(64 * kMiB);
   auto* sparse = static_cast<char*>(f.pool.allocate(64 * kMiB));
   for (char* begin : {chars(touched), sparse}) {
@@ -98,7 +86,7 @@ TEST(a_child_gets_pages_that_were_touched) {
 }
 
 TEST(a_child_sees_what_was_there_at_the_fork) {
-  Fixture f;
+  Filled f;
   auto tensor = f.arena->allocate_tensor(32 * kMiB);
   char* block = f.take(32 * kMiB, 0);
   for (char round = 1; round < 6; ++round) {
@@ -114,7 +102,7 @@ TEST(a_child_sees_what_was_there_at_the_fork) {
 }
 
 TEST(a_child_frees_its_copies_and_its_own_child_takes_no_more) {
-  Fixture f;
+  Filled f;
   auto tensor = f.arena->allocate_tensor(8 * kMiB);
   std::memset(tensor.get(), 3, 8 * kMiB);
   char* block = f.take(8 * kMiB, 4);
@@ -126,34 +114,34 @@ TEST(a_child_frees_its_copies_and_its_own_child_takes_no_more) {
     tensor.reset();
     if (!took(before, 8 * kMiB)) return false;
     f.pool.release(block);
-    return right && took(before, 0) && f.pool.allocate(kPage) == nullptr;
+    return right && took(before, 0) && f.pool.allocate(shm::kPage) == nullptr;
   }));
   CHECK(chars(tensor)[kMiB] == 3 && block[kMiB] == 4);
   f.pool.release(block);
 }
 
 TEST(a_child_keeps_what_was_severed) {
-  Fixture f;
+  Filled f;
   shm::PeerArena peer(f.arena->fd(), f.arena->bytes());
-  char* first = f.take(4 * kPage, 1);
-  char* block = f.take(8 * kPage, 2);
-  char* last = f.take(4 * kPage, 3);
-  auto tensor = f.arena->allocate_tensor(4 * kPage);
-  std::memset(tensor.get(), 4, 4 * kPage);
-  for (char* begin : {block + kPage, block + 5 * kPage, chars(tensor)}) {
+  char* first = f.take(4 * shm::kPage, 1);
+  char* block = f.take(8 * shm::kPage, 2);
+  char* last = f.take(4 * shm::kPage, 3);
+  auto tensor = f.arena->allocate_tensor(4 * shm::kPage);
+  std::memset(tensor.get(), 4, 4 * shm::kPage);
+  for (char* begin : {block + shm::kPage, block + 5 * shm::kPage, chars(tensor)}) {
     const auto offset = static_cast<size_t>(f.arena->offset_of(begin, 1));
-    f.arena->sever_tensor(offset, 2 * kPage);
-    f.arena->sever_tensor(offset, kPage);
-    std::memset(peer.at(offset, kPage), 9, kPage);  // a woken rank
+    f.arena->sever_tensor(offset, 2 * shm::kPage);
+    f.arena->sever_tensor(offset, shm::kPage);
+    std::memset(peer.at(offset, shm::kPage), 9, shm::kPage);  // a woken rank
   }
   CHECK(true_in_child([&] {
-    return all_are(first, 4 * kPage, 1) && all_are(block, 8 * kPage, 2) && all_are(last, 4 * kPage, 3) &&
-           all_are(chars(tensor), 4 * kPage, 4);
+    return all_are(first, 4 * shm::kPage, 1) && all_are(block, 8 * shm::kPage, 2) && all_are(last, 4 * shm::kPage, 3) &&
+           all_are(chars(tensor), 4 * shm::kPage, 4);
   }));
 }
 
 TEST(severing_takes_no_more_than_was_touched) {
-  Fixture f;
+  Filled f;
   auto tensor = f.arena->allocate_tensor(64 * kMiB);
   chars(tensor)[kMiB] = 1;
   const size_t shared = pages_of(*f.arena);
@@ -165,7 +153,7 @@ TEST(severing_takes_no_more_than_was_touched) {
 }
 
 TEST(what_was_severed_is_given_back_once_it_is_freed) {
-  Fixture f;
+  Filled f;
   const size_t shared = pages_of(*f.arena);
   const long before = memory_of_process("Anonymous");
   std::vector<char*> lost;
@@ -198,18 +186,18 @@ TEST(what_was_severed_is_given_back_once_it_is_freed) {
 }
 
 TEST(severing_again_keeps_what_was_written_since) {
-  Fixture f;
-  auto* block = static_cast<char*>(f.pool.allocate(8 * kPage));  // no page of it is there yet
+  Filled f;
+  auto* block = static_cast<char*>(f.pool.allocate(8 * shm::kPage));  // no page of it is there yet
   const auto offset = static_cast<size_t>(f.arena->offset_of(block, 1));
-  f.arena->sever_tensor(offset + 2 * kPage, 2 * kPage);
-  std::memset(block, 5, 8 * kPage);
-  f.arena->sever_tensor(offset, 8 * kPage);
-  CHECK(all_are(block, 8 * kPage, 5));
-  CHECK(true_in_child([&] { return all_are(block, 8 * kPage, 5); }));
+  f.arena->sever_tensor(offset + 2 * shm::kPage, 2 * shm::kPage);
+  std::memset(block, 5, 8 * shm::kPage);
+  f.arena->sever_tensor(offset, 8 * shm::kPage);
+  CHECK(all_are(block, 8 * shm::kPage, 5));
+  CHECK(true_in_child([&] { return all_are(block, 8 * shm::kPage, 5); }));
 }
 
 TEST(a_child_does_not_hold_the_memory_of_its_parent) {
-  auto arena = shm::Arena::create(kArena);
+  auto arena = shm::Arena::create(512 * kMiB);
   const int fd = arena->fd();
   struct stat own{};
   fstat(fd, &own);
@@ -220,7 +208,7 @@ TEST(a_child_does_not_hold_the_memory_of_its_parent) {
 }
 
 TEST(forks_beside_threads_that_allocate_come_through) {
-  Fixture f;
+  Filled f;
   std::atomic<bool> over{false};
   std::vector<std::thread> threads;
   for (unsigned seed = 0; seed < 3; ++seed) {
@@ -229,9 +217,9 @@ TEST(forks_beside_threads_that_allocate_come_through) {
       std::vector<void*> mine;
       while (!over) {
         if (mine.size() < 20) {
-          void* block = f.pool.allocate((1 + random() % 300) * kPage);
+          void* block = f.pool.allocate((1 + random() % 300) * shm::kPage);
           if (block) *static_cast<char*>(block) = 1, mine.push_back(block);
-          f.arena->allocate_tensor(random() % 100 * kPage);
+          f.arena->allocate_tensor(random() % 100 * shm::kPage);
         } else {
           std::swap(mine[random() % mine.size()], mine.back());
           f.pool.release(mine.back());
@@ -242,11 +230,11 @@ TEST(forks_beside_threads_that_allocate_come_through) {
       for (void* block : mine) f.pool.release(block);
     });
   }
-  char* block = f.take(5 * kPage, 6);
+  char* block = f.take(5 * shm::kPage, 6);
   int good = 0;
   for (int round = 0; round < 60 / testing::kSlowdown; ++round) {
     good += true_in_child([&] {
-      const bool right = all_are(block, 5 * kPage, 6) && f.pool.allocate(kPage) == nullptr;
+      const bool right = all_are(block, 5 * shm::kPage, 6) && f.pool.allocate(shm::kPage) == nullptr;
       f.pool.release(block);
       return right;
     });

@@ -8,7 +8,7 @@
 #include <set>
 
 #include "job.h"
-#include "transport/shm/arena.h"
+#include "shm_memory.h"
 
 namespace syncengine {
 
@@ -16,27 +16,18 @@ using testing::run_ranks;
 
 namespace {
 
-constexpr size_t kArena = 64 << 20;
-constexpr size_t kPage = shm::kPage;
-
-struct Fixture {
-  std::shared_ptr<shm::Arena> arena = shm::Arena::create(kArena);
-  shm::Pool& pool = *arena->create_pool();
-  Fixture() { pool.join(); }
-  ~Fixture() { pool.close(), pool.leave(); }
-
-  char* take(size_t bytes) { return static_cast<char*>(pool.allocate(bytes)); }
-};
+constexpr size_t kPoolBytes = 64 << 20;
+using Pool = testing::PoolOf<kPoolBytes>;
 
 }  // namespace
 
 TEST(pool_blocks_never_overlap_and_keep_what_is_in_them) {
-  Fixture f;
+  Pool f;
   std::mt19937 random(1);
   std::map<char*, std::pair<size_t, char>> live;  // begin -> bytes, content
   for (int step = 0; step < 6000 / testing::kSlowdown; ++step) {
     if (live.empty() || random() % 5 < 3) {
-      size_t bytes = 1 + random() % (random() % 4 == 0 ? 40 * kPage : 3 * kPage);
+      size_t bytes = 1 + random() % (random() % 4 == 0 ? 40 * shm::kPage : 3 * shm::kPage);
       char* block = f.take(bytes);
       if (block == nullptr) continue;  // full
       CHECK(f.pool.owns(block, bytes) && shm::Pool::find(block) == &f.pool);
@@ -59,49 +50,49 @@ TEST(pool_blocks_never_overlap_and_keep_what_is_in_them) {
 }
 
 TEST(a_released_block_serves_the_next_of_its_size_with_its_pages) {
-  Fixture f;
-  char* first = f.take(5 * kPage);
-  f.take(kPage);
-  std::memset(first, 7, 5 * kPage);
+  Pool f;
+  char* first = f.take(5 * shm::kPage);
+  f.take(shm::kPage);
+  std::memset(first, 7, 5 * shm::kPage);
   f.pool.release(first);
-  CHECK_EQ(static_cast<void*>(f.take(5 * kPage - 10)), static_cast<void*>(first));
-  CHECK_EQ(first[3 * kPage], 7);  // no page was given back and brought again
+  CHECK_EQ(static_cast<void*>(f.take(5 * shm::kPage - 10)), static_cast<void*>(first));
+  CHECK_EQ(first[3 * shm::kPage], 7);  // no page was given back and brought again
 }
 
 TEST(trim_gives_pages_back_and_other_sizes_use_their_addresses) {
-  Fixture f;
+  Pool f;
   std::set<char*> blocks;
-  for (int i = 0; i < 8; ++i) blocks.insert(f.take(kPage));
+  for (int i = 0; i < 8; ++i) blocks.insert(f.take(shm::kPage));
   for (char* block : blocks) {
     *block = 7;
     f.pool.release(block);
   }
   f.pool.trim();
-  char* joined = f.take(8 * kPage);
+  char* joined = f.take(8 * shm::kPage);
   CHECK_EQ(static_cast<void*>(joined), static_cast<void*>(*blocks.begin()));
-  for (int page = 0; page < 8; ++page) CHECK_EQ(joined[page * kPage], 0);
+  for (int page = 0; page < 8; ++page) CHECK_EQ(joined[page * shm::kPage], 0);
 }
 
 TEST(a_block_that_outlives_the_last_model_gives_its_pages_back) {
-  Fixture f;
-  char* block = f.take(3 * kPage);
-  std::memset(block, 7, 3 * kPage);
+  Pool f;
+  char* block = f.take(3 * shm::kPage);
+  std::memset(block, 7, 3 * shm::kPage);
   f.pool.leave();
-  CHECK_EQ(block[kPage], 7);
+  CHECK_EQ(block[shm::kPage], 7);
   f.pool.release(block);
   f.pool.join();
-  CHECK_EQ(static_cast<void*>(f.take(3 * kPage)), static_cast<void*>(block));
-  CHECK_EQ(block[kPage], 0);
+  CHECK_EQ(static_cast<void*>(f.take(3 * shm::kPage)), static_cast<void*>(block));
+  CHECK_EQ(block[shm::kPage], 0);
 }
 
 TEST(a_pool_that_is_full_or_closed_has_nothing) {
-  Fixture f;
-  CHECK(f.take(kArena) == nullptr);
-  char* block = f.take(kArena / 4);
-  CHECK(block != nullptr && f.take(kArena / 2) == nullptr);
+  Pool f;
+  CHECK(f.take(kPoolBytes) == nullptr);
+  char* block = f.take(kPoolBytes / 4);
+  CHECK(block != nullptr && f.take(kPoolBytes / 2) == nullptr);
   f.pool.close();
-  CHECK(f.take(kPage) == nullptr);
-  block[kArena / 4 - 1] = 1;  // still there
+  CHECK(f.take(shm::kPage) == nullptr);
+  block[kPoolBytes / 4 - 1] = 1;  // still there
   f.pool.release(block);
 }
 
@@ -110,10 +101,10 @@ TEST(a_block_keeps_its_arena_alive) {
   char* block;
   shm::Pool* pool;
   {
-    Fixture f;
+    Pool f;
     arena = f.arena;
     pool = &f.pool;
-    block = f.take(kPage);
+    block = f.take(shm::kPage);
   }
   CHECK(!arena.expired());
   *block = 1;
@@ -122,36 +113,36 @@ TEST(a_block_keeps_its_arena_alive) {
 }
 
 TEST(a_severed_block_of_a_pool_is_nobodys_any_more) {
-  Fixture f;
+  Pool f;
   shm::PeerArena peer(f.arena->fd(), f.arena->bytes());
-  char* block = f.take(3 * kPage);
-  char* neighbor = f.take(3 * kPage);
+  char* block = f.take(3 * shm::kPage);
+  char* neighbor = f.take(3 * shm::kPage);
   *neighbor = 2;
-  std::memset(block, 1, 3 * kPage);
-  size_t offset = f.arena->offset_of(block, 3 * kPage);
-  f.arena->sever_tensor(offset + kPage, kPage);  // a span that begins within the block
-  CHECK_EQ(block[2 * kPage - 1], 1);
-  *reinterpret_cast<char*>(peer.at(offset + kPage, 1)) = 9;  // a woken rank
-  CHECK_EQ(block[kPage], 1);
-  CHECK_EQ(f.arena->offset_of(block, 3 * kPage), -1);
-  CHECK(f.arena->offset_of(block, kPage) >= 0);
-  CHECK(f.arena->offset_of(neighbor, 3 * kPage) >= 0);
+  std::memset(block, 1, 3 * shm::kPage);
+  size_t offset = f.arena->offset_of(block, 3 * shm::kPage);
+  f.arena->sever_tensor(offset + shm::kPage, shm::kPage);  // a span that begins within the block
+  CHECK_EQ(block[2 * shm::kPage - 1], 1);
+  *reinterpret_cast<char*>(peer.at(offset + shm::kPage, 1)) = 9;  // a woken rank
+  CHECK_EQ(block[shm::kPage], 1);
+  CHECK_EQ(f.arena->offset_of(block, 3 * shm::kPage), -1);
+  CHECK(f.arena->offset_of(block, shm::kPage) >= 0);
+  CHECK(f.arena->offset_of(neighbor, 3 * shm::kPage) >= 0);
   f.pool.release(block);
   f.pool.trim();
   for (int i = 0; i < 20; ++i) {
-    char* other = f.take(kPage);
-    CHECK(other < block || other >= block + 3 * kPage);
+    char* other = f.take(shm::kPage);
+    CHECK(other < block || other >= block + 3 * shm::kPage);
   }
 }
 
 TEST(threads_share_a_pool) {
-  Fixture f;
+  Pool f;
   run_ranks(4, [&](int rank) {
     std::mt19937 random(rank);
     std::vector<std::pair<char*, size_t>> mine;
     for (int step = 0; step < 3000 / testing::kSlowdown; ++step) {
       if (mine.size() < 5) {
-        size_t bytes = (1 + random() % 4) * kPage;
+        size_t bytes = (1 + random() % 4) * shm::kPage;
         if (char* block = f.take(bytes)) {
           std::memset(block, rank, bytes);
           mine.push_back({block, bytes});

@@ -11,28 +11,25 @@
 
 #include "base/memory.h"
 #include "child.h"
+#include "shm_memory.h"
 #include "test.h"
 #include "transport/shm/region.h"
 
 namespace syncengine {
 
 using shm::Region;
+using testing::all_are;
 using testing::is_mapped_shared;
+using testing::kCountsBytes;
+using testing::kMiB;
 using testing::memory_of_process;
 using testing::true_in_child;
 
 namespace {
 
-constexpr size_t kMiB = 1 << 20;
-constexpr bool kCountsBytes = testing::kSlowdown == 1;
-
 std::shared_ptr<Region> again(const Region& region) { return Region::open(UniqueFd(dup(region.fd()))); }
 
 char* chars(const Region& region, size_t offset = 0) { return reinterpret_cast<char*>(region.at(offset, 1)); }
-
-bool all_are(const char* data, size_t bytes, char value) {
-  return std::all_of(data, data + bytes, [&](char c) { return c == value; });
-}
 
 }  // namespace
 

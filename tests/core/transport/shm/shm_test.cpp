@@ -10,11 +10,12 @@
 
 #include "child.h"
 #include "job.h"
-#include "transport/shm/arena.h"
+#include "shm_memory.h"
 #include "transport/shm/liveness.h"
 
 namespace syncengine {
 
+using testing::chars;
 using testing::contains;
 using testing::is_mapped_shared;
 using testing::run_job;
@@ -29,8 +30,6 @@ constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 std::unique_ptr<shm::PeerArena> peer_of(const shm::Arena& arena) {
   return std::make_unique<shm::PeerArena>(arena.fd(), arena.bytes());
 }
-
-char* chars(const std::shared_ptr<void>& memory) { return static_cast<char*>(memory.get()); }
 
 // A memfd as a peer might send it, with a sound header unless told otherwise.
 UniqueFd memfd(size_t bytes, int seals, uint64_t magic = shm::arena_magic()) {

@@ -1,0 +1,32 @@
+// What tests of shared memory have in common.
+#pragma once
+
+#include <algorithm>
+#include <memory>
+
+#include "test.h"
+#include "transport/shm/arena.h"
+
+namespace syncengine::testing {
+
+inline constexpr size_t kMiB = 1 << 20;
+inline constexpr bool kCountsBytes = kSlowdown == 1;
+
+inline char* chars(const std::shared_ptr<void>& memory) { return static_cast<char*>(memory.get()); }
+
+inline bool all_are(const char* data, size_t bytes, char value) {
+  return std::all_of(data, data + bytes, [&](char c) { return c == value; });
+}
+
+// A pool in an arena of so many bytes.
+template <size_t kBytes>
+struct PoolOf {
+  std::shared_ptr<shm::Arena> arena = shm::Arena::create(kBytes);
+  shm::Pool& pool = *arena->create_pool();
+  PoolOf() { pool.join(); }
+  ~PoolOf() { pool.close(), pool.leave(); }
+
+  char* take(size_t bytes) { return static_cast<char*>(pool.allocate(bytes)); }
+};
+
+}  // namespace syncengine::testing
