@@ -225,11 +225,18 @@ void bind_reducer(py::module_& module) {
       .def(
           "is_undecided", [](Reducer& self) { return self.model()->outcome.is_undecided(); }, NoGil())
       .def("decide", &Reducer::decide, NoGil())
-      .def("reserve_slots", &Reducer::reserve_slots, py::arg("copy_of") = py::none(), NoGil())
+      .def(
+          "reserve_slots",
+          [](Reducer& self, std::optional<uint64_t> copy_of) {
+            Model& model = self.model().model;
+            return model.reserve_slots(copy_of);
+          },
+          py::arg("copy_of") = py::none(), NoGil())
       .def("shadow_backward", &Reducer::shadow_backward, NoGil())
       .def("check_finalized", &Reducer::check_finalized, NoGil())
       .def("remove_hooks", &Reducer::remove_hooks, NoGil())
-      .def("has_averaged", &Reducer::has_averaged, NoGil())
+      .def(
+          "has_averaged", [](Reducer& self) { return self.model()->parameters.runs_user_hooks(); }, NoGil())
       .def(
           "wanted", [](Reducer& self) { return self.model()->parameters.wanted(); }, NoGil())
       .def(

@@ -69,7 +69,7 @@ class BeforeOutput : public torch::autograd::FunctionPreHook {
 
   variable_list operator()(const variable_list& grads) override {
     if (auto reducer = reducer_.lock()) {
-      call_in_backward(*reducer, [&] { forward_ ? reducer->on_output(*forward_) : reducer->on_local_output(); });
+      call_in_backward(*reducer, [&] { reducer->on_output(forward_.get()); });
     }
     return grads;
   }

@@ -15,6 +15,23 @@
 
 namespace syncengine {
 
+namespace {
+
+// Until the last step has ended on all ranks.
+void await_end(Model& model, std::unique_lock<std::mutex>& lock) {
+  if (!model.outcome.await_end(lock)) return;
+  const pybind11::gil_scoped_acquire gil;
+  model.let_go_of_gradients(/*keeps=*/false);
+}
+
+void say_nonfinite(const std::string& text, bool raises) {
+  trace::record_text(trace::Kind::Note, "nonfinite: " + text);
+  if (raises) throw Error(ErrorKind::NotFinite, text);
+  warn(text);
+}
+
+}  // namespace
+
 Reducer::~Reducer() {
   std::lock_guard lock(mutex_);
   try {
@@ -31,11 +48,15 @@ bool Reducer::begin_forward(bool synchronize) {
   std::unique_lock lock(mutex_);
   if (recomputing()) return false;
   tasks_.wait_for_all(lock);
-  if (phase_ == Phase::Syncing) fail(unfinished_text(*model_));
+  if (phase_ == Phase::Syncing) {
+    const std::string text = unfinished_text(*model_);
+    give_up(text);
+    throw Error(ErrorKind::InvalidUsage, text);
+  }
   if (hooks_removed_ && !synchronize) return false;
-  if (synchronize) await_end(lock);
+  if (synchronize) await_end(*model_, lock);
   if (hooks_removed_) {
-    give_up(removed_text(model_->parameters), /*in_forward=*/true);
+    give_up(removed_text(model_->parameters), Where::Forward);
     throw Error(ErrorKind::InvalidUsage, removed_text(model_->parameters));
   }
   model_->averaging.communicator->throw_if_failed();
@@ -103,14 +124,14 @@ void Reducer::refuse_forward(const std::string& text) {
   if (phase_ == Phase::Syncing || phase_ == Phase::Finalizing || !model_->plan) return;
   // All are frozen: no rank waits for what it would have brought.
   if (model_->plan->buckets().empty()) return expect_backward();
-  give_up(text, /*in_forward=*/true);
+  give_up(text, Where::Forward);
 }
 
 void Reducer::vote_on_forward() {
   std::shared_ptr<Work> vote;
   {
     std::unique_lock lock(mutex_);
-    await_end(lock);
+    await_end(*model_, lock);
     if (!model_->can_refuse()) return;
     model_->outcome.begin();
     vote = model_->vote(std::make_shared<std::vector<uint8_t>>(1));
@@ -119,20 +140,15 @@ void Reducer::vote_on_forward() {
     model_->averaging.communicator->wait(vote, raise_pending_signal);
   } catch (const StepRefused& error) {
     std::lock_guard lock(mutex_);
-    give_in(error.what());
+    model_->outcome.end();
+    lose(error.what(), /*keeps=*/false);
     throw;
   }
 }
 
 void Reducer::decide() {
   std::unique_lock lock(mutex_);
-  if (model_->outcome.is_undecided() && !model_->averaging.communicator->is_closed()) await_end(lock);
-}
-
-void Reducer::await_end(std::unique_lock<std::mutex>& lock) {
-  if (!model_->outcome.await_end(lock)) return;
-  const pybind11::gil_scoped_acquire gil;
-  model_->let_go_of_gradients(/*keeps=*/false);
+  if (model_->outcome.is_undecided() && !model_->averaging.communicator->is_closed()) await_end(*model_, lock);
 }
 
 void Reducer::shadow_backward() {
@@ -141,7 +157,7 @@ void Reducer::shadow_backward() {
     if (phase_ == Phase::Syncing || phase_ == Phase::Finalizing) {
       throw Error(ErrorKind::InvalidUsage, unfinished_text(*model_));
     }
-    await_end(lock);
+    await_end(*model_, lock);
     model_->averaging.communicator->throw_if_failed();
     model_->usage.clear();
     model_->coming_forward();
@@ -174,19 +190,6 @@ void Reducer::remove_hooks() {
   model_->parameters.unhook(*this);
 }
 
-uint64_t Reducer::reserve_slots(std::optional<uint64_t> copy_of) {
-  Averaging& averaging = model_->averaging;
-  if (averaging.slots) return averaging.slots->first();
-  auto describe = [model = model_->parameters.model(), copy_of] {
-    const std::string text = "reserving the buckets of " + model;
-    return copy_of ? text + ", a copy of the one with number " + std::to_string(*copy_of) : text;
-  };
-  auto slots = averaging.communicator->reserve_slots(averaging.parameters + 3, describe, raise_pending_signal);
-  std::lock_guard lock(mutex_);
-  averaging.slots = std::move(slots);
-  return averaging.slots->first();
-}
-
 void Reducer::begin_backward() {
   phase_ = Phase::Syncing;
   model_->coming_backward().begin();
@@ -217,7 +220,8 @@ void Reducer::finalize() {
     end_backward();
   } catch (const StepRefused& error) {
     std::lock_guard lock(mutex_);
-    give_in(error.what());
+    model_->outcome.end();
+    lose(error.what(), /*keeps=*/false);
     throw;
   } catch (...) {
     // With what is on its way: an error of the communicator, of somebody's hook, or of a gradient that can't be
@@ -226,83 +230,43 @@ void Reducer::finalize() {
     give_up(text_for_peers());
     throw;
   }
-  if (!backward->nonfinite().empty()) say_nonfinite(backward->nonfinite());
-  if (model_->parameters.any_user_hooks()) run_hooks_of_users(written);
-}
-
-// Averages are in .grad on all ranks, and all of them come here: each may go on as it likes.
-void Reducer::say_nonfinite(const std::string& text) const {
-  trace::record_text(trace::Kind::Note, "nonfinite: " + text);
-  if (model_->options.nonfinite == "raise") throw Error(ErrorKind::NotFinite, text);
-  warn(text);
-}
-
-void Reducer::run_hooks_of_users(const std::vector<size_t>& written) {
-  delivers_ = true;
+  // Averages are in .grad on all ranks, and all of them come here: each may go on as it likes.
+  if (!backward->nonfinite().empty()) say_nonfinite(backward->nonfinite(), model_->options.nonfinite == "raise");
   try {
-    for (size_t i : written) run_user_hooks(model_->parameters.tensor(i));
-    delivers_ = false;
+    if (!written.empty()) model_->parameters.run_user_hooks(written);
   } catch (...) {
-    delivers_ = false;
     std::lock_guard lock(mutex_);
-    lose_averages();
+    give_up(dropped_text(model_->parameters), Where::BehindAverages);
     throw;
   }
 }
 
-void Reducer::give_up(const std::string& text, bool in_forward) {
+void Reducer::give_up(const std::string& text, Where where) {
+  const bool in_forward = where == Where::Forward, has_begun = where == Where::BehindAverages;
+  if (has_begun && model_->outcome.is_ending()) return;
   Communicator& communicator = *model_->averaging.communicator;
   bool is_told = false;
   try {
     communicator.throw_if_failed();
     try {
-      if (model_->plan && !model_->coming_backward().has_begun()) begin_backward();
+      if (!has_begun && model_->plan && !model_->coming_backward().has_begun()) begin_backward();
     } catch (const Error&) {
       // Its forwards contradict each other: no matter.
     }
     if (model_->can_refuse()) model_->outcome.refuse(text, in_forward), is_told = true;
-    is_told |= model_->plan && model_->backward->is_empty();
+    is_told |= model_->plan && model_->plan->buckets().empty();  // nobody waits
   } catch (const Error&) {
     is_told = true;  // the communicator has failed: nobody waits any more
   }
   if (!is_told) tell_peers(communicator, text);
+  lose(text, /*keeps=*/in_forward);
+}
+
+void Reducer::lose(const std::string& text, bool keeps) {
   // A device's thread of autograd may come here when whoever called backward() has its error and touches .grad, under
   // the GIL.
   const pybind11::gil_scoped_acquire gil;
-  model_->let_go_of_gradients(/*keeps=*/in_forward);
-  lose(text);
-}
-
-void Reducer::give_in(const std::string& text) {
-  try {
-    model_->outcome.end();
-  } catch (const Error&) {
-    // The communicator has failed since: nobody waits for the end.
-  }
-  const pybind11::gil_scoped_acquire gil;
-  model_->let_go_of_gradients(/*keeps=*/false);
-  lose(text);
-}
-
-void Reducer::lose_averages() {
-  if (model_->outcome.is_ending()) return;
-  Communicator& communicator = *model_->averaging.communicator;
-  const std::string text = dropped_text(model_->parameters);
-  try {
-    if (model_->can_refuse()) {
-      model_->outcome.refuse(text, /*raised_in_forward=*/false);
-    } else {
-      tell_peers(communicator, text);
-    }
-  } catch (const Error&) {
-    // The communicator has failed: nobody waits any more.
-  }
-  const pybind11::gil_scoped_acquire gil;
-  model_->let_go_of_gradients(/*keeps=*/false);
-  model_->outcome.lose(text);
-}
-
-void Reducer::lose(const std::string& text) {
+  model_->let_go_of_gradients(keeps);
   model_->outcome.lose(text);
   model_->record.interrupt();
   if (model_->backward) {
@@ -310,15 +274,6 @@ void Reducer::lose(const std::string& text) {
     model_->backward->drop();
   }
   end_backward();
-}
-
-void Reducer::fail(const std::string& text) {
-  if (phase_ == Phase::Armed || phase_ == Phase::Syncing) {
-    give_up(text);
-  } else {
-    tell_peers(*model_->averaging.communicator, text);
-  }
-  throw Error(ErrorKind::InvalidUsage, text);
 }
 
 void Reducer::end_backward() {

@@ -12,9 +12,8 @@
 //   Finalizing   some thread waits for the averages                    they are in .grad: Consumed
 //   Consumed     it is over, well or not; no forward has run since     a forward: Armed, or Local
 //
-// From Armed to Consumed there is a Backward; any error on the way gives it up, which also leads to Consumed: give_up()
-// does so for an error on this rank, and give_in() where another rank has refused the step. A rank without a batch goes
-// from Consumed to Finalizing at once (shadow_backward).
+// From Armed to Consumed there is a Backward; any error on the way, here or on a rank that refuses the step, gives it
+// up, which also leads to Consumed. A rank without a batch goes from Consumed to Finalizing at once (shadow_backward).
 //
 // Python plans the buckets (Model::install_plan), from the order in which gradients became ready.
 //
@@ -34,7 +33,6 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -85,15 +83,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     Model* operator->() const { return &model; }
   };
   LockedModel model() { return {std::unique_lock(mutex_), *model_}; }
-  // Collective, once, and before the first plan; blocks. Returns the first slot. `copy_of`: that of the model that this
-  // one is a copy of, if it is; the same on all ranks. Throws InvalidUsage on all ranks if there are no slots left.
-  uint64_t reserve_slots(std::optional<uint64_t> copy_of);
-  // Whether the user's hooks on parameters run now, on averages: else they run on this rank's own gradients.
-  bool has_averaged() const { return delivers_; }
 
   // For hooks only.
-  void on_output(Forward& forward);
-  void on_local_output();
+  // A backward reaches an output of `forward`; null: of one whose backward is this rank's own.
+  void on_output(Forward* forward);
   // Without the lock.
   bool has(Interest interest) const {
     const Phase phase = phase_;
@@ -118,33 +111,23 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool takes(size_t index);
   // That of the forward that has ended, or raised.
   void expect_backward();
-  // The last step, if it was.
-  std::string why_lost() const { return model_->outcome.lost ? model_->outcome.last_error : ""; }
   void watch_this_backward();
   void begin_backward();
   void finalize();
-  void say_nonfinite(const std::string& text) const;
-  void run_hooks_of_users(const std::vector<size_t>& written);
-  // The step is lost, by an error on this rank. Under the lock; the second one throws it. `in_forward`: before
-  // backward.
-  void give_up(const std::string& text, bool in_forward = false);
-  [[noreturn]] void fail(const std::string& text);
-  // By another rank's.
-  void give_in(const std::string& text);
-  // By an error on this rank, when the averages were there.
-  void lose_averages();
-  void lose(const std::string& text);
+  // An error on this rank, which the peers are told: the step is lost on all ranks. Under the lock. Behind averages, of
+  // which the peers have theirs, does nothing if a step has been given up since.
+  enum class Where : uint8_t { Forward, Backward, BehindAverages };
+  void give_up(const std::string& text, Where where = Where::Backward);
+  // The step is lost here, whoever has refused it. `keeps`: .grad stays as it is.
+  void lose(const std::string& text, bool keeps);
   void end_backward();
-  // Until the last step has ended on all ranks.
-  void await_end(std::unique_lock<std::mutex>& lock);
 
   std::mutex mutex_;
   std::atomic<Phase> phase_{Phase::Local};  // written under mutex_
   const std::unique_ptr<Model> model_;
   GraphTasks tasks_;
-  std::atomic<bool> claimed_{false};   // a backward runs that comes from this model's outputs
-  std::atomic<bool> delivers_{false};  // see has_averaged()
-  bool outputs_hooked_ = false;        // on_output will tell of a backward through the last forward
+  std::atomic<bool> claimed_{false};  // a backward runs that comes from this model's outputs
+  bool outputs_hooked_ = false;       // on_output will tell of a backward through the last forward
   bool hooks_removed_ = false;
 };
 

@@ -43,16 +43,21 @@ bool accumulates_into(const Parameters& parameters) {
 
 }  // namespace
 
-void Reducer::on_output(Forward& forward) {
+void Reducer::on_output(Forward* forward) {
   std::shared_ptr<Backward> backward;
   {
     std::lock_guard lock(mutex_);
+    if (forward == nullptr) {
+      if (!accumulates_into(model_->parameters)) return;
+      model_->outcome.not_averaged = "the last backward was this rank's own (no_sync)";
+      return model_->pool_gradients();
+    }
     if (!whole_graph_runs()) return;
     if (phase_ == Phase::Consumed) {
-      throw Error(ErrorKind::InvalidUsage, consumed_text(model_->parameters, forward.given_up));
+      throw Error(ErrorKind::InvalidUsage, consumed_text(model_->parameters, forward->given_up));
     }
     if (phase_ != Phase::Armed) return;
-    forward.reached = claimed_ = true;
+    forward->reached = claimed_ = true;
     model_->pool_gradients();
     // From here on the peers expect us: an error anywhere in this backward must reach them.
     watch_this_backward();
@@ -64,13 +69,6 @@ void Reducer::on_output(Forward& forward) {
     }
   }
   if (backward) model_->route->proceed(*backward, mutex_);
-}
-
-void Reducer::on_local_output() {
-  std::lock_guard lock(mutex_);
-  if (!accumulates_into(model_->parameters)) return;
-  model_->outcome.not_averaged = "the last backward was this rank's own (no_sync)";
-  model_->pool_gradients();
 }
 
 void Reducer::watch_this_backward() {
@@ -116,9 +114,12 @@ bool Reducer::takes(size_t index) {
       model_->backward->collect_missing();
       return true;
     case Attribution::Mine: watch_this_backward(); return true;
-    case Attribution::TooLate: fail(collected_twice_text(parameters, index));
+    case Attribution::TooLate:
+      tell_peers(*model_->averaging.communicator, collected_twice_text(parameters, index));
+      throw Error(ErrorKind::InvalidUsage, collected_twice_text(parameters, index));
     case Attribution::GivenUp: throw Error(ErrorKind::Aborted, model_->outcome.last_error);
-    case Attribution::Consumed: throw Error(ErrorKind::InvalidUsage, consumed_text(parameters, why_lost()));
+    case Attribution::Consumed:
+      throw Error(ErrorKind::InvalidUsage, consumed_text(parameters, model_->outcome.why_lost()));
   }
   return false;
 }
@@ -175,7 +176,9 @@ void Reducer::on_task_failed(uint64_t backward) noexcept {
     std::lock_guard lock(mutex_);
     tasks_.ended();
     if (phase_ == Phase::Armed || phase_ == Phase::Syncing) give_up("backward aborted");
-    if (model_->outcome.has_ended_well(backward)) lose_averages();
+    if (model_->outcome.has_ended_well(backward)) {
+      give_up(dropped_text(model_->parameters), Where::BehindAverages);
+    }
   } catch (...) {
     // In a destructor, on the way of the error that ended this backward.
   }
@@ -190,7 +193,7 @@ void Reducer::on_outer_task(TaskRole of_inner) noexcept {
       return;
     }
     if (phase_ == Phase::Consumed && !tasks_.any() && runs_forwards_graph())
-      fail_at_task_end(consumed_text(model_->parameters, why_lost()));
+      fail_at_task_end(consumed_text(model_->parameters, model_->outcome.why_lost()));
   } catch (...) {
     // In a destructor, on the way of the error that ended the inner one.
   }

@@ -39,8 +39,7 @@ void Backward::begin() {
                    model_.flat ? model_.flat->words_for_nonfinite() : host_words_for_nonfinite(world), world);
   }
   missing_ = buckets_.size();
-  stamped_ = choose_stamped();
-  if (model_.can_refuse() && !model_.options.skip_all_reduce_unused_params) {
+  if (model_.route->can_be_refused() && !model_.options.skip_all_reduce_unused_params) {
     for (Bucket& bucket : buckets_)
       if (!bucket.layout->sparse) vote_ = &bucket;
   }
@@ -56,29 +55,18 @@ void Backward::begin() {
   }
 }
 
-// The first one where they fit, of those that are reduced in every step.
-size_t Backward::choose_stamped() const {
-  if (!model_.route->can_be_refused() || model_.options.skip_all_reduce_unused_params) return buckets_.size();
-  const auto fits = [&](const Bucket& bucket) {
-    const size_t usage = usage_travels_ ? Usage::words_of(bucket.layout->parameters.size()) : 0;
-    const size_t ranks = static_cast<size_t>(model_.averaging.communicator->size());
-    return !bucket.layout->sparse && usage + ranks <= kMaxFlagWords;
-  };
-  return static_cast<size_t>(std::find_if(buckets_.begin(), buckets_.end(), fits) - buckets_.begin());
-}
-
 void Backward::add_stamp(const Bucket& bucket, std::vector<uint64_t>& flags) const {
-  if (bucket.layout->index != stamped_) return;
   const Communicator& communicator = *model_.averaging.communicator;
-  const size_t first = flags.size();
-  flags.resize(first + communicator.size());
+  const size_t first = flags.size(), ranks = communicator.size();
+  if (&bucket != vote_ || first + ranks > kMaxFlagWords) return;
+  flags.resize(first + ranks);
   flags[first + communicator.rank()] = model_.record.stamp;
 }
 
 void Backward::take_stamps(const Bucket& bucket, const std::vector<uint64_t>& flags) const {
-  if (bucket.layout->index != stamped_) return;
-  const auto end = flags.end();
-  model_.record.step_times->compare({end - model_.averaging.communicator->size(), end});
+  const size_t first = usage_travels() ? Usage::words_of(bucket.layout->parameters.size()) : 0;
+  if (&bucket != vote_ || flags.size() <= first) return;
+  model_.record.step_times->compare({flags.begin() + static_cast<ptrdiff_t>(first), flags.end()});
 }
 
 void Backward::trace_bucket(const Bucket& bucket, const Work::Place& place) const {
@@ -238,20 +226,25 @@ bool Backward::skips(const Bucket& bucket) const {
 void Backward::finish(std::mutex& mutex) {
   Communicator& communicator = *model_.averaging.communicator;
   if (model_.options.skip_all_reduce_unused_params) check_skipped();
-  // Where no bucket carries them. On devices nobody waits here, so what ranks spend by the host's clock says little.
-  const bool tells_stamps = stamped_ == buckets_.size() && !vote_ && !is_empty() && !model_.flat;
   std::shared_ptr<Work> vote;
+  // Carries the stamps where no bucket does. On devices nobody waits here, so what ranks spend by the host's clock says
+  // little.
+  std::shared_ptr<std::vector<uint8_t>> told;
   std::vector<uint64_t> stamps(communicator.size());
-  const auto told = std::make_shared<std::vector<uint8_t>>(stamps.size() * sizeof(uint64_t));
-  if (model_.can_refuse() || tells_stamps) {
+  {
     std::lock_guard lock(mutex);
-    std::memcpy(told->data() + communicator.rank() * sizeof(uint64_t), &model_.record.stamp, sizeof(uint64_t));
-    if (vote_) model_.route->ready(*this, *vote_);
-    vote = vote_ ? vote_->work : model_.vote(told);
+    if (vote_) {
+      model_.route->ready(*this, *vote_);
+      vote = vote_->work;
+    } else if (!buckets_.empty() && !model_.flat) {
+      told = std::make_shared<std::vector<uint8_t>>(stamps.size() * sizeof(uint64_t));
+      std::memcpy(told->data() + communicator.rank() * sizeof(uint64_t), &model_.record.stamp, sizeof(uint64_t));
+      vote = model_.vote(told);
+    }
   }
   if (model_.can_refuse()) communicator.wait(vote, raise_pending_signal);
   model_.route->finish(*this);
-  if (tells_stamps) {
+  if (told) {
     communicator.wait(vote, raise_pending_signal);
     std::memcpy(stamps.data(), told->data(), told->size());
     model_.record.step_times->compare(std::move(stamps));

@@ -75,8 +75,6 @@ class Backward {
   // any.
   void deliver(std::vector<size_t>& written);
 
-  // Whether the peers wait for nothing in it: all parameters are frozen.
-  bool is_empty() const { return buckets_.empty(); }
   // It was given up.
   void drop();
   bool is_over() const { return is_over_; }
@@ -92,14 +90,14 @@ class Backward {
   const NonfiniteWatch* watch() const { return watch_ ? &*watch_ : nullptr; }
   // Without memory; added in the order that this backward's sums have.
   Operation operation_of(const BucketLayout& layout) const;
-  // The bucket that tells all ranks each one's times of the last step: this rank's go into its flags, all come out.
+  // The vote tells all ranks each one's times of the last step: this rank's go into its flags, if they fit, all come
+  // out.
   void add_stamp(const Bucket& bucket, std::vector<uint64_t>& flags) const;
   void take_stamps(const Bucket& bucket, const std::vector<uint64_t>& flags) const;
   // It is complete, and goes its way as the operation at this place. Does nothing if this rank is not traced.
   void trace_bucket(const Bucket& bucket, const Work::Place& place) const;
 
  private:
-  size_t choose_stamped() const;
   bool is_last_fire(size_t index, const at::Tensor& incoming, bool kept);
   void count_collected(size_t index);
   bool skips(const Bucket& bucket) const;
@@ -114,7 +112,6 @@ class Backward {
   std::optional<TreeStep> step_;
   bool asks_usage_ = false, usage_travels_ = false;
   std::vector<Bucket> buckets_;
-  size_t stamped_ = 0;      // the bucket that carries stamps; behind the last: none does
   size_t missing_ = 0;      // buckets that have not all gradients yet
   size_t next_ = 0;         // bucket that next_in_order() comes to
   Bucket* vote_ = nullptr;  // null: no bucket is announced in every step

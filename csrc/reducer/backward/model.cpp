@@ -5,6 +5,7 @@
 
 #include "base/error.h"
 #include "reducer/backward/backward.h"
+#include "reducer/torch/python_error.h"
 
 namespace syncengine {
 
@@ -43,6 +44,16 @@ bool Model::end_step() {
   step.reset();
   if (!completed) usage.clear();
   return completed;
+}
+
+uint64_t Model::reserve_slots(std::optional<uint64_t> copy_of) {
+  if (averaging.slots) return averaging.slots->first();
+  auto describe = [model = parameters.model(), copy_of] {
+    const std::string text = "reserving the buckets of " + model;
+    return copy_of ? text + ", a copy of the one with number " + std::to_string(*copy_of) : text;
+  };
+  averaging.slots = averaging.communicator->reserve_slots(averaging.parameters + 3, describe, raise_pending_signal);
+  return averaging.slots->first();
 }
 
 void Model::check_between_backwards(const char* what) const {

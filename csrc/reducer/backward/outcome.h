@@ -13,6 +13,7 @@
 #include <string>
 #include <utility>
 
+#include "base/error.h"
 #include "engine/progress/work.h"
 #include "reducer/backward/texts.h"
 #include "reducer/buckets/averaging.h"
@@ -44,6 +45,9 @@ class Outcome {
   }
   bool has_ended_well(uint64_t backward) const { return backward == ended_well_; }
 
+  // Of the last one, if it was lost.
+  std::string why_lost() const { return lost ? last_error : ""; }
+
   // The step, or what was to become one, is lost on this rank.
   void lose(const std::string& text) {
     last_error = text;
@@ -56,11 +60,14 @@ class Outcome {
     averaging_.communicator->refuse(averaging_.slots, step_, said_here(*averaging_.communicator, text));
     end(raised_in_forward);
   }
-  // Ends one that a peer has refused, or this rank.
+  // Ends one that a peer has refused, or this rank. If the communicator has failed since, nobody waits for the end.
   void end(bool raised_in_forward = false) {
     auto loses_gradients = std::make_shared<uint8_t>(!raised_in_forward);
-    auto work = averaging_.communicator->end_refused(averaging_.slots, step_, loses_gradients);
-    end_.emplace(End{std::move(work), std::move(loses_gradients), raised_in_forward});
+    try {
+      auto work = averaging_.communicator->end_refused(averaging_.slots, step_, loses_gradients);
+      end_.emplace(End{std::move(work), std::move(loses_gradients), raised_in_forward});
+    } catch (const Error&) {
+    }
   }
   // Whether the last step was refused, and may not have ended on all ranks yet.
   bool is_ending() const { return end_.has_value(); }

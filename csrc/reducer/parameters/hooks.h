@@ -55,8 +55,8 @@ class GradientHook {
 };
 
 // Listens to the start of the backward that goes through `output`: calls Reducer::on_output with `forward`, which lives
-// as long as that graph, or on_local_output if there is none. Returns the output's node; null if it has no graph, or
-// one from before the forward `began`: that of an input.
+// as long as that graph, if there is one. Returns the output's node; null if it has no graph, or one from before the
+// forward `began`: that of an input.
 const torch::autograd::Node* hook_output(const std::weak_ptr<Reducer>& reducer, const at::Tensor& output,
                                          const std::shared_ptr<Forward>& forward, const NodeNumber& began);
 

@@ -99,6 +99,15 @@ void Parameters::note_trained(const BucketPlan& plan) {
   for (size_t i = 0; i < trained_.size(); ++i) trained_[i] = trained_[i] || plan.covers(i);
 }
 
+void Parameters::run_user_hooks(const std::vector<size_t>& averaged) {
+  struct Running {
+    explicit Running(std::atomic<bool>& runs) : runs(runs) { runs = true; }
+    ~Running() { runs = false; }
+    std::atomic<bool>& runs;
+  } running(runs_user_hooks_);
+  for (size_t i : averaged) syncengine::run_user_hooks(tensor(i));
+}
+
 void Parameters::let_go_of_nodes() {
   for (size_t i = 0; i < hooks_.size(); ++i) {
     if (!hooks_[i] || !hooks_[i]->is_alone()) continue;

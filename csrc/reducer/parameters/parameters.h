@@ -126,6 +126,10 @@ class Parameters {
   bool any_retired() const { return !retired_.empty(); }
   // Hooks of the user that run when a gradient is accumulated; they wait for the averages.
   bool any_user_hooks() const { return any_user_hooks_; }
+  // Runs them on these, which hold averages now. Without the lock, as the next.
+  void run_user_hooks(const std::vector<size_t>& averaged);
+  // Whether they run now on averages: else on this rank's own gradients.
+  bool runs_user_hooks() const { return runs_user_hooks_; }
   // See hooks.h, of one that is listened to.
   bool has_node_hooks(size_t index) const { return hooks_[index] && hooks_[index]->others_are_users(); }
   bool another_has(size_t index, Interest interest) const {
@@ -149,6 +153,7 @@ class Parameters {
   std::vector<std::atomic<bool>> accumulated_;
   bool accumulates_ = false;
   bool any_user_hooks_ = false;
+  std::atomic<bool> runs_user_hooks_{false};
 };
 
 }  // namespace syncengine
