@@ -17,25 +17,19 @@ import test_hosts
 import torch
 import torch.distributed as dist
 from faults import suffer
-from test_hosts import launched_rank, live_on, start
+from test_hosts import launched_rank, live_on, start, use_everything
 from two_groups import as_under_ddp
 
 import syncengine
 
 
-def everything(hosts):
-    test_hosts.use_everything(hosts)
-
-
 def train(hosts):
     """The bits are those of one host."""
     for numerics in ("rank_order", "ring"):
-        losses, parameters = test_hosts.train(hosts, numerics)
+        trained = test_hosts.train(hosts, numerics)
         syncengine.shutdown()
-        wanted_losses, wanted = test_hosts.train("a" * len(hosts), numerics)
+        test_hosts.check_trained([trained], [test_hosts.train("a" * len(hosts), numerics)])
         syncengine.shutdown()
-        assert losses == wanted_losses
-        assert all(torch.equal(mine, other) for mine, other in zip(parameters, wanted, strict=True))
 
 
 def raise_on_last(hosts):
@@ -138,7 +132,7 @@ def name_tcp_on_rank_1(hosts):
     return init_only(hosts, "tcp" if launched_rank() == 1 else None)
 
 
-CASES = [everything, train, raise_on_last, beside_own_messages, exit_without_shutdown, finalize_first]
+CASES = [use_everything, train, raise_on_last, beside_own_messages, exit_without_shutdown, finalize_first]
 CASES += [train_over_two_groups, leave_while_one_is_stopped, kill_last, init_only, name_tcp_on_rank_1]
 
 if __name__ == "__main__":

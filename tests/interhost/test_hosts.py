@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from faults import WITHIN, needs_hooks, seconds_after, set_fault, suffer, wait_for_failure
+from faults import WITHIN, needs_hooks, others, seconds_after, set_fault, suffer, wait_for_failure
 from pool import RankPool
 
 import syncengine
@@ -59,14 +59,17 @@ def reduce_all(hosts: str, numerics: str, host_algorithm: str = "auto") -> list[
     return [*results, sums(torch.bfloat16, 100_000, "avg"), sums(torch.float32, 1000, "max")]
 
 
+def same(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
+    return len(got) == len(wanted) and all(map(torch.equal, got, wanted))
+
+
 @pytest.mark.parametrize("numerics", ["rank_order", "ring"])
 def test_bits_do_not_depend_on_placement(pool: RankPool, numerics: str) -> None:
     for world in (2, 3, 4):
         alone = run(pool, reduce_all, "a" * world, numerics)
         for hosts in (placement for placement in PLACEMENTS if len(placement) == world):
             for got in run(pool, reduce_all, hosts, numerics):
-                for mine, wanted in zip(got, alone[0], strict=True):
-                    assert torch.equal(mine, wanted), hosts
+                assert same(got, alone[0]), hosts
 
 
 def test_bits_do_not_depend_on_the_way_between_hosts(pool: RankPool) -> None:
@@ -74,7 +77,7 @@ def test_bits_do_not_depend_on_the_way_between_hosts(pool: RankPool) -> None:
     for hosts in ("aabb", "aabc"):
         for way in ("exchange", "chain"):
             for got in run(pool, reduce_all, hosts, "rank_order", way):
-                assert all(torch.equal(mine, wanted) for mine, wanted in zip(got, alone[0], strict=True)), (hosts, way)
+                assert same(got, alone[0]), (hosts, way)
 
 
 def links(hosts: str, **settings: Any) -> str:
@@ -157,13 +160,18 @@ def train(hosts: str, numerics: str, **arguments) -> tuple[list[float], list[tor
     return losses, [parameter.detach().clone() for parameter in model.parameters()]
 
 
+def check_trained(trained, alone) -> None:
+    """What the ranks return from `train` has the bits of another run."""
+    for (losses, got), (wanted_losses, wanted) in zip(trained, alone, strict=True):
+        assert losses == wanted_losses
+        assert same(got, wanted)
+
+
 @pytest.mark.parametrize("numerics", ["rank_order", "ring"])
 def test_training_is_that_of_one_host(pool: RankPool, numerics: str) -> None:
     alone = run(pool, train, "aaaa", numerics)
     for hosts in ("aabb", "aaab", "abcd"):
-        for (losses, got), (wanted_losses, wanted) in zip(run(pool, train, hosts, numerics), alone, strict=True):
-            assert losses == wanted_losses
-            assert all(torch.equal(mine, other) for mine, other in zip(got, wanted, strict=True))
+        check_trained(run(pool, train, hosts, numerics), alone)
 
 
 def test_fast_trains_and_is_named_so(pool: RankPool) -> None:
@@ -217,13 +225,9 @@ def wait_until_busy(ranks) -> None:
 
 
 def check_all_lost(ranks, victim: int, killed_at: float | None = None) -> None:
-    for number, rank in enumerate(ranks):
-        if number == victim:
-            continue
+    for rank in others(ranks, victim):
         outcome = rank.result()
-        assert outcome.error == "PeerLost", outcome
-        assert f"rank {victim}" in outcome.text, outcome
-        assert outcome.left == []
+        outcome.check("PeerLost", f"rank {victim}")
         if killed_at is not None:
             assert outcome.at - killed_at < WITHIN, outcome
 
@@ -231,11 +235,14 @@ def check_all_lost(ranks, victim: int, killed_at: float | None = None) -> None:
 @pytest.mark.parametrize("hosts", ["ab", "aabb", "aaab"])
 def test_killed_on_another_host(pool: RankPool, hosts: str) -> None:
     with pool.spawn_ranks(all_reduce_for_long, hosts, None, world=len(hosts), settings=None) as ranks:
-        wait_until_busy(ranks)
-        victim = len(hosts) - 1
-        killed_at = time.monotonic()
-        ranks[victim].signal(signal.SIGKILL)
-        check_all_lost(ranks, victim, killed_at)
+        kill_the_last(ranks)
+
+
+def kill_the_last(ranks) -> None:
+    wait_until_busy(ranks)
+    killed_at = time.monotonic()
+    ranks[-1].signal(signal.SIGKILL)
+    check_all_lost(ranks, len(ranks) - 1, killed_at)
 
 
 @needs_hooks
@@ -286,10 +293,8 @@ def test_frozen_for_longer_than_the_silence(pool: RankPool) -> None:
         wait_until_busy(ranks)
         ranks[1].signal(signal.SIGSTOP)
         outcome = ranks[0].result()
-        assert outcome.error == "PeerLost", outcome
+        outcome.check("PeerLost", "it was given up after 1.5 s", "SYNCENGINE_SILENCE")
         assert 1.5 <= seconds_after("rank 1 has been silent for", outcome.text) < WITHIN
-        assert "it was given up after 1.5 s" in outcome.text
-        assert "SYNCENGINE_SILENCE" in outcome.text
 
 
 def differ(hosts, usual, last):
@@ -301,11 +306,8 @@ def differ(hosts, usual, last):
 @pytest.mark.parametrize("hosts", ["ab", "aabb"])
 @pytest.mark.parametrize(("usual", "last"), [(100, 99), (100, 100000), (100000, 100), (100000, 99999)])
 def test_mismatch_across_hosts(pool: RankPool, hosts: str, usual: int, last: int) -> None:
-    with pool.spawn_ranks(differ, hosts, usual, last, world=len(hosts), settings=None) as ranks:
-        for outcome in (rank.result() for rank in ranks):
-            assert outcome.error == "Mismatch", outcome
-            assert f"{usual} elements" in outcome.text
-            assert f"{last} elements" in outcome.text
+    for outcome in run(pool, differ, hosts, usual, last):
+        outcome.check("Mismatch", f"{usual} elements", f"{last} elements")
 
 
 def raise_on_last(hosts):
@@ -321,10 +323,9 @@ def raise_on_last(hosts):
 
 
 def test_an_aborts_text_crosses_hosts(pool: RankPool) -> None:
-    with pool.spawn_ranks(raise_on_last, "aabb", world=4, settings=None) as ranks:
-        for outcome in (rank.result() for rank in ranks):
-            assert (outcome.error, outcome.text) == ("Aborted", "rank 3: ValueError: the data set is empty")
-            assert outcome.left == []
+    for outcome in run(pool, raise_on_last, "aabb"):
+        outcome.check("Aborted")
+        assert outcome.text == "rank 3: ValueError: the data set is empty"
 
 
 def wait_for_one(hosts, first):
@@ -343,11 +344,8 @@ def wait_for_one(hosts, first):
 
 @pytest.mark.parametrize("first", [0, 1])  # it comes to its deadline before the others
 def test_a_timeout_names_the_rank_on_another_host(pool: RankPool, first: int) -> None:
-    with pool.spawn_ranks(wait_for_one, "aabb", first, world=4, settings=None) as ranks:
-        for rank in ranks:
-            outcome = rank.result()
-            assert outcome.error == "Timeout", outcome
-            assert "waits for rank 3 " in outcome.text
+    for outcome in run(pool, wait_for_one, "aabb", first):
+        outcome.check("Timeout", "waits for rank 3 ")
 
 
 def other_settings(hosts):
@@ -357,10 +355,8 @@ def other_settings(hosts):
 
 
 def test_settings_between_hosts_must_agree(pool: RankPool) -> None:
-    with pool.spawn_ranks(other_settings, "ab", settings=None) as ranks:
-        for outcome in (rank.result() for rank in ranks):
-            assert outcome.error == "Mismatch", outcome
-            assert "sockets=2" in outcome.text
+    for outcome in run(pool, other_settings, "ab"):
+        outcome.check("Mismatch", "sockets=2")
 
 
 def init_only(hosts, fault):
@@ -373,10 +369,7 @@ def init_only(hosts, fault):
 @pytest.mark.parametrize("hosts", ["ab", "aabb"])
 def test_killed_while_hosts_connect(pool: RankPool, hosts: str) -> None:
     with pool.spawn_ranks(init_only, hosts, "joining:1:kill", world=len(hosts), settings=None) as ranks:
-        victim = len(hosts) - 1
-        for number, rank in enumerate(ranks):
-            if number == victim:
-                continue
+        for rank in ranks[:-1]:
             outcome = rank.result()
             # Who only waits to be called can't know that nobody is there any more, but for the deadline.
             assert outcome.error in ("PeerLost", "Timeout"), outcome

@@ -27,7 +27,7 @@ def answers(name, *cases, **environ):
 @each_mpi
 def test_bits_training_and_errors(name):
     """In one job, since each takes seconds to start. After the last case transfers are under way when MPI ends."""
-    cases = ["everything:aaab", "everything:abab", "train:abac", "beside_own_messages:abab"]
+    cases = ["use_everything:aaab", "use_everything:abab", "train:abac", "beside_own_messages:abab"]
     cases += ["train_over_two_groups:abaa"]
     errors = ["raise_on_last:aabb", "name_tcp_on_rank_1:aabb", "leave_while_one_is_stopped:aabb"]
     for rank, own in enumerate(answers(name, *cases, *errors)):

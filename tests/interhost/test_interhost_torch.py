@@ -9,9 +9,9 @@ import pytest
 import test_hosts
 import torch
 import torch.distributed as dist
-from faults import suffer
+from faults import ended, suffer
 from pool import RankPool
-from test_hosts import check_all_lost, live_on, start, wait_until_busy
+from test_hosts import live_on, start, wait_until_busy
 from two_groups import as_under_ddp, in_two_threads
 
 import syncengine
@@ -40,18 +40,13 @@ def test_bits_are_those_of_one_host(pool: RankPool, numerics: str) -> None:
     alone = run(pool, test_hosts.reduce_all, "aaa", numerics)
     for hosts in ("aab", "abc"):
         for got in run(pool, test_hosts.reduce_all, hosts, numerics):
-            for mine, wanted in zip(got, alone[0], strict=True):
-                assert torch.equal(mine, wanted), hosts
+            assert test_hosts.same(got, alone[0]), hosts
 
 
 def test_training_is_that_of_one_host(pool: RankPool) -> None:
     alone = run(pool, test_hosts.train, "aaaa", "rank_order")
     for hosts in ("aaab", "abab"):
-        for (losses, got), (wanted_losses, wanted) in zip(
-            run(pool, test_hosts.train, hosts, "rank_order"), alone, strict=True
-        ):
-            assert losses == wanted_losses
-            assert all(torch.equal(mine, other) for mine, other in zip(got, wanted, strict=True))
+        test_hosts.check_trained(run(pool, test_hosts.train, hosts, "rank_order"), alone)
 
 
 def use_other_groups(hosts):
@@ -77,10 +72,8 @@ def use_other_groups(hosts):
 
 @pytest.mark.parametrize("debug", ["OFF", "DETAIL"])
 def test_beside_the_programs_own_groups(pool: RankPool, debug: str) -> None:
-    with spawn(pool, use_other_groups, "ab", environ={**TORCH, "TORCH_DISTRIBUTED_DEBUG": debug}) as ranks:
-        for rank in ranks:
-            rank.result()
-            assert rank.exit_code() == 0
+    environ = {**TORCH, "TORCH_DISTRIBUTED_DEBUG": debug}
+    ended(pool, use_other_groups, "ab", settings=None, gloo=True, environ=environ)
 
 
 def train_over_two_groups(hosts):
@@ -90,9 +83,7 @@ def train_over_two_groups(hosts):
 
 @pytest.mark.parametrize("hosts", ["ab", "aba"])
 def test_models_over_two_groups_in_two_threads(pool: RankPool, hosts: str) -> None:
-    with spawn(pool, train_over_two_groups, hosts, environ={**TORCH, "SYNCENGINE_TIMEOUT": "10"}) as ranks:
-        for rank in ranks:
-            rank.result()
+    run(pool, train_over_two_groups, hosts, environ={**TORCH, "SYNCENGINE_TIMEOUT": "10"})
 
 
 def agree_on_numbers() -> list[int]:
@@ -146,20 +137,13 @@ def leave_in_the_middle(hosts):
 
 
 def test_exit_without_shutdown(pool: RankPool) -> None:
-    with spawn(pool, leave_in_the_middle, "ab") as ranks:
-        for rank in ranks:
-            rank.result()
-            assert rank.exit_code() == 0, rank.output()
+    ended(pool, leave_in_the_middle, "ab", settings=None, gloo=True, environ=TORCH)
 
 
 @pytest.mark.parametrize("hosts", ["ab", "aaab"])
 def test_killed_on_another_host(pool: RankPool, hosts: str) -> None:
     with spawn(pool, test_hosts.all_reduce_for_long, hosts, None) as ranks:
-        wait_until_busy(ranks)
-        victim = len(hosts) - 1
-        killed_at = time.monotonic()
-        ranks[victim].signal(signal.SIGKILL)
-        check_all_lost(ranks, victim, killed_at)
+        test_hosts.kill_the_last(ranks)
 
 
 def test_stopped_on_another_host(pool: RankPool) -> None:
@@ -170,8 +154,7 @@ def test_stopped_on_another_host(pool: RankPool) -> None:
         ranks[2].signal(signal.SIGSTOP)
         for rank in ranks[:2]:
             outcome = rank.result()
-            assert outcome.error == "PeerLost", outcome
-            assert "rank 2 has been silent" in outcome.text
+            outcome.check("PeerLost", "rank 2 has been silent")
             assert outcome.at - stopped_at < 5.0
 
 
@@ -182,18 +165,14 @@ def test_frozen_for_seconds_on_another_host(pool: RankPool, tmp_path: Path) -> N
 
 
 def test_an_aborts_text_crosses_hosts(pool: RankPool) -> None:
-    with spawn(pool, test_hosts.raise_on_last, "aabb") as ranks:
-        for outcome in (rank.result() for rank in ranks):
-            assert (outcome.error, outcome.text) == ("Aborted", "rank 3: ValueError: the data set is empty")
-            assert outcome.left == []
+    for outcome in run(pool, test_hosts.raise_on_last, "aabb"):
+        outcome.check("Aborted")
+        assert outcome.text == "rank 3: ValueError: the data set is empty"
 
 
 def test_a_timeout_names_the_rank_on_another_host(pool: RankPool) -> None:
-    with spawn(pool, test_hosts.wait_for_one, "aabb", 0) as ranks:
-        for rank in ranks:
-            outcome = rank.result()
-            assert outcome.error == "Timeout", outcome
-            assert "waits for rank 3 " in outcome.text
+    for outcome in run(pool, test_hosts.wait_for_one, "aabb", 0):
+        outcome.check("Timeout", "waits for rank 3 ")
 
 
 def only_init(hosts, group):
@@ -224,7 +203,5 @@ def other_settings(hosts):
 
 
 def test_all_ranks_must_name_the_same(pool: RankPool) -> None:
-    with spawn(pool, other_settings, "ab") as ranks:
-        for outcome in (rank.result() for rank in ranks):
-            assert outcome.error == "Mismatch", outcome
-            assert "rank 0 has interhost='tcp', rank 1 has interhost='torch'" in outcome.text
+    for outcome in run(pool, other_settings, "ab"):
+        outcome.check("Mismatch", "rank 0 has interhost='tcp', rank 1 has interhost='torch'")
