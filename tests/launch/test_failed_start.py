@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
+import functools
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from command import environ_of, slurm_variables
 from pool import RankPool
 from programs import run_programs
 from repository import ROOT, SUPPORT
@@ -62,12 +63,7 @@ def script(folder: Path, before: str, fail: str, come: str, failing: int = 1, af
     return str(path)
 
 
-def environment(**more: str) -> dict[str, str]:
-    launchers = ("OMPI_", "PMI", "SLURM_", "SYNCENGINE_", "TORCHELASTIC_")
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        clean.pop(name, None)
-    return clean | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": f"{ROOT}:{SUPPORT}", **more}
+environment = functools.partial(environ_of, PYTHONPATH=f"{ROOT}:{SUPPORT}")
 
 
 def said(programs: RankPool, path: str, environs: list[dict[str, str]]) -> dict[int, str]:
@@ -88,18 +84,11 @@ def by_hand(port: int, **more: str) -> list[dict[str, str]]:
 
 
 def by_slurm(port: int, **more: str) -> list[dict[str, str]]:
-    common = {
-        "SLURM_JOB_ID": "1",
-        "SLURM_STEP_ID": "0",
-        "SLURM_STEP_NUM_TASKS": "3",
-        "SLURM_NTASKS": "3",
-        "SLURM_NODELIST": "localhost",
-        "SLURM_NODEID": "0",
-        "SLURM_STEP_TASKS_PER_NODE": "3",
-        "MASTER_PORT": str(port),
-        **more,
-    }
-    return [environment(**common, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)) for rank in range(3)]
+    return [environment(**variables, **more) for variables in slurm_variables(3, port)]
+
+
+def check_told(answers: dict[int, str], told: str) -> None:
+    assert [answer.startswith(told) for answer in answers.values()] == [True, True], answers
 
 
 SETTING = "InvalidUsage: SYNCENGINE_NUMERICS='none' is not allowed"
@@ -111,8 +100,7 @@ def test_a_bad_setting(programs: RankPool, tmp_path: Path, unused_port: int, ran
     """Also on rank 0, which serves the store; and on the rank itself it is the error that it is."""
     answers = said(programs, script(tmp_path, IMPORT, BAD, INIT, failing), ranks(unused_port))
     assert answers.pop(failing).startswith(SETTING)
-    assert len(answers) == 2
-    assert all(answer.startswith(f"Aborted: rank {failing} failed in init: {SETTING}") for answer in answers.values())
+    check_told(answers, f"Aborted: rank {failing} failed in init: {SETTING}")
 
 
 def test_who_comes_last_hears_it_too(programs: RankPool, tmp_path: Path, unused_port: int):
@@ -120,8 +108,7 @@ def test_who_comes_last_hears_it_too(programs: RankPool, tmp_path: Path, unused_
     late = f"{IMPORT}\nif rank == 2: time.sleep(3)"
     answers = said(programs, script(tmp_path, late, BAD, INIT), by_hand(unused_port))
     assert answers.pop(1).startswith(SETTING)
-    assert len(answers) == 2
-    assert all(answer.startswith(f"Aborted: rank 1 failed in init: {SETTING}") for answer in answers.values())
+    check_told(answers, f"Aborted: rank 1 failed in init: {SETTING}")
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -129,8 +116,9 @@ def test_an_import_that_fails(programs: RankPool, tmp_path: Path, unused_port: i
     path = script(tmp_path, "import torch", BROKEN, f"import syncengine; {INIT}", failing)
     answers = said(programs, path, by_hand(unused_port, BROKEN=broken, TORCH_DEVICE_BACKEND_AUTOLOAD="0"))
     assert answers.pop(failing).startswith("ImportError: syncengine's extension")
-    told = f"Aborted: rank {failing} failed to import syncengine: ImportError: syncengine's extension {broken}"
-    assert [answer.startswith(told) for answer in answers.values()] == [True, True], answers
+    check_told(
+        answers, f"Aborted: rank {failing} failed to import syncengine: ImportError: syncengine's extension {broken}"
+    )
 
 
 @pytest.mark.parametrize("failing", [0, 2])
@@ -147,7 +135,7 @@ def test_a_variable_of_the_launcher(programs: RankPool, tmp_path: Path, unused_p
     answers = said(programs, path, by_hand(unused_port))
     wrong = "InvalidUsage: LOCAL_RANK='x', a variable of torchrun, is not a whole number"
     assert answers.pop(1).startswith(wrong)
-    assert all(answer.startswith(f"Aborted: rank 1 failed in init: {wrong}") for answer in answers.values())
+    check_told(answers, f"Aborted: rank 1 failed in init: {wrong}")
 
 
 @pytest.mark.parametrize(
@@ -181,7 +169,7 @@ def test_with_torch_distributed(
 ):
     answers = said(programs, script(tmp_path, before, fail, come), by_hand(unused_port, BROKEN=broken))
     del answers[1]
-    assert [answer.startswith(told) for answer in answers.values()] == [True, True], answers
+    check_told(answers, told)
 
 
 def test_the_patch(programs: RankPool, tmp_path: Path, unused_port: int):

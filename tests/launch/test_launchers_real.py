@@ -9,6 +9,7 @@ import sys
 
 import launched_script
 import pytest
+from command import slurm_variables
 from repository import ROOT, SUPPORT
 
 SCRIPT = str(SUPPORT / "launched_script.py")
@@ -138,18 +139,7 @@ def test_ranks_started_by_hand(pool, unused_port):
 
 def test_slurm_variables(pool, unused_port):
     """srun's variables, set by hand: rank 0's address comes from the list of nodes."""
-    common = {
-        "SLURM_JOB_ID": "1",
-        "SLURM_STEP_ID": "0",
-        "SLURM_STEP_NUM_TASKS": "2",
-        "SLURM_NTASKS": "2",
-        "SLURM_NODELIST": "localhost",
-        "SLURM_NODEID": "0",
-        "SLURM_STEP_TASKS_PER_NODE": "2",
-        "MASTER_PORT": str(unused_port),
-    }
-    environs = [common | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in "01"]
-    assert started(pool, environs, "never") == answers(2, "never")
+    assert started(pool, slurm_variables(2, unused_port), "never") == answers(2, "never")
 
 
 def without_world_size():

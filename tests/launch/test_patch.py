@@ -223,28 +223,8 @@ def test_who_waits_is_told_of_an_interrupt(pool: RankPool):
 
 
 # What each argument may be given by mistake, or as other libraries do.
-ODD = [
-    None,
-    True,
-    False,
-    0,
-    1,
-    -1,
-    1.5,
-    math.nan,
-    math.inf,
-    2**70,
-    "x",
-    "",
-    [],
-    [0],
-    [0, 1],
-    [-1],
-    ["x"],
-    (),
-    {},
-    {1: 2},
-]
+ODD = [None, True, False, 0, 1, -1, 1.5, math.nan, math.inf, 2**70, "x", ""]
+ODD += [[], [0], [0, 1], [-1], ["x"], (), {}, {1: 2}]
 ODD += [torch.device("cpu"), [torch.device("cpu")], ["cpu"], "cpu", torch.float16, nn.Linear(1, 1), nn.ReLU(), object()]
 
 

@@ -12,7 +12,7 @@ from pool import RankPool
 from programs import Result, run_programs
 from repository import ROOT
 
-_FOREIGN = ("OMPI_", "PMI", "SLURM_", "SYNCENGINE_", "OMP_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")
+_FOREIGN = ("OMPI_", "PMI", "SLURM_", "SYNCENGINE_", "TORCHELASTIC_", "OMP_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")
 
 
 def environ_of(**given: str) -> dict[str, str]:
@@ -33,6 +33,21 @@ def ranks_by_hand(environs: Sequence[dict[str, str]], port: int) -> list[dict[st
     """Environments of ranks without a launcher, each with its own part."""
     common = {"WORLD_SIZE": str(len(environs)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return [environ_of(**common, RANK=str(rank)) | environ for rank, environ in enumerate(environs)]
+
+
+def slurm_variables(world: int, port: int) -> list[dict[str, str]]:
+    """What srun gives to each of so many ranks on this host."""
+    common = {
+        "SLURM_JOB_ID": "1",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": str(world),
+        "SLURM_NTASKS": str(world),
+        "SLURM_NODELIST": "localhost",
+        "SLURM_NODEID": "0",
+        "SLURM_STEP_TASKS_PER_NODE": str(world),
+        "MASTER_PORT": str(port),
+    }
+    return [common | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(world)]
 
 
 def by_hand(programs: RankPool, environs: Sequence[dict[str, str]], port: int, *arguments: str) -> list[Result]:
