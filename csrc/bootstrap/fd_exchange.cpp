@@ -184,8 +184,8 @@ std::vector<UniqueFd> FdExchange::exchange(int rank, const std::vector<std::stri
   LocalRendezvous rendezvous(rank, std::move(places), own, listener_, names);
   try {
     for (bool first = true; !rendezvous.over(); first = false) {
+      if (first) sync_point("connecting");  // nobody has this rank's memory yet
       rendezvous.step();
-      if (first) sync_point("connecting");
       if (rendezvous.over()) break;
       if (deadline.passed()) rendezvous.throw_timeout();
       rendezvous.wait();
