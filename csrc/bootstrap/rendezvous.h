@@ -81,7 +81,7 @@ class LocalRendezvous {
   void accept();
   bool has_all() const;
   Greeting greeting_to(int peer) const;
-  // Whether it is of that rank, and says this one's secret.
+  // Whether `greeting` is of that rank, and says this one's secret.
   bool is_of(int peer, const Greeting& greeting) const;
 
   const int rank_, own_;

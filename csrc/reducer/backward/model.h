@@ -65,9 +65,9 @@ struct Model {
   // Whether a backward has completed the step; what it has left is forgotten.
   bool end_step();
 
-  // Collective, once, and before the first plan, which is before anybody reads them: without the lock. Blocks. Returns
-  // the first slot. `copy_of`: that of the model that this one is a copy of, if it is; the same on all ranks. Throws
-  // InvalidUsage on all ranks if there are no slots left.
+  // Collective, once, and before the first plan; without the lock, since nobody reads slots before that. Blocks.
+  // Returns the first slot. `copy_of`: that of the model that this one is a copy of, if any; the same on all ranks.
+  // Throws InvalidUsage on all ranks if there are no slots left.
   uint64_t reserve_slots(std::optional<uint64_t> copy_of);
   // Before a forward, for which parameters have `changed`: see CurrentPlan.
   bool wants_plan(bool changed);
