@@ -160,7 +160,7 @@ def test_compiled_training_has_the_bits_and_graphs_of_ddp(
     pool: RankPool, place: str, backend: str, optimize_ddp: bool | str, options: dict[str, Any]
 ):
     for ours, theirs in pool.run(compared, place, backend, optimize_ddp, options, gloo=True):
-        assert ours == theirs > 0
+        assert ours == theirs >= (2 if place == "parts" else 1)
 
 
 def cut(place: str) -> list[int]:
