@@ -51,13 +51,20 @@ bool all_nan(const std::vector<std::byte>& bytes) {
   return true;
 }
 
-// Calls each kind of all-reduce without its peer; every stream has to end, with NaN, and the next call gives the error.
-std::string error_without_peer(GpuRank& gpu, const Tensors& tensors, ErrorKind kind) {
+// Calls each kind of all-reduce, which one peer never does; every stream has to end, with NaN, and the next call gives
+// the error.
+std::string error_without_peer(GpuRank& gpu, const Tensors& tensors, Meeting& meeting, ErrorKind kind) {
   for (size_t i = 0; i < 3; ++i) gpu.put(tensors.memories[i], floats(Tensors::kCounts[i], 1));
   for (size_t i = 0; i < 3; ++i) gpu.run(tensors.operation(i));
+  ++meeting.flags[0];
   gpu.wait();
   for (size_t i = 0; i < 3; ++i) CHECK(all_nan(gpu.get(tensors.memories[i], 4 * Tensors::kCounts[i])));
   return CHECK_THROWS(gpu.run(tensors.operation(0)), kind);
+}
+
+// A peer that fails earlier fails the calls themselves.
+void wait_for_calls(const Meeting& meeting, int ranks) {
+  while (meeting.flags[0] < ranks) usleep(1000);
 }
 
 }  // namespace
@@ -78,33 +85,35 @@ TEST(gpu_processes_reduce_in_each_others_memory) {
 }
 
 TEST(gpu_process_that_is_killed) {
-  const auto ends = run_processes("gpu_process_that_is_killed", 3, with_timeout(60),
-                                  [](int rank, Communicator& communicator, Meeting& meeting) {
-                                    GpuRank gpu(communicator);
-                                    const Tensors tensors(gpu);
-                                    check_results(gpu, tensors, rank, 3);
-                                    if (rank == 1) {
-                                      while (meeting.flags[0] < 2) usleep(1000);
-                                      kill(getpid(), SIGKILL);
-                                    }
-                                    ++meeting.flags[0];
-                                    const std::string text = error_without_peer(gpu, tensors, ErrorKind::PeerLost);
-                                    CHECK(contains(text, "rank 1"));
-                                  });
+  const auto ends = run_processes(
+      "gpu_process_that_is_killed", 3, with_timeout(60), [](int rank, Communicator& communicator, Meeting& meeting) {
+        GpuRank gpu(communicator);
+        const Tensors tensors(gpu);
+        check_results(gpu, tensors, rank, 3);
+        if (rank == 1) {
+          wait_for_calls(meeting, 2);
+          kill(getpid(), SIGKILL);
+        }
+        const std::string text = error_without_peer(gpu, tensors, meeting, ErrorKind::PeerLost);
+        CHECK(contains(text, "rank 1"));
+      });
   CHECK(ends == (std::vector<int>{0, SIGKILL, 0}));
 }
 
 TEST(gpu_process_that_is_stopped) {
-  const auto ends = run_processes("gpu_process_that_is_stopped", 2, with_timeout(5),
-                                  [](int rank, Communicator& communicator, Meeting& meeting) {
-                                    GpuRank gpu(communicator);
-                                    const Tensors tensors(gpu);
-                                    check_results(gpu, tensors, rank, 2);
-                                    if (rank == 1) kill(getpid(), SIGSTOP);
-                                    const std::string text = error_without_peer(gpu, tensors, ErrorKind::Timeout);
-                                    CHECK(contains(text, "rank 0 waits for rank 1"));
-                                    kill(meeting.pids[1], SIGKILL);
-                                  });
+  const auto ends = run_processes(
+      "gpu_process_that_is_stopped", 2, with_timeout(5), [](int rank, Communicator& communicator, Meeting& meeting) {
+        GpuRank gpu(communicator);
+        const Tensors tensors(gpu);
+        check_results(gpu, tensors, rank, 2);
+        if (rank == 1) {
+          wait_for_calls(meeting, 1);
+          kill(getpid(), SIGSTOP);
+        }
+        const std::string text = error_without_peer(gpu, tensors, meeting, ErrorKind::Timeout);
+        CHECK(contains(text, "rank 0 waits for rank 1"));
+        kill(meeting.pids[1], SIGKILL);
+      });
   CHECK(ends == (std::vector<int>{0, SIGKILL}));
 }
 
@@ -141,15 +150,15 @@ TEST(gpu_processes_that_wait_crosswise) {
 }
 
 TEST(gpu_process_that_leaves) {
-  const auto ends =
-      run_processes("gpu_process_that_leaves", 2, with_timeout(30), [](int rank, Communicator& communicator, Meeting&) {
-        GpuRank gpu(communicator);
-        const Tensors tensors(gpu);
-        check_results(gpu, tensors, rank, 2);
-        if (rank == 1) return;
-        const auto text = error_without_peer(gpu, tensors, ErrorKind::PeerLost);
-        CHECK(contains(text, "rank 1 has left"));
-      });
+  const auto ends = run_processes("gpu_process_that_leaves", 2, with_timeout(30),
+                                  [](int rank, Communicator& communicator, Meeting& meeting) {
+                                    GpuRank gpu(communicator);
+                                    const Tensors tensors(gpu);
+                                    check_results(gpu, tensors, rank, 2);
+                                    if (rank == 1) return wait_for_calls(meeting, 1);
+                                    const auto text = error_without_peer(gpu, tensors, meeting, ErrorKind::PeerLost);
+                                    CHECK(contains(text, "rank 1 has left"));
+                                  });
   CHECK(ends == (std::vector<int>{0, 0}));
 }
 
