@@ -29,7 +29,6 @@ from syncengine.launch import (
     group_timeout,
     open_exchange,
     tell_failure,
-    with_local_ranks,
 )
 from syncengine.launch.local import say_connected
 from syncengine.owner import is_owner, refuse_forked_child
@@ -287,9 +286,9 @@ def world_size() -> int:
 
 def local_rank() -> int:
     """This process's rank among those of its host, from 0. Raises InvalidUsage before init()."""
-    local_rank = _current().launch.local_rank
-    assert local_rank is not None  # _connect() has filled it in
-    return local_rank
+    connection = _current().connection
+    me = connection.communicator.rank
+    return connection.hosts[:me].count(connection.hosts[me])
 
 
 def hosts() -> list[str]:
@@ -328,7 +327,6 @@ def _connect(launch: Launch | None, before: Config | None, given: dict[str, Any]
     if launch.rank == 0:
         say_connected()
     group = users_group() if launch.kind == "torch.distributed" else None
-    launch = with_local_ranks(launch, connection.hosts)
     return _Default(connection, config, launch, os.getpid(), None if group is None else weakref.ref(group))
 
 

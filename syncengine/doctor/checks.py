@@ -194,11 +194,9 @@ def _memory(everyone: Sequence[Facts]) -> Iterator[Finding]:
 
 def needed_descriptors(facts: Facts, everyone: Sequence[Facts]) -> int:
     """That this rank opens to connect with the others, as csrc/ counts them: 3 for each rank of its host; of other
-    hosts, over TCP, `sockets` + 1 for each, and 3. Ranks that did not come count, too: this may be why.
+    hosts, over TCP, `sockets` + 1 for each, and 3. Ranks that did not come count as of other hosts: this may be why.
     """
-    came = sum(host_of(other) == host_of(facts) for other in everyone)
-    missing = facts["world_size"] - len(everyone)
-    here: int = came + min(missing, max(0, (facts["local_world_size"] or 0) - came)) - 1
+    here = sum(host_of(other) == host_of(facts) for other in everyone) - 1
     there: int = facts["world_size"] - 1 - here
     settings = facts["settings"]
     over_tcp = there > 0 and settings.get("interhost", "tcp") == "tcp"

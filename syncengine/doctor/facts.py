@@ -43,7 +43,6 @@ def collect_facts(launch: Launch, import_error: str) -> Facts:
     facts: Facts = {
         "rank": launch.rank,
         "world_size": launch.world_size,
-        "local_world_size": launch.local_world_size,
         "launcher": launch.kind,
         "host": socket.gethostname(),
         "pid": os.getpid(),

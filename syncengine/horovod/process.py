@@ -81,8 +81,8 @@ def size() -> int:
 
 def local_rank() -> int:
     """This process's rank among those of its host, from 0."""
-    me, hosts = calls().rank, engine.hosts()  # not as launched: ranks may have died since
-    return hosts[:me].count(hosts[me]) if (place := _coming()) is None else place[0]
+    calls()
+    return engine.local_rank() if (place := _coming()) is None else place[0]
 
 
 def local_size() -> int:

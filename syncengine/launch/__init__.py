@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Protocol
 
 import torch.distributed as dist
 
 from syncengine.config import DEFAULT_LOG_AFTER
-from syncengine.errors import InvalidUsage, SyncError
+from syncengine.errors import SyncError
 from syncengine.launch import mpi, slurm
 from syncengine.launch.environment import Launch, detect
 from syncengine.launch.variables import number, text
@@ -30,17 +28,12 @@ __all__ = [
     "mark_rank_process",
     "open_exchange",
     "tell_failure",
-    "with_local_ranks",
 ]
 
 _REACHED_WITHIN = 30.0  # seconds
 
 _RANK_PROCESS = "_SYNCENGINE_RANK_PROCESS"
 _RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
-
-# Variables without which a rank is still known by its number.
-_DISPENSABLE = {"LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"}
-_DISPENSABLE |= {"MPI_LOCALRANKID", "MPI_LOCALNRANKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS"}
 
 
 class Exchange(Protocol):
@@ -123,21 +116,10 @@ def tell_failure(error: BaseException, where: str, in_init: bool, environ: Mappi
     if not by_mpi:
         environ = {name: value for name, value in environ.items() if name != "PMIX_RANK"}  # which asks MPI
     with contextlib.suppress(SyncError, dist.DistError):
-        try:
-            launch = find_launch(environ)
-        except InvalidUsage:
-            launch = detect({name: value for name, value in environ.items() if name not in _DISPENSABLE})
+        launch = find_launch(environ)
         if launch.world_size > 1 and (launch.kind != "mpi" or by_mpi):
             exchange = open_exchange(launch, _REACHED_WITHIN, DEFAULT_LOG_AFTER, environ)
             exchange.fail(error, where, to_come=launch.kind != "torch.distributed")
-
-
-def with_local_ranks(launch: Launch, hosts: list[str]) -> Launch:
-    """`launch` with the local rank and size filled in from each rank's host, where the launcher did not say."""
-    if launch.local_rank is not None:
-        return launch
-    own = hosts[launch.rank]
-    return replace(launch, local_rank=Counter(hosts[: launch.rank])[own], local_world_size=Counter(hosts)[own])
 
 
 def group_timeout(group: dist.ProcessGroup | None = None) -> float | None:

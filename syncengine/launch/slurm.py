@@ -1,4 +1,4 @@
-"""What Slurm's variables say besides the rank: the step, the tasks of this node, and where rank 0 runs."""
+"""What Slurm's variables say besides the rank: the step, and where rank 0 runs."""
 
 from __future__ import annotations
 
@@ -17,28 +17,6 @@ _FIRST_PORT, _PORTS = 10000, 20000  # below the ports that Linux hands out by it
 def in_step(environ: Mapping[str, str]) -> bool:
     """Whether srun started this process as one of a step's tasks."""
     return "SLURM_STEP_NUM_TASKS" in environ and environ.get("SLURM_STEP_ID") not in _NOT_PARALLEL
-
-
-def tasks_on_this_node(environ: Mapping[str, str]) -> int | None:
-    """The step's tasks on this node, from SLURM_STEP_TASKS_PER_NODE such as "2(x3),1"; None if it isn't set."""
-    name = "SLURM_STEP_TASKS_PER_NODE"
-    if name not in environ:
-        return None
-    node = number(environ, "SLURM_NODEID", "slurm")
-    for item in environ[name].split(","):
-        match = re.fullmatch(r"([1-9][0-9]{0,6})(?:\(x([1-9][0-9]{0,6})\))?", item.strip(), re.ASCII)
-        if match is None:
-            raise InvalidUsage(
-                f"{name}={environ[name]!r} can't be read: {item!r} is not like 2 or 2(x3): start every rank by srun"
-            )
-        nodes = int(match[2] or 1)
-        if node < nodes:
-            return int(match[1])
-        node -= nodes
-    raise InvalidUsage(
-        f"SLURM_NODEID={environ['SLURM_NODEID']} is out of range: {name}={environ[name]} has fewer nodes: "
-        "start every rank by srun"
-    )
 
 
 def master(environ: Mapping[str, str]) -> tuple[str, int]:

@@ -132,8 +132,6 @@ def test_every_collective(pool: RankPool, hosts: str) -> None:
 
 
 def local_rank(hosts: str) -> int:
-    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        del os.environ[name]
     start(hosts)
     return syncengine.local_rank()
 

@@ -34,8 +34,6 @@ class Job:
                 "SYNCENGINE_SILENCE": str(SILENCE),
                 "RANK": str(rank),
                 "WORLD_SIZE": str(len(places)),
-                "LOCAL_RANK": str(places[:rank].count(host)),
-                "LOCAL_WORLD_SIZE": str(places.count(host)),
                 "MASTER_ADDR": "10.77.0.1",
                 "MASTER_PORT": str(port),
             }

@@ -129,15 +129,6 @@ def test_an_error_of_the_script_before_init(programs: RankPool, tmp_path: Path, 
     assert list(answers.values()) == [f"Aborted: rank {failing} failed before init: ValueError: the disk is full"] * 2
 
 
-def test_a_variable_of_the_launcher(programs: RankPool, tmp_path: Path, unused_port: int):
-    """The rank is known all the same."""
-    path = script(tmp_path, IMPORT, "os.environ['LOCAL_RANK'] = 'x'; os.environ['LOCAL_WORLD_SIZE'] = '3'", INIT)
-    answers = said(programs, path, by_hand(unused_port))
-    wrong = "InvalidUsage: LOCAL_RANK='x', a variable of torchrun, is not a whole number"
-    assert answers.pop(1).startswith(wrong)
-    check_told(answers, f"Aborted: rank 1 failed in init: {wrong}")
-
-
 @pytest.mark.parametrize(
     ("before", "fail", "come", "told"),
     [

@@ -41,13 +41,10 @@ def slurm_variables(world: int, port: int) -> list[dict[str, str]]:
         "SLURM_JOB_ID": "1",
         "SLURM_STEP_ID": "0",
         "SLURM_STEP_NUM_TASKS": str(world),
-        "SLURM_NTASKS": str(world),
         "SLURM_NODELIST": "localhost",
-        "SLURM_NODEID": "0",
-        "SLURM_STEP_TASKS_PER_NODE": str(world),
         "MASTER_PORT": str(port),
     }
-    return [common | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(world)]
+    return [common | {"SLURM_PROCID": str(rank)} for rank in range(world)]
 
 
 def by_hand(programs: RankPool, environs: Sequence[dict[str, str]], port: int, *arguments: str) -> list[Result]:

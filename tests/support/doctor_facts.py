@@ -14,7 +14,6 @@ def facts(rank: int, **changes: Any) -> dict[str, Any]:
     well = {
         "rank": rank,
         "world_size": 1,
-        "local_world_size": None,
         "host": "a",
         "extension": {
             "build": "1",
