@@ -65,10 +65,18 @@ struct Nonfinite {
   static constexpr Kind kind_of(uint64_t word) { return static_cast<Kind>(word & 3); }
 
   std::shared_ptr<uint64_t[]> words = {};
+  // On one host: becomes true where any rank has noted something in an operation that has ended here. Null: the ranks
+  // ask each other.
+  std::shared_ptr<bool> anywhere = {};
   uint64_t* on_device = nullptr;
   uint64_t begin = 0;  // what the operation's first element is called
   // Of a part of a larger operation: where its input, a slot, comes from. What lies between is nobody's.
   std::vector<Copy> parts = {};
+
+  void note(int word, uint64_t element, Kind kind) const {
+    words[word] = std::min(words[word], pack(element, kind));
+    if (anywhere) *anywhere = true;
+  }
 
   struct Place {
     uint64_t first;  // what the element is called

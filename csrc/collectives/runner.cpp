@@ -49,9 +49,6 @@ void reduce_noting(const Nonfinite& nonfinite, int world, Nonfinite::Place place
     place.valid -= std::min(place.valid, elements);
     count -= elements;
   };
-  auto note = [&](int word, size_t i, Nonfinite::Kind kind) {
-    nonfinite.words[word] = std::min(nonfinite.words[word], Nonfinite::pack(place.first + i, kind));
-  };
   kernels::Reduction plain = reduction;
   reduction.stops_at_nonfinite = true;
   for (;;) {
@@ -70,9 +67,9 @@ void reduce_noting(const Nonfinite& nonfinite, int world, Nonfinite::Place place
         const auto kind = kind_at(reduction.dtype, from[s], i);
         if (kind == Nonfinite::None) continue;
         brought = true;
-        if (ranks[s] >= 0) note(ranks[s], i, kind);
+        if (ranks[s] >= 0) nonfinite.note(ranks[s], place.first + i, kind);
       }
-      if (!brought) note(world, i, made);
+      if (!brought) nonfinite.note(world, place.first + i, made);
     }
     kernels::reduce(plain, from.data(), source_count, to.data(), destination_count, block);
     skip(block);
@@ -84,7 +81,7 @@ void note_overflow(const Nonfinite& nonfinite, int world, Nonfinite::Place place
   for (size_t i = 0; i < std::min(count, place.valid); ++i) {
     const auto kind = kind_at(dtype, results, i);
     if (kind == Nonfinite::None || kind_at(DType::Float32, sums, i) != Nonfinite::None) continue;
-    nonfinite.words[world] = std::min(nonfinite.words[world], Nonfinite::pack(place.first + i, kind));
+    nonfinite.note(world, place.first + i, kind);
   }
 }
 

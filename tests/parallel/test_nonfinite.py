@@ -436,3 +436,25 @@ def test_by_default_nobody_looks():
     model = syncengine.Parallel(Given())
     model(gradients(model.module, [(0, 1, 0, "NaN")])).backward()
     assert model.module.weights[1].grad[0].isnan()
+
+
+def operations_of(plans: Sequence[Brought], sizes: Sequence[int]) -> list[int]:
+    """In each step behind the first two, beyond those of the model's buckets."""
+    model = syncengine.Parallel(Given(sizes), nonfinite="raise")
+    said_of(model, [[], []])  # then the ranks have agreed on buckets
+    counted = []
+    for brought in plans:
+        before = model.communicator.counters()["operations"]
+        said_of(model, [brought])
+        counted.append(model.communicator.counters()["operations"] - before - model.sync_stats()["buckets"])
+    return counted
+
+
+@pytest.mark.parametrize("memory", ["arena", "torch"])
+@pytest.mark.parametrize("sizes", [[7, 20], SIZES])
+def test_finite_gradients_cost_no_operation(pool: RankPool, memory: str, sizes: list[int]):
+    """On one host: each rank sees with a bucket whether any other has noted something."""
+    plans: list[Brought] = [[], [(2, 1, 3, "NaN")], [], [(0, 0, 1, "Inf")], []]
+    settings = {"timeout": 60.0, "gradient_memory": memory}
+    for counted in pool.run(operations_of, plans, sizes, world=3, settings=settings):
+        assert counted == [0, 1, 0, 1, 0]

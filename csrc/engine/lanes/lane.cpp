@@ -118,6 +118,7 @@ bool Lane::open() {
   active.in_arena = spans >= 0;
   std::copy_n(operation.flags, operation.flag_words,
               state_.group.own().lanes[state_.id].flags[state_.opened % shm::kRecords]);
+  state_.noted(state_.group.rank, state_.opened).store(0, std::memory_order_relaxed);
   state_.record(state_.group.rank, state_.opened) = {.key = active.item.key,
                                                      .bytes = block_bytes(operation),
                                                      .layout_hash = operation.layout_hash,
@@ -244,6 +245,9 @@ bool Lane::reduce_one() {
     sync_point("reducing");
     auto cut_off = [this] { return state_.is_cut_off(state_.reduced.operation); };
     if (!state_.runner.reduce(active.item.operation, plan_, cut_off)) return false;
+    const auto* nonfinite = active.item.operation.nonfinite.get();
+    if (nonfinite && nonfinite->anywhere && *nonfinite->anywhere)
+      state_.noted(state_.group.rank, state_.reduced.operation).store(1, std::memory_order_relaxed);
   }
   step(state_.reduced, &shm::LaneProgress::reduced, "reduced");
   return true;
@@ -269,6 +273,10 @@ bool Lane::retire() {
   if (!agreed || !has_retire() || retire_blockers(false)) return false;
   if (state_.is_cut_off(state_.retired)) return false;  // this rank slept through it
   ++state_.counters.operations;
+  if (const auto* nonfinite = active.item.operation.nonfinite.get(); nonfinite && nonfinite->anywhere) {
+    for (int member = 0; member < state_.group.size; ++member)
+      if (state_.noted(member, state_.retired).load(std::memory_order_relaxed) != 0) *nonfinite->anywhere = true;
+  }
   sync_point("finished");
   if (active.opened != 0)
     trace_operation(trace::Kind::Reduced, active.opened, trace::now(), state_.group, active.item.work->place,

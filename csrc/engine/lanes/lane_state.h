@@ -65,6 +65,10 @@ struct LaneState {
   shm::OpRecord& record(int member, uint64_t operation) const {
     return group.block(member).lanes[id].records[operation % shm::kRecords];
   }
+  // Whether `member` has met what is not finite in its part of the result: known once the chunks are reduced.
+  std::atomic<uint64_t>& noted(int member, uint64_t operation) const {
+    return group.block(member).lanes[id].noted[operation % shm::kRecords];
+  }
   shm::LaneProgress& own() const { return progress_of(group.rank); }
   shm::LaneProgress& progress_of(int member) const { return group.block(member).lanes[id].progress; }
 

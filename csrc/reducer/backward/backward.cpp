@@ -34,9 +34,11 @@ void Backward::begin() {
     buckets_.push_back({.layout = layout, .missing = layout->parameters.size()});
   }
   if (!model_.options.nonfinite.empty()) {
-    const int world = model_.averaging.communicator->size();
+    const Communicator& communicator = *model_.averaging.communicator;
+    const int world = communicator.size();
     watch_.emplace(*plan_, model_.parameters.gradients(),
-                   model_.flat ? model_.flat->words_for_nonfinite() : host_words_for_nonfinite(world), world);
+                   model_.flat ? model_.flat->words_for_nonfinite() : host_words_for_nonfinite(world), world,
+                   model_.route->can_be_refused() && plan_->sparse().empty() && !communicator.spans_hosts());
   }
   missing_ = buckets_.size();
   if (model_.route->can_be_refused() && !model_.options.skip_all_reduce_unused_params) {
@@ -254,7 +256,7 @@ void Backward::finish(std::mutex& mutex) {
   for (const TorchFuture& future : std::exchange(futures, {})) {
     wait_for_future(future, communicator, [this] { return "a buffer hook's future of " + model_.parameters.model(); });
   }
-  if (!watch_) return;
+  if (!watch_ || !watch_->has_news()) return;
   if (model_.flat) model_.flat->wait();
   const ModelNames& names = *model_.parameters.names();
   watch_->tell(model_.averaging, names, step());

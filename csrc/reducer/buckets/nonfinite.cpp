@@ -24,8 +24,9 @@ const char* text_of(Nonfinite::Kind kind) {
 }  // namespace
 
 NonfiniteWatch::NonfiniteWatch(const BucketPlan& plan, const std::vector<Gradient>& gradients, Nonfinite words,
-                               int world)
+                               int world, bool seen)
     : world_(world), words_(std::move(words)) {
+  words_.anywhere = seen ? std::make_shared<bool>(false) : nullptr;
   std::fill_n(words_.words.get(), world + 1, Nonfinite::kNothing);
   uint64_t next = 0;
   for (const auto& layout : plan.buckets()) {

@@ -2,7 +2,8 @@
 //
 // The rank that reduces an element has every rank's before it, and notes whose is not finite (collectives/operation.h).
 // Behind the last bucket the ranks tell each other the earliest of what they have noted, a word for each rank, so that
-// all say the same. No rank puts averages into .grad before that has ended.
+// all say the same. No rank puts averages into .grad before that has ended. Where all ranks are on one host, each sees
+// with the results of a bucket whether any rank has noted something, and if none has, nothing is left to tell.
 //
 // Ownership: its backward's; operations hold the words. Thread-safety: the reducer's lock, or the one thread that is at
 // the backward's end. Failure: what the communicator throws.
@@ -27,8 +28,8 @@ namespace syncengine {
 
 class NonfiniteWatch {
  public:
-  // `words`: to be noted in, one for each rank and one more.
-  NonfiniteWatch(const BucketPlan& plan, const std::vector<Gradient>& gradients, Nonfinite words, int world);
+  // `words`: to be noted in, one for each rank and one more. `seen`: by all ranks, in the operations themselves.
+  NonfiniteWatch(const BucketPlan& plan, const std::vector<Gradient>& gradients, Nonfinite words, int world, bool seen);
 
   // For the operation that reduces this bucket.
   std::shared_ptr<const Nonfinite> of(const BucketLayout& layout) const;
@@ -39,6 +40,8 @@ class NonfiniteWatch {
   void look_behind_hook(const BucketLayout& layout, const std::vector<at::Tensor>& results,
                         const std::vector<at::Tensor>& own, int rank) const;
 
+  // Whether tell() and hear() are left to call, once all buckets are reduced: the same on all ranks.
+  bool has_news() const { return !words_.anywhere || *words_.anywhere; }
   // What was noted here, to the others, in this step of the model.
   void tell(const Averaging& averaging, const ModelNames& names, uint64_t step);
   // Blocks. What to say, the same on all ranks; empty if all is finite.

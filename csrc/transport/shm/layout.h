@@ -126,6 +126,8 @@ struct LaneBlock {
   OpRecord records[kRecords];
   alignas(kPage) int64_t span_offsets[kRecords][kMaxSpans];
   alignas(kPage) uint64_t flags[kRecords][kFlagWords];  // sparse
+  // 1: this rank has noted something that is not finite. Complete with the count of chunks that it has reduced.
+  std::atomic<uint64_t> noted[kRecords];
 };
 
 // The order in which announced operations run, written by the communicator's rank 0 alone.
