@@ -101,8 +101,9 @@ bool Backward::bring(size_t index, const at::Tensor& incoming) {
   if (hooks == UserHooks::Hasty || (watched && has_hasty_optimizer(parameter))) {
     throw Error(ErrorKind::InvalidUsage,
                 "a hook was registered on parameter " + name(index) + " of " + parameters.model() +
-                    " (register_post_accumulate_grad_hook, or an optimizer in backward) after the forward, so it would "
-                    "see this rank's gradient instead of the average: register it before the forward");
+                    " (register_post_accumulate_grad_hook, or an optimizer in backward) after the forward, so it has "
+                    "seen this rank's gradient instead of the average: register it before the forward, and undo what "
+                    "it has done on this rank");
   }
   // By a part of two models: both reduce what this rank has.
   const bool kept = watched || parameters.another_has(index, Interest::Awaits);
