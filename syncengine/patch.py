@@ -1,21 +1,12 @@
-"""Scripts for DistributedDataParallel, unchanged: ``SYNCENGINE_PATCH=1 torchrun ... train.py``, or, which sets that,
-
-torchrun --nproc-per-node 2 -m syncengine.patch train.py its arguments
-torchrun --nproc-per-node 2 -m syncengine.patch -m package.train its arguments
-"""
+"""Scripts for DistributedDataParallel, unchanged: ``SYNCENGINE_PATCH=1 torchrun ... train.py``."""
 
 from __future__ import annotations
 
 import inspect
-import os
-import runpy
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 
-import syncengine_autoload
 from syncengine._C import has_cuda
 from syncengine.parallel import Parallel
 from syncengine.parallel.devices import check_buffers_on, check_device_ids, device_of
@@ -31,8 +22,6 @@ _FLAGS: dict[str, tuple[type, ...]] = {
     for name, parameter in inspect.signature(Parallel.__init__).parameters.items()
     if isinstance(parameter.default, bool) or name in ("broadcast_buffers", "forward_sync_buffers")
 }
-
-_USAGE = "usage: python -m syncengine.patch [-m] script.py (or, after -m, a module) and its arguments"
 
 
 def refusal(args: tuple[Any, ...], kwargs: dict[str, Any], ranks: int) -> str | None:
@@ -72,29 +61,3 @@ def refusal(args: tuple[Any, ...], kwargs: dict[str, Any], ranks: int) -> str | 
             "install syncengine again"
         )
     return None
-
-
-def main(arguments: list[str]) -> None:
-    """Runs a script or module as ``python`` does, with ``Parallel`` in DDP's place, in its child processes, too."""
-    as_module = arguments[:1] == ["-m"]
-    arguments = arguments[as_module:]
-    if arguments in (["--help"], ["-h"]) and not as_module:
-        print(f"{_USAGE}\n\nRuns it with syncengine.Parallel in DistributedDataParallel's place: docs/adopting.md.")
-        return
-    if not arguments or arguments[0].startswith("-"):
-        sys.exit(_USAGE)
-    if not as_module and not Path(arguments[0]).exists():
-        sys.exit(f"syncengine.patch: there is no {arguments[0]}. {_USAGE}")
-    os.environ[syncengine_autoload.VARIABLE] = "1"
-    syncengine_autoload.patch()
-    sys.argv = arguments
-    if as_module:
-        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
-    else:
-        if not getattr(sys.flags, "safe_path", False):  # -m has put the working folder there
-            sys.path[0] = str(Path(arguments[0]).resolve().parent)
-        runpy.run_path(arguments[0], run_name="__main__")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

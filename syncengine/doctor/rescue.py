@@ -34,14 +34,9 @@ def _say(error: Exception) -> int:
 
 
 def _arguments_of_command(program: str, command: list[str]) -> list[str] | None:
-    """What comes behind `syncengine` in a command such as `python -m syncengine doctor`, or by pip's script. []: behind
-    `python -m syncengine.patch`.
-    """
-    if program != "-m" and Path(program).name != "syncengine":
-        return None
-    for i, word in enumerate(command[1:], 1):
-        if Path(word).name == "syncengine":
-            return command[i + 1 :]
-        if word == "syncengine.patch" and command[i - 1] == "-m":
-            return []
+    """What comes behind `syncengine` in a command such as `python -m syncengine doctor`, or by pip's script."""
+    if program == "-m" or Path(program).name == "syncengine":
+        for i, word in enumerate(command[1:], 1):
+            if Path(word).name == "syncengine":
+                return command[i + 1 :]
     return None

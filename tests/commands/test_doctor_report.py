@@ -290,7 +290,6 @@ def test_it_knows_when_it_is_the_program():
     assert _arguments_of_command("-m", ["python", "-u", "-m", *rest]) == ["doctor", "--json"]
     assert _arguments_of_command("/bin/syncengine", ["python", "/bin/syncengine", "doctor"]) == ["doctor"]
     assert _arguments_of_command("/bin/syncengine", ["python", "/bin/syncengine", "bench"]) == ["bench"]
-    assert _arguments_of_command("-m", ["python", "-m", "syncengine.patch", "--help"]) == []
     assert _arguments_of_command("train.py", ["python", "train.py", *rest]) is None
 
 

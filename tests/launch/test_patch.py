@@ -20,9 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from command import ranks_by_hand
 from pool import RankPool
-from programs import run_programs
 from repository import TESTS
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -71,52 +69,6 @@ def test_scripts_train_to_the_bits_of_ddp(pool: RankPool, tmp_path: Path, script
     assert said.count("syncengine: ") == 1
     assert list(ours) == list(theirs)
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
-
-
-def test_m_syncengine_patch(programs: RankPool, tmp_path: Path, unused_port: int):
-    """Arguments, sys.path[0] and __main__ are those of the script."""
-    script = tmp_path / "train.py"
-    script.write_text("import beside\nbeside.train(__name__)\n")
-    (tmp_path / "beside.py").write_text(
-        "import os, sys, torch\n"
-        "from torch.nn.parallel import DistributedDataParallel as DDP\n"
-        "def train(name):\n"
-        "    torch.distributed.init_process_group('gloo')\n"
-        "    model = type(DDP(torch.nn.Linear(2, 2))).__name__\n"
-        "    os.write(1, f'{name} {sys.argv} {model}\\n'.encode())\n"
-        "    torch.distributed.destroy_process_group()\n"
-    )
-    arguments = ["-m", "syncengine.patch", str(script), "-m", "--lr=1"]
-    told = run_programs(programs, arguments, ranks_by_hand([{}, {}], unused_port))
-    assert [rank.returncode for rank in told] == [0, 0], told
-    assert [rank.stdout for rank in told] == [f"__main__ {[str(script), '-m', '--lr=1']} Parallel\n"] * 2
-    assert "".join(rank.stderr for rank in told).count("syncengine: ") == 1
-
-
-def run_module(folder: str, arguments: list[str]) -> list[str]:
-    sys.path.insert(0, folder)
-    patch.main(arguments)
-    return [os.environ["SYNCENGINE_PATCH"], *sys.argv[1:]]
-
-
-def test_modules_are_run_by_name(pool: RankPool, tmp_path: Path):
-    (tmp_path / "training.py").write_text("import sys\nprint('run as', __name__, sys.argv[1:])\n")
-    with pool.spawn_ranks(run_module, str(tmp_path), ["-m", "training", "x"], world=1, settings=None) as ranks:
-        assert ranks[0].result() == ["1", "x"]
-        assert ranks[0].exit_code() == 0
-        assert "run as __main__ ['x']" in ranks[0].output()
-
-
-@pytest.mark.parametrize("arguments", [[], ["-m"], ["-m", "--help"], ["--no-such"], ["no_such_script.py"]])
-def test_wrong_arguments_say_how(arguments: list[str]):
-    with pytest.raises(SystemExit, match=r"usage: python -m syncengine.patch"):
-        patch.main(arguments)
-    assert "__new__" not in vars(DistributedDataParallel)
-
-
-def test_help_is_no_error(capsys: pytest.CaptureFixture[str]):
-    patch.main(["--help"])
-    assert capsys.readouterr().out.startswith("usage: python -m syncengine.patch")
 
 
 # --- On ranks whose process is patched
