@@ -13,7 +13,7 @@ from syncengine._C import Backend, Communicator
 from syncengine.config import DEFAULT_TIMEOUT, Config
 from syncengine.connect import Connection, connect
 from syncengine.errors import InvalidUsage, SyncError
-from syncengine.launch import Exchange, group_timeout
+from syncengine.launch import group_timeout
 from syncengine.launch.store import StoreExchange
 
 
@@ -97,30 +97,7 @@ def _read_config(group: dist.ProcessGroup, rank: int, global_ranks: list[int]) -
 
 def _open_exchange(
     group: dist.ProcessGroup, rank: int, global_ranks: list[int], timeout: float, config: Config
-) -> Exchange:
+) -> StoreExchange:
     store = dist.distributed_c10d._world.pg_map[group][1]
-    if store is None:  # not every backend has one
-        return GroupExchange(group)
     call = "wrap its model in syncengine.Parallel"
     return StoreExchange(store, rank, len(global_ranks), timeout, config.log_after, global_ranks, call, "group")
-
-
-class GroupExchange:
-    """An Exchange by the group's own collectives."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = weakref.ref(group)  # which keeps its connection, and that this
-
-    def __call__(self, payload: bytes) -> list[bytes]:
-        """See Exchange."""
-        group = self._group()
-        answers = [b""] * dist.get_world_size(group)
-        dist.all_gather_object(answers, payload, group=group)
-        return answers
-
-    def fail(self, error: BaseException, where: str = "in init", to_come: bool = False) -> None:
-        """Nothing can be sent but by the collective that the others wait in: the group's timeout ends that."""
-
-    def superseded(self) -> bool:
-        """Not known: see Exchange."""
-        return False

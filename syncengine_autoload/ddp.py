@@ -18,8 +18,8 @@ import syncengine_autoload
 from syncengine_autoload import VARIABLE, tell
 from syncengine_autoload.rendezvous import Failed, Rendezvous
 
-# Where ranks are processes that have a store in common, or collectives.
-_BACKENDS = {"gloo", "nccl", "mpi", "ucc", "xccl", "syncengine"}
+# Where ranks are processes that have a store in common.
+_BACKENDS = {"gloo", "nccl", "ucc", "xccl", "syncengine"}
 
 _told: set[str] = set()
 
@@ -94,20 +94,16 @@ def _first_reason(group: dist.ProcessGroup, own: str | None) -> str | None:
     RuntimeError if another rank has raised it, say, or was interrupted."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     store = dist.distributed_c10d._world.pg_map[group][1]
-    if store is None:  # MPI's
-        reasons: list[Any] = [None] * size
-        dist.all_gather_object(reasons, own or "", group=group)
-    else:
-        ranks = dist.get_process_group_ranks(group)
-        meeting = Rendezvous(store, "patch", rank, ranks)
-        try:
-            _wait_for(meeting, (own or "").encode(), ranks)
-        except Failed as failed:
-            raise syncengine_autoload.HeardError(failed.notice.decode()) from None
-        except BaseException as error:
-            meeting.fail(f"rank {dist.get_rank()}: {type(error).__name__}: {error}".encode())
-            raise
-        reasons = [meeting.values[peer].decode() for peer in range(size)]
+    ranks = dist.get_process_group_ranks(group)
+    meeting = Rendezvous(store, "patch", rank, ranks)
+    try:
+        _wait_for(meeting, (own or "").encode(), ranks)
+    except Failed as failed:
+        raise syncengine_autoload.HeardError(failed.notice.decode()) from None
+    except BaseException as error:
+        meeting.fail(f"rank {dist.get_rank()}: {type(error).__name__}: {error}".encode())
+        raise
+    reasons = [meeting.values[peer].decode() for peer in range(size)]
     said = [f"rank {peer}: {reason}" if reason != own else reason for peer, reason in enumerate(reasons) if reason]
     return said[0] if said else None
 

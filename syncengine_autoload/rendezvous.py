@@ -255,7 +255,7 @@ def fail_in_groups(purpose: str, notice: bytes, but_for: Sequence[object] = ()) 
     """Ends the meetings for `purpose` of torch.distributed's groups that this rank is in."""
     for group, (_, store) in list(dist.distributed_c10d._world.pg_map.items()):
         ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
-        if store is not None and rank >= 0 and len(ranks) > 1 and group not in but_for:
+        if rank >= 0 and len(ranks) > 1 and group not in but_for:
             with contextlib.suppress(dist.DistError):
                 meeting = Rendezvous(store, purpose, rank, ranks)
                 meeting.fail(notice)

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,6 @@ from test_hosts import live_on, start, wait_until_busy
 from two_groups import as_under_ddp, in_two_threads
 
 import syncengine
-from syncengine.groups import GroupExchange
 from syncengine.interhost.numbers import agree_on_number
 
 TORCH = {"SYNCENGINE_INTERHOST": "torch"}
@@ -88,7 +88,13 @@ def test_models_over_two_groups_in_two_threads(pool: RankPool, hosts: str) -> No
 
 def agree_on_numbers() -> list[int]:
     groups = [dist.new_group([0, 1]) for _ in range(2)]
-    return in_two_threads(lambda of: agree_on_number([0, 1], 2, GroupExchange(groups[of])))
+
+    def meet(payload: bytes, of: int) -> list[bytes]:
+        answers = [b""] * 2
+        dist.all_gather_object(answers, payload, group=groups[of])
+        return answers
+
+    return in_two_threads(lambda of: agree_on_number([0, 1], 2, partial(meet, of=of)))
 
 
 def test_transports_of_two_groups_have_numbers_of_their_own(pool: RankPool) -> None:

@@ -145,16 +145,6 @@ def test_communicators_of_groups_end_with_shutdown_and_with_the_group():
     assert not groups.all_group_communicators()
 
 
-@run_on_ranks(world=4, gloo=True, settings=None)
-def test_a_group_without_a_store_meets_by_its_own_collectives():
-    group = pairs()
-    entry = dist.distributed_c10d._world.pg_map
-    entry[group] = (entry[group][0], None)
-    model = syncengine.Parallel(nn.Linear(24, 2), process_group=group)
-    model(data()).sum().backward()
-    assert model.communicator.size == 2
-
-
 @run_on_ranks(world=4, gloo=True, settings=None, environ={"SYNCENGINE_TIMEOUT": "1"})
 def test_a_missing_member_is_named():
     group = pairs()
