@@ -27,54 +27,39 @@ def copy_each(targets: list[torch.Tensor], values: list[torch.Tensor]) -> None:
 class TensorBroadcast:
     """Copies one rank's tensors to all ranks. Holds the memory for the message, but none of the tensors.
 
-    Made from tensors on one device; then called with any tensors of the same shapes and dtypes. Shapes and dtypes must
-    be the same on all ranks, which is not checked here; memory and strides may differ between ranks. With the engine's
-    memory (``shared``: one copy less) the constructor is collective on CUDA.
+    Made from tensors on one device; then called with any tensors of the same shapes and dtypes. These must be the same
+    on all ranks, which is not checked here; memory and strides may differ between ranks.
     """
 
-    def __init__(
-        self, communicator: Communicator, like: Sequence[torch.Tensor], device: torch.device, shared: bool = True
-    ) -> None:
+    def __init__(self, communicator: Communicator, like: Sequence[torch.Tensor], device: torch.device) -> None:
         self._communicator = communicator
         self._small = [i for i, tensor in enumerate(like) if tensor.nbytes <= _PACKED_BYTES]
         self._large = [i for i, tensor in enumerate(like) if tensor.nbytes > _PACKED_BYTES]
-        offsets, size = [], _ALIGNMENT
+        offsets, size = [], 0
         for i in self._small:
             offsets.append(size)
             size += -(-like[i].nbytes // _ALIGNMENT) * _ALIGNMENT
+        size = max(size, 1)  # there is always a message, which says what follows
         with torch.inference_mode(False):  # for all calls, whatever the mode of this one
-            if shared:
-                self._message = communicator.empty([size], torch.uint8, device)
+            if device.type == "cpu":
+                self._message = communicator.empty([size], torch.uint8)  # one copy less
             else:
                 self._message = torch.empty(size, dtype=torch.uint8, device=device)
-            self.stamp = self._message[:8].view(torch.int64)  # travels with the small ones, for the caller's use
             self._views = [
                 self._message[offset : offset + like[i].nbytes].view(like[i].dtype).view(like[i].shape)
                 for offset, i in zip(offsets, self._small, strict=True)
             ]
 
     @torch.inference_mode()  # in which tensors of every mode may be written
-    def __call__(self, tensors: Sequence[torch.Tensor], root: int) -> None:
-        """Copies those of rank `root`. Collective: every rank calls it."""
-        if self._communicator.rank == root:
-            self.pack(tensors)
-        self.send(root)
-        self.deliver(tensors, root)
-
-    def pack(self, tensors: Sequence[torch.Tensor]) -> None:
-        """First step, on the root alone."""
-        if self._small:
-            torch._foreach_copy_(self._views, [tensors[i] for i in self._small])
-
-    def send(self, root: int, layout: str = "") -> None:
-        """Second step: now ``stamp`` is the root's. A rank that gives another ``layout`` is a ``Mismatch``."""
-        self._communicator.broadcast(self._message, root, layout=layout)
-
-    def deliver(self, tensors: Sequence[torch.Tensor], root: int) -> None:
-        """Last step, on the root as well: large tensors come only now."""
+    def __call__(self, tensors: Sequence[torch.Tensor], root: int, layout: str = "") -> None:
+        """Copies those of rank `root`. Collective; a rank that gives another ``layout`` is a ``Mismatch``."""
         is_root = self._communicator.rank == root
-        if not is_root and self._small:
-            copy_each([tensors[i] for i in self._small], self._views)
+        small = [tensors[i] for i in self._small]
+        if is_root and small:
+            torch._foreach_copy_(self._views, small)
+        self._communicator.broadcast(self._message, root, layout=layout)
+        if not is_root and small:
+            copy_each(small, self._views)
         for i in self._large:
             target = tensors[i].detach()
             values = target

