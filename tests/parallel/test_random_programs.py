@@ -20,7 +20,6 @@ from typing import Any
 
 import pytest
 import torch
-from faults import my_rank
 from flat import flat
 from models.workload import same_bits
 from pool import RankPool
@@ -475,12 +474,6 @@ def differences(first: int, ddp: bool, loop: bool, fails: bool = True, count: in
     return wrong
 
 
-def on_hosts(hosts: str, *arguments: Any) -> list[str]:
-    os.environ["SYNCENGINE_HOST_ID"] = hosts[my_rank()]
-    syncengine.init(timeout=60.0)
-    return differences(*arguments)  # without DDP, and torch's hooks
-
-
 def numbers(kind: int, chunks: int) -> list[int]:
     """Where chunks begin."""
     chunks = COUNT or chunks
@@ -499,8 +492,7 @@ def test_programs_of_two_ranks(pool: RankPool, first: int):
 
 @pytest.mark.parametrize("first", numbers(1, 4))
 def test_programs_of_three_ranks_in_ring(pool: RankPool, first: int):
-    settings = {"timeout": 60.0, "numerics": "ring"}
-    check(pool.run(differences, first, True, False, world=3, gloo=True, settings=settings))
+    check(pool.run(differences, first, True, False, world=3, gloo=True, settings={"numerics": "ring"}))
 
 
 @pytest.mark.parametrize("first", numbers(2, 3))
@@ -512,7 +504,7 @@ def test_programs_with_flat_buckets(pool: RankPool, first: int):
     ("hosts", "first"), list(zip(itertools.cycle(["aaa", "ab", "aab", "aaaaa"]), numbers(3, 4), strict=False))
 )
 def test_programs_on_hosts(pool: RankPool, hosts: str, first: int):
-    check(pool.run(on_hosts, hosts, first, False, True, world=len(hosts), settings=None))
+    check(pool.run(differences, first, False, True, hosts=hosts))
 
 
 def test_the_grammar_draws_everything():

@@ -98,16 +98,7 @@ def test_ranks_without_a_batch_are_late_for_nobody():
     assert compare([], range(4), 20.0, 2) == ({}, None)
 
 
-def live_on(hosts: str) -> None:
-    os.environ["SYNCENGINE_HOST_ID"] = hosts[int(os.environ["RANK"])]
-    syncengine.init(timeout=60.0)
-
-
-def be_late(
-    late: int, phase: str, hosts: str = "", accumulate: bool = False, hook: Any = None, skips: bool = False
-) -> dict[str, Any]:
-    if hosts:
-        live_on(hosts)
+def be_late(late: int, phase: str, accumulate: bool = False, hook: Any = None, skips: bool = False) -> dict[str, Any]:
     model = syncengine.Parallel(Late(), find_unused_parameters=skips, skip_all_reduce_unused_params=skips)
     if hook is not None:
         model.register_comm_hook(None, hook)
@@ -139,23 +130,23 @@ def test_a_late_rank_is_named(pool: RankPool, world: int, phase: str):
 
 @pytest.mark.parametrize(("late", "phase"), [(0, "input"), (1, "forward"), (2, "backward"), (2, "optimizer")])
 def test_also_between_hosts(pool: RankPool, late: int, phase: str):
-    check(pool.run(be_late, late, phase, "aab", world=3, settings=None), late, phase)
+    check(pool.run(be_late, late, phase, hosts="aab"), late, phase)
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_also_where_gradients_are_accumulated(pool: RankPool, phase: str):
     """A local backward ends with its last gradient, and is no input."""
-    check(pool.run(be_late, 1, phase, "", True), 1, phase, 2 * DELAY)
+    check(pool.run(be_late, 1, phase, True), 1, phase, 2 * DELAY)
 
 
 @pytest.mark.parametrize("hook", [average, syncengine.hooks.bf16_compress])
 @pytest.mark.parametrize("phase", ["input", "backward"])
 def test_also_with_a_communication_hook(pool: RankPool, phase: str, hook: Any):
-    check(pool.run(be_late, 1, phase, "", False, hook), 1, phase)
+    check(pool.run(be_late, 1, phase, False, hook), 1, phase)
 
 
 def test_also_where_buckets_may_be_skipped(pool: RankPool):
-    check(pool.run(be_late, 0, "forward", "", False, None, True), 0, "forward")
+    check(pool.run(be_late, 0, "forward", False, None, True), 0, "forward")
 
 
 def wait_within_a_step(late: int) -> dict[str, Any]:
@@ -200,9 +191,7 @@ def test_rank_0_warns_once_in_100_steps(pool: RankPool, phase: str):
         assert said[3] == _WHERE[phase]
 
 
-def balanced(runs: int, hosts: str) -> list[Any]:
-    if hosts:
-        live_on(hosts)
+def balanced(runs: int) -> list[Any]:
     verdicts = []
     for _ in range(runs):
         model = syncengine.Parallel(nn.Sequential(*[nn.Linear(200, 200) for _ in range(4)]))
@@ -220,8 +209,7 @@ def balanced(runs: int, hosts: str) -> list[Any]:
 def test_balanced_runs_name_nobody(pool: RankPool, hosts: str):
     """SYNCENGINE_TEST_BALANCED_RUNS=100 gives the rate of false alarms: one, where ranks share processors."""
     runs = int(os.environ.get("SYNCENGINE_TEST_BALANCED_RUNS", "3"))
-    options: dict[str, Any] = {"world": len(hosts), "timeout": 60 + 5 * runs, "settings": None}
-    verdicts = pool.run(balanced, runs, hosts if "b" in hosts else "", **options)[0]
+    verdicts = pool.run(balanced, runs, hosts=hosts, timeout=60 + 5 * runs)[0]
     named = [verdict for verdict in verdicts if verdict is not None]
     assert len(named) <= 1 + runs // 50, named  # one is chance: of three runs in 3 % of all tests on a full machine
 

@@ -167,16 +167,19 @@ class RankPool:
         settings: dict[str, Any] | None = DEFAULT_SETTINGS,
         environ: dict[str, str] | None = None,
         timeout: float = 60.0,
+        hosts: str = "",
     ) -> list[Any]:
         """Calls `function(*args)` on ranks 0 to world - 1 of a fresh communicator; returns each rank's result.
 
         `settings` are syncengine.init's (None: no init); `gloo` also initialises torch.distributed. Raises RankFailure
         with the traceback of each rank that failed or took longer than `timeout` seconds; the pool then starts afresh.
+        `hosts`: the name of each rank's host, a letter; there are as many ranks.
         """
+        world = len(hosts) or world
         while len(self._workers) < world:
             self._workers.append(self._fork())
         ranks = self._workers[:world]
-        self._start(ranks, function, args, environ, settings=settings, gloo=gloo, stay=True)
+        self._start(ranks, function, args, environ, hosts, settings=settings, gloo=gloo, stay=True)
         try:
             return _collect(ranks, timeout)
         except BaseException:
@@ -204,7 +207,7 @@ class RankPool:
                 assert "rank 1" in ranks[0].result()
         """
         ranks = Ranks(self._fork() for _ in range(world))
-        self._start(ranks, function, args, environ, settings=settings, gloo=gloo, stay=stay)
+        self._start(ranks, function, args, environ, "", settings=settings, gloo=gloo, stay=stay)
         return ranks
 
     def refresh(self) -> None:
@@ -227,6 +230,7 @@ class RankPool:
         function: Callable[..., Any],
         args: tuple[Any, ...],
         environ: dict[str, str] | None,
+        hosts: str,
         **how: Any,
     ) -> None:
         world = str(len(ranks))
@@ -241,6 +245,7 @@ class RankPool:
                 "LOCAL_WORLD_SIZE": world,
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": "1",
+                **({"SYNCENGINE_HOST_ID": hosts[number]} if hosts else {}),
             }
             rank.start(Task(function, args, {**launch, **(environ or {})}, store=store, **how))
 
