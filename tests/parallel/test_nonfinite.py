@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import os
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from flat import flat
 from parallel_models import CAP
 from pool import RankPool, run_on_ranks
@@ -82,9 +82,9 @@ def step(model: syncengine.Parallel, plain: syncengine.Parallel, brought: Brough
     return text
 
 
-def steps(plans: Sequence[Brought], dtype: torch.dtype, **options: Any) -> list[str]:
-    model = syncengine.Parallel(Given(dtype=dtype), nonfinite="raise", **options)
-    plain = syncengine.Parallel(Given(dtype=dtype), **options)
+def steps(plans: Sequence[Brought], dtype: torch.dtype = torch.float32, sizes: Sequence[int] = SIZES) -> list[str]:
+    model = syncengine.Parallel(Given(sizes, dtype), nonfinite="raise")
+    plain = syncengine.Parallel(Given(sizes, dtype))
     return [step(model, plain, brought) for brought in plans]
 
 
@@ -117,17 +117,10 @@ def check(plans: Sequence[Brought], said: Sequence[Sequence[str]]) -> None:
 @pytest.mark.parametrize("numerics", ["rank_order", "ring"])
 @pytest.mark.parametrize("memory", ["arena", "torch"])
 def test_rank_parameter_and_step_are_named(pool: RankPool, world: int, numerics: str, memory: str):
-    settings = {"timeout": 60.0, "numerics": numerics, "gradient_memory": memory}
+    settings = {"numerics": numerics, "gradient_memory": memory}
     plans = cases(world)
-    dtypes = DTYPES if world == 3 else DTYPES[:1]
-    for dtype in dtypes:
+    for dtype in DTYPES if world == 3 else DTYPES[:1]:
         check(plans, pool.run(steps, plans, dtype, world=world, settings=settings))
-
-
-def small_steps(plans: Sequence[Brought]) -> list[str]:
-    model = syncengine.Parallel(Given([7, 20, 1]), nonfinite="raise")
-    plain = syncengine.Parallel(Given([7, 20, 1]))
-    return [step(model, plain, brought) for brought in plans]
 
 
 @pytest.mark.parametrize("algorithm", ["auto", "one_shot", "staged"])
@@ -135,40 +128,28 @@ def test_small_models(pool: RankPool, algorithm: str):
     """Of less than a KiB: every rank reduces everything, unless told otherwise."""
     plans: list[Brought] = [[(rank, p, 0, kind)] for rank in range(3) for p in range(3) for kind in VALUES]
     environ = {"SYNCENGINE_TEST_ALGORITHM": algorithm}
-    check(plans, pool.run(small_steps, plans, world=3, environ=environ))
+    check(plans, pool.run(steps, plans, torch.float32, [7, 20, 1], world=3, environ=environ))
 
 
 def test_flat_buckets(pool: RankPool):
     """As on devices."""
     plans = cases(3)
-    check(plans, pool.run(flat, steps, plans, torch.float32, world=3))
-
-
-def on_hosts(
-    hosts: str, algorithm: str, plans: Sequence[Brought], dtype: torch.dtype, numerics: str = "rank_order"
-) -> list[str]:
-    os.environ["SYNCENGINE_HOST_ID"] = hosts[int(os.environ["RANK"])]
-    if algorithm:
-        os.environ["SYNCENGINE_TEST_HOST_ALGORITHM"] = algorithm
-    syncengine.init(timeout=60.0, numerics=numerics)
-    return steps(plans, dtype)
+    check(plans, pool.run(flat, steps, plans, world=3))
 
 
 @pytest.mark.parametrize("hosts", ["ab", "aab", "abab"])
 @pytest.mark.parametrize("algorithm", ["exchange", "chain"])
 def test_between_hosts(pool: RankPool, hosts: str, algorithm: str):
-    plans = cases(len(hosts))
+    plans, environ = cases(len(hosts)), {"SYNCENGINE_TEST_HOST_ALGORITHM": algorithm}
     for dtype in (torch.float32, torch.bfloat16):
-        said = pool.run(on_hosts, hosts, algorithm, plans, dtype, world=len(hosts), settings=None)
-        check(plans, said)
+        check(plans, pool.run(steps, plans, dtype, hosts=hosts, environ=environ))
 
 
 @pytest.mark.parametrize("numerics", ["ring", "fast"])
 def test_other_sums_between_hosts(pool: RankPool, numerics: str):
     """The averages, too, are those of a model that does not look."""
     plans = cases(3)
-    said = pool.run(on_hosts, "aab", "", plans, torch.float32, numerics, world=3, settings=None)
-    check(plans, said)
+    check(plans, pool.run(steps, plans, hosts="aab", settings={"numerics": numerics}))
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -178,16 +159,14 @@ def test_several_ranks_and_opposite_infinities(pool: RankPool, world: int):
         [(0, 1, 5, "Inf"), (1, 1, 5, "-Inf")],
         [(0, 3, 5, "Inf"), (world - 1, 0, 1, "NaN")],
     ]
-    check(plans, pool.run(steps, plans, torch.float32, world=world))
+    check(plans, pool.run(steps, plans, world=world))
 
 
-def overflow(value: float, dtype: torch.dtype, **options: Any) -> str:
-    model = syncengine.Parallel(Given([5, 60_000], dtype), nonfinite="raise", **options)
+def overflow(value: float, dtype: torch.dtype) -> str:
+    model = syncengine.Parallel(Given([5, 60_000], dtype), nonfinite="raise")
     given = gradients(model.module, [])
     given[1][40_000] = value
-    with pytest.raises(NotFinite) as error:
-        model(given).backward()
-    return str(error.value)
+    return said_by(model(given).backward)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -216,24 +195,10 @@ def test_accumulation(pool: RankPool):
     check([[], brought], pool.run(accumulate, brought))
 
 
-class Chosen(torch.utils.data.Dataset):
-    """Sample i is where its micro-batch brings NaN, if anywhere."""
-
-    def __init__(self, places: Sequence[int]) -> None:
-        self._places = places
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def __getitem__(self, index: int) -> int:
-        return self._places[index]
-
-
 def in_micro_batches(places: Sequence[int], total: int) -> list[str]:
-    """What each step says; a place is parameter + 1, or 0."""
+    """What each step says. A place is where its micro-batch brings NaN: parameter + 1, or 0."""
     model = syncengine.Parallel(Given([7, 90_000, 1]), nonfinite="raise")
-    loader = torch.utils.data.DataLoader(Chosen(places))
-    batches = syncengine.micro_batches(model, loader, total=total)
+    batches = syncengine.micro_batches(model, torch.utils.data.DataLoader(places), total=total)
     said = []
     for _ in range(len(places) // total):
         text = ""
@@ -274,10 +239,8 @@ class Tables(nn.Module):
         return self.mix(self.words(ids)).sum() + (self.tags(ids % 20) * factor).sum()
 
 
-def sparse(kind: str, hook: Any = None) -> list[str]:
+def sparse(kind: str) -> list[str]:
     model = syncengine.Parallel(Tables(), nonfinite="raise")
-    if hook is not None:
-        model.register_comm_hook(None, hook)
     said = []
     for i in range(3):
         model.zero_grad()
@@ -291,7 +254,7 @@ def sparse(kind: str, hook: Any = None) -> list[str]:
 @pytest.mark.parametrize("kind", VALUES)
 @pytest.mark.parametrize("numerics", ["rank_order", "ring"])
 def test_sparse_gradients(pool: RankPool, kind: str, numerics: str):
-    for none, text, again in pool.run(sparse, kind, world=3, settings={"timeout": 60.0, "numerics": numerics}):
+    for none, text, again in pool.run(sparse, kind, world=3, settings={"numerics": numerics}):
         assert not none
         assert text.startswith(f"rank 2 brought {kind} into tags.weight in step 2 of Parallel(Tables): ")
         assert not again
@@ -306,16 +269,12 @@ def plain_hook(state, bucket):
     return future
 
 
-def builtin(model: syncengine.Parallel) -> None:
-    model._register_builtin_comm_hook(torch.distributed.BuiltinCommHookType.FP16_COMPRESS)
-
-
 HOOKS: dict[str, Callable[[syncengine.Parallel], None]] = {
     "plain": lambda model: model.register_comm_hook(None, plain_hook),
     "allreduce": lambda model: model.register_comm_hook(None, default_hooks.allreduce_hook),
     "fp16": lambda model: model.register_comm_hook(None, default_hooks.fp16_compress_hook),
     "ours": lambda model: model.register_comm_hook(None, syncengine.hooks.bf16_compress),
-    "builtin": builtin,
+    "builtin": lambda model: model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS),
 }
 
 
@@ -331,7 +290,7 @@ def test_communication_hooks(pool: RankPool, name: str):
     check(plans, pool.run(with_hook, name, plans, gloo=True))
 
 
-def warned() -> tuple[list[str], bool]:
+def warned() -> list[str]:
     """Training goes on, with what is in .grad."""
     model = syncengine.Parallel(Given(), nonfinite="warn", **CAP)
     texts = []
@@ -347,12 +306,12 @@ def warned() -> tuple[list[str], bool]:
         warnings.simplefilter("error")  # on all ranks alike
         with pytest.raises(RuntimeWarning, match="rank 1 brought Inf into weights.0 in step 4"):
             model(gradients(model.module, [(1, 0, 1, "Inf")])).backward()
-    return texts, True
+    return texts
 
 
 def test_warnings(pool: RankPool):
     plans: list[Brought] = [[], [(0, 2, 0, "NaN")], []]
-    check(plans, [texts for texts, _ in pool.run(warned)])
+    check(plans, pool.run(warned))
 
 
 def raise_in_backward(who: Sequence[int], late: bool) -> list[str]:
@@ -400,11 +359,8 @@ def test_a_backward_that_fails_on_one_rank(pool: RankPool, late: bool):
 
 def uneven() -> list[str]:
     model = syncengine.Parallel(Given(), nonfinite="raise")
-    said = []
     with model.join():
-        for i in range(2 + 2 * syncengine.rank()):
-            said += said_of(model, [[(1, 4, 499, "NaN")] if i == 1 else []])
-    return said
+        return said_of(model, [[], [(1, 4, 499, "NaN")], [], []][: 2 + 2 * syncengine.rank()])
 
 
 def test_in_a_join_context(pool: RankPool):
@@ -413,16 +369,10 @@ def test_in_a_join_context(pool: RankPool):
     check([[], [(1, 4, 499, "NaN")], [], []], [second])
 
 
-def tell_apart(values: Sequence[str | None]) -> str:
-    with pytest.raises(Mismatch) as error:
-        syncengine.Parallel(Given(), nonfinite=values[syncengine.rank()])
-    return str(error.value)
-
-
-def test_ranks_that_ask_for_different_things_hear_of_it(pool: RankPool):
-    for text in pool.run(tell_apart, ["raise", None]):
-        assert "nonfinite=raise" in text
-        assert "nonfinite=None" in text
+@run_on_ranks()
+def test_ranks_that_ask_for_different_things_hear_of_it():
+    with pytest.raises(Mismatch, match=r"(?s)(?=.*nonfinite=raise)(?=.*nonfinite=None)"):
+        syncengine.Parallel(Given(), nonfinite=["raise", None][syncengine.rank()])
 
 
 @pytest.mark.parametrize("value", ["", "Raise", True, 1, []])
