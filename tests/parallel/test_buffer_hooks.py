@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from parallel_models import Mlp, data, different_bits, gradients
+from parallel_models import Mlp, backwards, both, data, different_bits, gradients, of_both
 from pool import run_on_ranks
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _BufferCommHookLocation as Location
 
 import syncengine
 
@@ -32,8 +32,6 @@ class Counting(nn.Module):
 
 @run_on_ranks(gloo=True)
 def test_buffer_hooks():
-    from torch.nn.parallel.distributed import _BufferCommHookLocation as Location
-
     def hook(state: list[str], buffers: dict[str, torch.Tensor]) -> Any:
         state += buffers
         work = [dist.all_reduce(b, async_op=True) for b in buffers.values()]
@@ -45,45 +43,39 @@ def test_buffer_hooks():
             dist.all_reduce(buffer)
 
     for function, location in ((hook, Location.POST_FORWARD), (blocking_hook, Location.PRE_FORWARD)):
-        results = []
-        for wrap in (syncengine.Parallel, DistributedDataParallel):
-            torch.manual_seed(0)
+
+        def step(model: nn.Module, function=function, location=location) -> None:
             names: list[str] = []
-            model = wrap(Counting())
             model._register_buffer_comm_hook(names, function, location)
-            for i in range(3):
-                model(data(i)).sum().backward()
-            results.append((names, [*gradients(model), model.module.seen]))
-        assert results[0][0] == results[1][0] == ["seen"] * 3
-        assert not different_bits(results[0][1], results[1][1])
+            backwards(model)
+            assert names == ["seen"] * 3
+
+        both(Counting, step)
 
 
 @run_on_ranks(gloo=True)
 def test_buffer_hooks_under_no_sync():
-    from torch.nn.parallel.distributed import _BufferCommHookLocation as Location
-
     def hook(state: list[float], buffers: dict[str, torch.Tensor]) -> None:
         dist.all_reduce(buffers["seen"])
         state.append(buffers["seen"].sum().item())
 
     for location in (Location.POST_FORWARD, Location.PRE_FORWARD):
-        seen: list[list[float]] = []
-        for wrap in (syncengine.Parallel, DistributedDataParallel):
-            seen.append([])
-            model = wrap(Counting())
-            model._register_buffer_comm_hook(seen[-1], hook, location)
+
+        def step(model: nn.Module, location=location) -> list[float]:
+            seen: list[float] = []
+            model._register_buffer_comm_hook(seen, hook, location)
             for i in range(7):
                 with model.no_sync() if i % 3 else contextlib.nullcontext():
                     model(data(i)).sum().backward()
-            seen[-1].append(model.module.seen.sum().item())
-        assert seen[0] == seen[1]
-        assert 1 < len(seen[0]) < 8
+            return [*seen, model.module.seen.sum().item()]
+
+        ours, theirs = of_both(step, Counting)
+        assert ours == theirs
+        assert 1 < len(ours) < 8
 
 
 @run_on_ranks(gloo=True)
 def test_a_buffer_hook_may_call_the_models_own_broadcast():
-    from torch.nn.parallel.distributed import _BufferCommHookLocation as Location
-
     def hook(model: nn.Module, buffers: dict[str, torch.Tensor]) -> None:
         model._default_broadcast_coalesced(list(buffers.values()))
 
@@ -91,7 +83,7 @@ def test_a_buffer_hook_may_call_the_models_own_broadcast():
         results = []
         for wrap in (
             partial(syncengine.Parallel, process_group=syncengine.default_communicator()),
-            DistributedDataParallel,
+            nn.parallel.DistributedDataParallel,
         ):
             torch.manual_seed(0)
             model = wrap(Counting())

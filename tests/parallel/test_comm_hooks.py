@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from faults import WITHIN
-from parallel_models import CAP, Branches, Mlp, backwards, both, data, different_bits, gradients, outcome
+from parallel_models import CAP, Branches, Mlp, backwards, both, data, different_bits, gradients, of_both, outcome
 from pool import RankPool, run_on_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("kinds_of_buckets")
 
 @run_on_ranks(gloo=True)
 def test_the_bucket_is_ddps():
-    seen: list[list[Any]] = []
+    seen = []
 
     def watch(state, bucket):
         assert type(bucket) is dist.GradBucket
@@ -45,22 +45,21 @@ def test_the_bucket_is_ddps():
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x.to(torch.complex64)).abs()
 
+    def step(model: nn.Module) -> list[Any]:
+        record: list[Any] = []
+        model.register_comm_hook(record, watch)
+        backwards(model)
+        return record + [g.sum().item() for g in gradients(model)]
+
     for make, options in (
         (Mlp, {"bucket_cap_mb": 0.5}),
         (partial(Complex, 24, 3, dtype=torch.complex64), {"bucket_cap_mb": 0.5}),
         (Mlp, {"bucket_cap_mb_list": [0.2, 0.6]}),  # several buckets from the beginning
         (Mlp, {"bucket_cap_mb": 0.5, "find_unused_parameters": True}),
     ):
-        for wrap in (syncengine.Parallel, DistributedDataParallel):
-            torch.manual_seed(0)
-            model, record = wrap(make(), **options), []
-            model.register_comm_hook(record, watch)
-            for i in range(3):
-                model.zero_grad()
-                model(data(i)).square().mean().backward()
-            seen.append(record + [g.sum().item() for g in gradients(model)])
-        assert seen[-2] == seen[-1]
-    assert len(seen[0]) > 3
+        seen.append(of_both(step, make, **options))
+        assert seen[-1][0] == seen[-1][1]
+    assert len(seen[0][0]) > 3
 
 
 @run_on_ranks(gloo=True)
@@ -164,20 +163,19 @@ def test_hooks_with_unused_parameters():
 @run_on_ranks(gloo=True)
 def test_hooks_in_join():
     """A rank without a batch hands zeros to its hook, which divides by the number of all ranks in any case."""
+
+    def step(model: nn.Module) -> list[torch.Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model.register_comm_hook(None, default_hooks.allreduce_hook)
+        with model.join(divide_by_initial_world_size=divide):
+            for i in range(2 + 2 * syncengine.rank()):
+                optimizer.zero_grad()
+                model(data(i)).square().mean().backward()
+                optimizer.step()
+        return [p.detach().clone() for p in model.parameters()]
+
     for divide in (True, False):
-        results = []
-        for wrap in (syncengine.Parallel, DistributedDataParallel):
-            torch.manual_seed(0)
-            model = wrap(Mlp(), bucket_cap_mb=0.5)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            model.register_comm_hook(None, default_hooks.allreduce_hook)
-            with model.join(divide_by_initial_world_size=divide):
-                for i in range(2 + 2 * syncengine.rank()):
-                    optimizer.zero_grad()
-                    model(data(i)).square().mean().backward()
-                    optimizer.step()
-            results.append([p.detach().clone() for p in model.parameters()])
-        assert not different_bits(*results), divide
+        assert not different_bits(*of_both(step, bucket_cap_mb=0.5)), divide
 
 
 @run_on_ranks(gloo=True)
@@ -343,10 +341,8 @@ def test_bf16_works_on_cpus():
 @run_on_ranks(gloo=True)
 def test_a_hook_may_come_after_some_steps():
     def step(model: nn.Module) -> None:
-        for i in range(6):
-            if i == 3:
-                model.register_comm_hook(None, default_hooks.fp16_compress_hook)
-            model.zero_grad()
-            model(data(i)).square().mean().backward()
+        backwards(model)
+        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        backwards(model)
 
     both(Mlp, step, bucket_cap_mb=0.5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import operator
 import re
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ import syncengine
 from syncengine.errors import InvalidUsage
 
 PAGE = ROOT / "docs" / "ddp_parity.md"
+HEADS = ("| ---", "| argument |", "| name |", "| what |", "| asked")
 
 # Private names of DDP that torch, Lightning, Accelerate and torchft use.
 PRIVATE = {
@@ -56,13 +58,10 @@ def rows_of(text: str) -> list[Row]:
     for line in text.splitlines():
         if line.startswith("## "):
             section = line[3:]
-        elif line.startswith("| ") and not line.startswith(
-            ("| ---", "| argument |", "| name |", "| what |", "| asked")
-        ):
+        elif line.startswith("| ") and not line.startswith(HEADS):
             first, status, _, tests = (cell.strip() for cell in line.strip("|").split("|"))
-            rows.append(
-                Row(section, tuple(re.findall(r"`([^`]+)`", first)), status, tuple(re.findall(r"`([^`]+)`", tests)))
-            )
+            quoted, named = (tuple(re.findall(r"`([^`]+)`", cell)) for cell in (first, tests))
+            rows.append(Row(section, quoted, status, named))
     return rows
 
 
@@ -85,12 +84,8 @@ def test_each_named_test_exists():
     for row in ROWS:
         for test in row.tests:
             file, _, function = test.partition("::")
-            defined = {
-                n.name
-                for n in ast.parse(next(TESTS.rglob(f"{file}.py")).read_text()).body
-                if isinstance(n, ast.FunctionDef)
-            }
-            assert function in defined, test
+            body = ast.parse(next(TESTS.rglob(f"{file}.py")).read_text()).body
+            assert function in {node.name for node in body if isinstance(node, ast.FunctionDef)}, test
 
 
 @since_2_13
@@ -112,17 +107,12 @@ def test_each_private_name_has_a_row():
 @since_2_13
 @run_on_ranks(gloo=True)
 def test_each_attribute_of_ddp_has_a_row_and_is_there():
-    theirs = {name for name in vars(DistributedDataParallel(nn.Linear(1, 1))) if not name.startswith("_")} - {
-        "training"
-    }
-    assert theirs <= set(names("Attributes"))
+    theirs = {name for name in vars(DistributedDataParallel(nn.Linear(1, 1))) if not name.startswith("_")}
+    assert theirs <= {*names("Attributes"), "training"}
     model = syncengine.Parallel(nn.Linear(1, 1))
-    for name in {*names("Attributes"), *names("Methods and properties"), *names("Private names that tools use")}:
-        if name == "device_mesh":
-            continue
-        value = model
-        for part in name.split("."):
-            value = getattr(value, part)
+    there = {*names("Attributes"), *names("Methods and properties"), *names("Private names that tools use")}
+    for name in there - {"device_mesh"}:
+        operator.attrgetter(name)(model)
 
 
 @run_on_ranks()

@@ -16,17 +16,9 @@ import torch
 import torch.distributed as dist
 from faults import needs_hooks
 from flat import flat, flat_buckets
-from parallel_models import (
-    CAP,
-    Run,
-    backwards,
-    both,
-    data,
-    different_bits,
-    small,
-    train,
-)
+from parallel_models import CAP, Run, backwards, both, data, different_bits, small, train
 from pool import RankPool, run_on_ranks
+from raising_model import InBackward
 from test_parallel_faults import LATER
 from test_parallel_join import compare as compare_uneven
 from test_parallel_join import runs_of as uneven_runs
@@ -42,10 +34,6 @@ from syncengine.errors import Aborted, SyncError
 pytestmark = needs_hooks
 
 
-def numerics(mode: str) -> dict[str, object]:
-    return {"timeout": 60.0, "numerics": mode}
-
-
 RUNS = [
     Run(),
     Run(dtype=torch.bfloat16, optimizer="adamw", accumulate=3, set_to_none=False),
@@ -59,11 +47,16 @@ RUNS = [
 ]
 
 
+def check_in_place(run: Callable[[], list[torch.Tensor]]) -> None:
+    """It has the bits that it has with buckets in place."""
+    in_place = run()
+    with flat_buckets():
+        assert different_bits(run(), in_place) == 0
+
+
 def the_same_as_in_place(runs: list[Run]) -> None:
     for run in runs:
-        in_place = train(syncengine.Parallel, run)
-        with flat_buckets():
-            assert different_bits(train(syncengine.Parallel, run), in_place) == 0, run
+        check_in_place(lambda run=run: train(syncengine.Parallel, run))
 
 
 @pytest.mark.parametrize("world", [3, 4])
@@ -82,16 +75,14 @@ HOOKS: dict[str, Callable[[Any], None]] = {
 def hooks_have_the_bits_of_buckets_in_place(name: str) -> None:
     options = (("mixed_precision", _MixedPrecision(torch.bfloat16)),) if name == "mixed precision" else ()
     for run in (Run(options=options), Run(accumulate=2, set_to_none=False, options=options)):
-        in_place = train(partial(with_hook, syncengine.Parallel, HOOKS[name]), run)
-        with flat_buckets():
-            assert different_bits(train(partial(with_hook, syncengine.Parallel, HOOKS[name]), run), in_place) == 0
+        check_in_place(lambda run=run: train(partial(with_hook, syncengine.Parallel, HOOKS[name]), run))
 
 
 @pytest.mark.parametrize("name", HOOKS)
-@pytest.mark.parametrize(("mode", "world"), [("rank_order", 3), ("ring", 3)])
-def test_hooks_of_the_engine_have_the_bits_of_buckets_in_place(pool: RankPool, mode: str, world: int, name: str):
+@pytest.mark.parametrize("mode", ["rank_order", "ring"])
+def test_hooks_of_the_engine_have_the_bits_of_buckets_in_place(pool: RankPool, mode: str, name: str):
     """Where 1/N is not exact, the order of scaling and rounding shows."""
-    pool.run(hooks_have_the_bits_of_buckets_in_place, name, world=world, settings=numerics(mode))
+    pool.run(hooks_have_the_bits_of_buckets_in_place, name, world=3, settings={"numerics": mode})
 
 
 def compresses_from_the_third_step_on() -> list[torch.Tensor]:
@@ -109,9 +100,7 @@ def compresses_from_the_third_step_on() -> list[torch.Tensor]:
 
 @run_on_ranks()
 def test_compression_may_come_when_buckets_are_there():
-    in_place = compresses_from_the_third_step_on()
-    with flat_buckets():
-        assert different_bits(compresses_from_the_third_step_on(), in_place) == 0
+    check_in_place(compresses_from_the_third_step_on)
 
 
 class Opposite(nn.Module):
@@ -172,21 +161,15 @@ def test_a_kept_gradient_does_not_change():
 
 
 def fails_in_backward() -> str:
-    class Bad(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x.view_as(x)
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-            time.sleep(LATER)
-            raise KeyError("bad")
+    def fail() -> None:
+        time.sleep(LATER)
+        raise KeyError("bad")
 
     module = small()
     with flat_buckets():
         model = syncengine.Parallel(module, **CAP)
     if syncengine.rank() == 1:
-        module[1].register_forward_hook(lambda layer, inputs, output: Bad.apply(output))
+        module[1].register_forward_hook(lambda layer, inputs, output: InBackward.apply(output, fail))
     with pytest.raises(KeyError if syncengine.rank() == 1 else Aborted) as error:
         backwards(model, 1)
     assert all(p.grad is None for p in module.parameters())

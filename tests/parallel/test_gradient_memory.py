@@ -6,6 +6,7 @@ import gc
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
@@ -14,67 +15,61 @@ import torch
 from faults import wait_for_file
 from parallel_models import Mlp, Run, train
 from pool import RankPool, run_on_ranks
+from raising_model import InBackward
+from raising_model import InBackward
 from torch import nn
 
 import syncengine
 from examples.gpt.model import GPT, GPTConfig
 
 
-def settings(way: str, **more: object) -> dict[str, object]:
-    return {"timeout": 60.0, "gradient_memory": way, **more}
-
-
-def train_gpt(steps: int = 3) -> list[torch.Tensor]:
+def gradients_of_steps(
+    make: Callable[[], nn.Module], loss_of: Callable[[nn.Module, int, torch.Generator], torch.Tensor]
+) -> list[torch.Tensor]:
     torch.manual_seed(3)
-    model = syncengine.Parallel(GPT(GPTConfig(vocabulary=128, layers=2, heads=2, width=64)))
+    model = syncengine.Parallel(make())
     generator = torch.Generator().manual_seed(syncengine.rank())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     history = []
-    for _ in range(steps):
-        tokens = torch.randint(128, (2, 33), generator=generator)
+    for step in range(3):
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        loss_of(model, step, generator).backward()
         history += [p.grad.clone() for p in model.parameters()]
         optimizer.step()
     return history
 
 
-class Convolutions(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(3, 32, 3, bias=False), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU()
-        )
-        self.head = nn.Linear(64, 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.body(x).mean((2, 3)))
+def make_gpt() -> nn.Module:
+    return GPT(GPTConfig(vocabulary=128, layers=2, heads=2, width=64))
 
 
-def train_conv(steps: int = 3) -> list[torch.Tensor]:
-    torch.manual_seed(4)
-    model = syncengine.Parallel(Convolutions())
-    generator = torch.Generator().manual_seed(syncengine.rank())
-    history = []
-    for step in range(steps):
-        model.zero_grad()
-        model(torch.randn(2 + step, 3, 16, 16, generator=generator)).square().sum().backward()
-        history += [p.grad.clone() for p in model.parameters()]
-    return history
+def loss_of_gpt(model: nn.Module, step: int, generator: torch.Generator) -> torch.Tensor:
+    tokens = torch.randint(128, (2, 33), generator=generator)
+    return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def make_conv() -> nn.Module:
+    body = [nn.Conv2d(3, 32, 3, bias=False), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU()]
+    return nn.Sequential(*body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
+
+
+def loss_of_conv(model: nn.Module, step: int, generator: torch.Generator) -> torch.Tensor:
+    return model(torch.randn(2 + step, 3, 16, 16, generator=generator)).square().sum()
 
 
 def train_all() -> tuple[list[list[bytes]], dict[str, int]]:
     runs = [Run("mlp"), Run("mlp", accumulate=2), Run("mlp", set_to_none=False), Run("tied"), Run("conv")]
     runs += [Run("mixed", dtype=None), Run("mlp", dtype=torch.bfloat16), Run("mlp", options=(("bucket_cap_mb", 0.1),))]
-    results = [train(syncengine.Parallel, run) for run in runs] + [train_gpt(), train_conv()]
+    results = [train(syncengine.Parallel, run) for run in runs]
+    results += [gradients_of_steps(make_gpt, loss_of_gpt), gradients_of_steps(make_conv, loss_of_conv)]
     bits = [[t.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for t in result] for result in results]
     return bits, syncengine.default_communicator().counters()
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_bits_are_those_of_the_staged_way(pool: RankPool, world: int):
-    expected = pool.run(train_all, world=world, settings=settings("torch"))
-    found = pool.run(train_all, world=world, settings=settings("arena"))
+    expected = pool.run(train_all, world=world, settings={"gradient_memory": "torch"})
+    found = pool.run(train_all, world=world, settings={"gradient_memory": "arena"})
     assert [bits for bits, _ in found] == [bits for bits, _ in expected]
     for (_, before), (_, after) in zip(expected, found, strict=True):
         assert after["direct_bytes"] - before["direct_bytes"] > 30e6  # of 43e6 that these runs reduce
@@ -129,7 +124,7 @@ def outlive_everything() -> None:
 
 @pytest.mark.parametrize("way", ["arena", "torch"])
 def test_gradients_outlive_the_communicator(pool: RankPool, way: str):
-    pool.run(outlive_everything, settings=settings(way))
+    pool.run(outlive_everything, settings={"gradient_memory": way})
 
 
 def in_arena(tensor: torch.Tensor) -> bool:
@@ -140,16 +135,6 @@ def in_arena(tensor: torch.Tensor) -> bool:
             if begin <= tensor.data_ptr() < end:
                 return "memfd:" in line
     return False
-
-
-class Failing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
-        raise ArithmeticError("on purpose")
 
 
 @run_on_ranks()
@@ -167,10 +152,8 @@ def test_only_gradients_lie_in_the_arena():
         thread.join()
 
     for _ in range(2):
-        hidden = model.module[0](x)
-        seen["forward"] = hidden
-        output = model(x)
-        seen["output"] = output
+        seen["forward"] = model.module[0](x)
+        seen["output"] = output = model(x)
         model.module[1].register_full_backward_hook(lambda m, grads, _: look(grads[0]))
         output.square().sum().backward()
         seen["after"] = torch.empty(same_size)
@@ -187,8 +170,8 @@ def check_failed_backward(folder: Path) -> None:
     model = syncengine.Parallel(nn.Sequential(nn.Linear(64, 300), nn.Linear(300, 64)))
     (folder / f"made {syncengine.rank()}").touch()
     wait_for_file(folder / f"made {1 - syncengine.rank()}")  # else the other's failure may end this one's construction
-    with pytest.raises(ArithmeticError, match="on purpose"):
-        model(Failing.apply(torch.randn(5, 64, requires_grad=True))).sum().backward()
+    with pytest.raises(ZeroDivisionError):
+        model(InBackward.apply(torch.randn(5, 64, requires_grad=True), lambda: 1 // 0)).sum().backward()
     assert not in_arena(torch.empty(300, 64))
     assert all(p.grad is None for p in model.parameters())
 
@@ -344,8 +327,10 @@ def test_temporaries_take_no_memory_in_the_arena():
     assert growth < 1.75 * 2**20  # the gradient is of 1 MiB, each temporary, too
 
 
-def staged_of_a_step(rows: int) -> tuple[dict[str, int], str]:
+def staged_of_a_step(rows: int, given: bool = False) -> tuple[dict[str, int], str]:
+    """Bytes by reason, and the shortage. `given`: the gradient's memory is of the user's choice."""
     model = syncengine.Parallel(nn.Linear(1024, rows, bias=False))
+    model.module.weight.grad = torch.zeros(rows, 1024) if given else None
     model(torch.ones(1, 1024)).sum().backward()
     statistics = model.sync_stats()
     assert statistics["reduced_bytes"] == 4096 * rows
@@ -358,19 +343,10 @@ def test_the_reason_for_staging_is_told(pool: RankPool):
         assert staged == {"shortage": 36 * 2**20}
         assert "SYNCENGINE_ARENA_BYTES" in shortage
         assert str(36 * 2**20) in shortage
-    for results in zip(
-        pool.run(staged_of_a_step, 1024),
-        pool.run(staged_of_a_step, 1024, settings=settings("torch")),
-        pool.run(staged_of_a_step, 1024, settings={"numerics": "ring"}),
-        strict=True,
-    ):
-        assert results == (({}, ""), ({"setting": 2**22}, ""), ({"numerics": 2**22}, ""))
-
-
-@run_on_ranks()
-def test_gradients_in_memory_of_the_users_choice_are_told():
-    model = syncengine.Parallel(nn.Linear(1024, 1024, bias=False))
-    model.module.weight.grad = torch.zeros(1024, 1024)
-    model(torch.ones(1, 1024)).sum().backward()
-    staged = {reason: size for reason, size in model.sync_stats()["staged_bytes"].items() if size}
-    assert staged == {"elsewhere": 2**22}
+    for staged, settings, given in [
+        ({}, {}, False),
+        ({"setting": 2**22}, {"gradient_memory": "torch"}, False),
+        ({"numerics": 2**22}, {"numerics": "ring"}, False),
+        ({"elsewhere": 2**22}, {}, True),
+    ]:
+        assert pool.run(staged_of_a_step, 1024, given, settings=settings) == [(staged, "")] * 2

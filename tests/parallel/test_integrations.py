@@ -7,15 +7,18 @@ import re
 
 import pytest
 import torch
-from parallel_models import Mlp, both, data
+from parallel_models import Mlp, both, data, gradients
 from pool import run_on_ranks
 from torch import nn
 
 import syncengine
 
 
-def flat(model: nn.Module) -> list[torch.Tensor]:
-    return [p.grad.clone() for p in model.parameters()]
+def prepare(wrapper: nn.Module) -> None:
+    """As Lightning does before a backward."""
+    wrapper.require_forward_param_sync = True
+    wrapper.reducer._rebuild_buckets()
+    wrapper.reducer.prepare_for_backward([])
 
 
 class Redirected(nn.Module):
@@ -43,13 +46,11 @@ def test_lightnings_manual_optimization():
             model.require_backward_grad_sync = True
             if i == 1:  # a backward without Lightning's manual_backward: stays local
                 loss.backward(retain_graph=True)
-                results += flat(model)
+                results += gradients(model)
                 model.zero_grad()
-            model.require_forward_param_sync = True
-            model.reducer._rebuild_buckets()
-            model.reducer.prepare_for_backward([])
+            prepare(model)
             loss.backward()
-            results += flat(model)
+            results += gradients(model)
         model.module.wrapper = []
         return results
 
@@ -69,11 +70,9 @@ class StepsInside(nn.Module):
         (wrapper,) = self.wrapper
         loss = self.inner(data(step)).square().mean()
         if synchronize:
-            wrapper.require_forward_param_sync = True
-            wrapper.reducer._rebuild_buckets()
-            wrapper.reducer.prepare_for_backward([])
+            prepare(wrapper)
         loss.backward()
-        self.gradients += flat(self.inner)
+        self.gradients += gradients(self.inner)
 
     def forward(self, step: int) -> torch.Tensor:
         (wrapper,) = self.wrapper
@@ -93,14 +92,12 @@ class TwoLossesInside(StepsInside):
         (wrapper,) = self.wrapper
         self.inner.zero_grad()
         output = self.inner(data(step))
-        wrapper.require_forward_param_sync = True
-        wrapper.reducer._rebuild_buckets()
-        wrapper.reducer.prepare_for_backward([])
+        prepare(wrapper)
         output.square().mean().backward(retain_graph=True)
-        self.gradients += flat(self.inner)
+        self.gradients += gradients(self.inner)
         with wrapper.no_sync():
             output.abs().mean().backward()
-        self.gradients += flat(self.inner)
+        self.gradients += gradients(self.inner)
         wrapper.require_backward_grad_sync = False
         return torch.zeros(())
 
@@ -128,7 +125,7 @@ class FlushesInside(StepsInside):
         self.backward(step, True)
         if step == 0:
             self.wrapper[0].reducer._delay_all_reduce()
-            self.gradients = flat(self.inner)
+            self.gradients = gradients(self.inner)
         self.wrapper[0].require_backward_grad_sync = False
         return torch.zeros(())
 

@@ -18,7 +18,7 @@ import torch
 from models.lstm import Sentences
 from models.workload import same_bits
 from parallel_models import CAP, Conv, Mlp, Tied, gradients
-from pool import RankPool, run_on_ranks
+from pool import run_on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
@@ -254,7 +254,8 @@ def test_ignored_parameters_and_buffers_keep_their_dtype():
     assert seen == [(torch.float64, torch.float32, torch.bfloat16)]
 
 
-def raising() -> None:
+@run_on_ranks(world=1)
+def test_an_exception_in_forward_leaves_the_parameters_in_place():
     model = syncengine.Parallel(Mlp(), mixed_precision=BF16)
     before = list(model.parameters())
     model.module.head.register_forward_pre_hook(lambda *_: 1 // 0)
@@ -263,37 +264,31 @@ def raising() -> None:
     assert all(map(lambda a, b: a is b, before, model.parameters()))
 
 
-def test_an_exception_in_forward_leaves_the_parameters_in_place(pool: RankPool):
-    pool.run(raising, world=1)
+@pytest.mark.parametrize(
+    ("precision", "text"),
+    [
+        (torch.bfloat16, "not a torch.nn.parallel.distributed._MixedPrecision"),
+        (_MixedPrecision(param_dtype=torch.int8), "param_dtype=torch.int8 is not a floating-point dtype"),
+        (_MixedPrecision(param_dtype=torch.float64), "can't be reduced in torch.float64"),
+    ],
+)
+@run_on_ranks()
+def test_what_can_not_work_is_refused_by_name(precision: Any, text: str):
+    with pytest.raises(InvalidUsage, match=text):
+        syncengine.Parallel(nn.Linear(1, 1), mixed_precision=precision)
 
 
-REFUSED: list[tuple[Any, str]] = [
-    (torch.bfloat16, "not a torch.nn.parallel.distributed._MixedPrecision"),
-    (_MixedPrecision(param_dtype=torch.int8), "param_dtype=torch.int8 is not a floating-point dtype"),
-    (_MixedPrecision(param_dtype=torch.float64), "can't be reduced in torch.float64"),
-]
-
-
-def refused() -> None:
-    for precision, text in REFUSED:
-        with pytest.raises(InvalidUsage, match=text):
-            syncengine.Parallel(nn.Linear(1, 1), mixed_precision=precision)
-
-
-def different() -> None:
+@run_on_ranks()
+def test_ranks_that_ask_for_different_things_hear_of_it():
     with pytest.raises(Mismatch, match="mixed_precision"):
         syncengine.Parallel(nn.Linear(1, 1), mixed_precision=BF16 if syncengine.rank() else None)
 
 
-def second_hook() -> None:
+@run_on_ranks()
+def test_a_second_hook_is_refused():
     model = syncengine.Parallel(nn.Linear(1, 1), mixed_precision=BF16)
     with pytest.raises(RuntimeError, match="comm_hook"):
         model.register_comm_hook(None, syncengine.hooks.fp16_compress)
-
-
-@pytest.mark.parametrize("check", [refused, different, second_hook])
-def test_what_can_not_work_is_refused_by_name(pool: RankPool, check: Callable[[], None]):
-    pool.run(check)
 
 
 @run_on_ranks()

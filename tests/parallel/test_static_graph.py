@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from parallel_models import CAP, Branches, Mlp, both, data
+from parallel_models import CAP, Branches, Mlp, backwards, both, data
 from pool import run_on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -29,23 +29,17 @@ class Repeated(nn.Module):
         return self.third(x)
 
 
-def steps(model: nn.Module, count: int = 4) -> None:
-    for i in range(count):
-        model.zero_grad()
-        model(data(i)).square().mean().backward()
-
-
 @run_on_ranks(gloo=True)
 def test_static_graph_can_be_set_later():
     def step(model: nn.Module) -> None:
         model._set_static_graph()
         assert model.static_graph
-        steps(model)
+        backwards(model, 4)
 
     both(Repeated, step)
     for wrap in (syncengine.Parallel, DistributedDataParallel):
         model = wrap(nn.Linear(24, 24))
-        steps(model, 1)
+        backwards(model, 1)
         with pytest.raises(RuntimeError, match="should be called before training loop starts"):
             model._set_static_graph()
         again = wrap(nn.Linear(24, 24), static_graph=True)
@@ -74,9 +68,9 @@ def test_the_first_iteration_has_the_averages_too():
 @run_on_ranks()
 def test_buckets_are_rebuilt_in_ready_order():
     model = syncengine.Parallel(Mlp(), static_graph=True, **CAP)
-    steps(model, 2)
+    backwards(model, 2)
     assert not model._has_rebuilt_buckets  # the order in which the first iteration reduces says nothing
-    steps(model, 1)
+    backwards(model, 1)
     assert model._has_rebuilt_buckets
 
 

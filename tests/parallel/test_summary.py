@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
+from collections.abc import Callable
 
 import pytest
 from parallel_models import data
@@ -109,12 +110,6 @@ def train_until_a_peer_is_lost() -> None:
             os._exit(3)
 
 
-def test_nothing_is_said_after_the_loss_of_a_peer(pool: RankPool):
-    with pool.spawn_ranks(train_until_a_peer_is_lost, environ=WANTED) as ranks:
-        assert lines(ranks) == [[], []]
-        assert "PeerLost" in ranks[0].output()
-
-
 def train_on_a_split() -> None:
     """Whose communicator does not learn of the error that ends the program."""
     everyone = syncengine.default_communicator().split([0, 1])
@@ -125,22 +120,24 @@ def train_on_a_split() -> None:
     raise ValueError("the disk is full")
 
 
-def test_nothing_is_said_after_an_error_outside_of_training(pool: RankPool):
-    with pool.spawn_ranks(train_on_a_split, environ=WANTED) as ranks:
-        assert lines(ranks) == [[], []]
-        assert "the disk is full" in ranks[0].output()
-
-
 def train_and_fail_later() -> None:
+    """The model is gone, and its communicator, which would know of the error."""
     train(23, keeps=False)
     raise ValueError("the disk is full")
 
 
-def test_nothing_is_said_after_an_error_when_the_model_is_gone(pool: RankPool):
-    """And its communicator, which would know of it."""
-    with pool.spawn_ranks(train_and_fail_later, environ=WANTED) as ranks:
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (train_until_a_peer_is_lost, "PeerLost"),
+        (train_on_a_split, "the disk is full"),
+        (train_and_fail_later, "the disk is full"),
+    ],
+)
+def test_nothing_is_said_after_an_error(pool: RankPool, body: Callable[[], None], text: str):
+    with pool.spawn_ranks(body, environ=WANTED) as ranks:
         assert lines(ranks) == [[], []]
-        assert "the disk is full" in ranks[0].output()
+        assert text in ranks[0].output()
 
 
 def test_by_default_it_is_said():
@@ -149,13 +146,8 @@ def test_by_default_it_is_said():
 
 
 def test_sizes():
-    assert [_size(n) for n in (0, 1023, 1024, 3 * 2**19, 2**40 * 5000)] == [
-        "0 B",
-        "1023 B",
-        "1.00 KiB",
-        "1.50 MiB",
-        "5000.00 TiB",
-    ]
+    sizes = {0: "0 B", 1023: "1023 B", 1024: "1.00 KiB", 3 * 2**19: "1.50 MiB", 2**40 * 5000: "5000.00 TiB"}
+    assert [_size(n) for n in sizes] == list(sizes.values())
 
 
 def test_stats_are_plain_numbers(pool: RankPool):
@@ -177,9 +169,7 @@ def test_stats_of_one_rank_have_the_same_keys(pool: RankPool):
 
 @run_on_ranks()
 def test_what_is_exposed_is_a_part_of_backward():
-    """Rank 1 comes late to each backward. Of this rank: the medians of its waits, of what backward takes, and of
-    steps.
-    """
+    """Rank 1 comes late to each backward. Of this rank: medians of its waits, of what backward takes, and of steps."""
     model = syncengine.Parallel(nn.Linear(24, 100))
     spent = []
     for i in range(9):

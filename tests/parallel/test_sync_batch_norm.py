@@ -15,12 +15,14 @@ import torch.distributed as dist
 from pool import RankPool, run_on_ranks
 from torch import nn
 from torch.distributed.algorithms.join import Join
+from torch.utils.checkpoint import checkpoint
 
 import syncengine
 from syncengine.errors import InvalidUsage, SyncError
 from syncengine.parallel.sync_batch_norm import SyncBatchNorm
 
 CHANNELS = 6
+PAIRS = [[0, 1], [2, 3]]  # of four ranks
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 
@@ -195,8 +197,7 @@ def test_a_layer_without_a_wrapper_follows_a_new_communicator():
 
 @run_on_ranks(world=4)
 def test_a_layers_process_group_may_change():
-    pairs = [[0, 1], [2, 3]]
-    pair = pairs[syncengine.rank() // 2]
+    pair = PAIRS[syncengine.rank() // 2]
     layer = SyncBatchNorm(CHANNELS, momentum=1.0)
     steps_of_a_layer(layer, 0, [0, 1, 2, 3])
     layer.process_group = syncengine.default_communicator().split(pair)
@@ -214,8 +215,7 @@ def of_two_default_groups(folder: str) -> None:
     layer = SyncBatchNorm(CHANNELS, momentum=1.0)
     for step in range(2):
         dist.init_process_group("syncengine", init_method=f"file://{folder}/{step}", rank=rank, world_size=2)
-        x = torch.full((2, CHANNELS), float(rank + step)).add_(torch.tensor([[-1.0], [1.0]]))
-        layer(x)
+        layer(torch.full((2, CHANNELS), float(rank + step)).add_(torch.tensor([[-1.0], [1.0]])))
         assert torch.allclose(layer.running_mean, torch.full((CHANNELS,), 0.5 + step))
         dist.barrier()
         dist.destroy_process_group()
@@ -242,34 +242,23 @@ def test_it_is_torchs_in_all_else():
     assert isinstance(nn.SyncBatchNorm.convert_sync_batchnorm(module)["a"][0], nn.SyncBatchNorm)
 
 
-@run_on_ranks(world=4)
-def test_its_process_group():
-    rank = syncengine.rank()
-    pair = syncengine.default_communicator().split([0, 1] if rank < 2 else [2, 3])
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(CHANNELS)), pair)
-    model = syncengine.Parallel(model)
-    model(torch.full((2, CHANNELS), float(rank))).sum().backward()
-    means = torch.empty(4, CHANNELS)
-    syncengine.all_gather(means, model.module[0].running_mean)
-    assert torch.allclose(means[:, 0], torch.tensor([0.05, 0.05, 0.25, 0.25]))
-
-
+@pytest.mark.parametrize("torchs", [True, False])
 @run_on_ranks(world=4, gloo=True)
-def test_its_torch_process_group():
+def test_its_process_group(torchs: bool):
     rank = syncengine.rank()
-    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    norm = nn.SyncBatchNorm(CHANNELS, process_group=groups[rank // 2])
-    model = syncengine.Parallel(nn.Sequential(norm), forward_sync_buffers=False)
+    of_torch = [dist.new_group(pair) for pair in PAIRS]
+    group = of_torch[rank // 2] if torchs else syncengine.default_communicator().split(PAIRS[rank // 2])
+    module = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(CHANNELS)), group)
+    model = syncengine.Parallel(module, forward_sync_buffers=False)
     model(torch.full((2, CHANNELS), float(rank))).sum().backward()
-    assert torch.allclose(norm.running_mean, torch.full((CHANNELS,), 0.05 if rank < 2 else 0.25))
+    assert torch.allclose(module[0].running_mean, torch.full((CHANNELS,), 0.05 if rank < 2 else 0.25))
 
 
 @pytest.mark.parametrize("torchs", [True, False])
 @run_on_ranks(world=3, gloo=True)
 def test_a_rank_without_a_batch_is_an_error_that_names_the_layer(torchs: bool):
     """DDP hangs, and says in its documentation to terminate early then."""
-    model = nn.Sequential(nn.Linear(CHANNELS, CHANNELS), nn.SyncBatchNorm(CHANNELS))
-    model = syncengine.Parallel(model)
+    model = syncengine.Parallel(nn.Sequential(nn.Linear(CHANNELS, CHANNELS), nn.SyncBatchNorm(CHANNELS)))
     rank = syncengine.rank()
     with pytest.raises(SyncError) as error:  # noqa: SIM117
         with Join([model]) if torchs else model.join():
@@ -283,7 +272,7 @@ def test_a_rank_without_a_batch_is_an_error_that_names_the_layer(torchs: bool):
 @run_on_ranks(world=4)
 def test_uneven_inputs_where_no_rank_of_the_layer_is_without_a_batch():
     rank = syncengine.rank()
-    pair = syncengine.default_communicator().split([0, 1] if rank < 2 else [2, 3])
+    pair = syncengine.default_communicator().split(PAIRS[rank // 2])
     norm = nn.SyncBatchNorm(CHANNELS, process_group=pair)
     model = syncengine.Parallel(nn.Sequential(nn.Linear(CHANNELS, CHANNELS), norm))
     with model.join():
@@ -298,8 +287,6 @@ def test_uneven_inputs_where_no_rank_of_the_layer_is_without_a_batch():
 
 @run_on_ranks()
 def test_with_checkpoints_accumulation_and_compile():
-    from torch.utils.checkpoint import checkpoint
-
     results = []
     for way in ("plain", "checkpointed", "compiled"):
         torch.manual_seed(0)
@@ -320,14 +307,11 @@ def test_with_checkpoints_accumulation_and_compile():
             torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-10)
 
 
-def alone() -> None:
+@run_on_ranks(world=1)
+def test_alone_it_is_batch_norm():
     x = torch.randn(5, CHANNELS)
     model = syncengine.Parallel(nn.SyncBatchNorm(CHANNELS))
     assert torch.equal(model(x), nn.BatchNorm1d(CHANNELS)(x))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model.eval()(x)
-
-
-def test_alone_it_is_batch_norm(pool: RankPool):
-    pool.run(alone, world=1)
