@@ -4,6 +4,7 @@ import time
 from pathlib import Path
 
 import pytest
+from faults import WITHIN
 from shared_files import is_mapped, shared_files
 from test_launchers_real import mpi, run, start
 
@@ -38,7 +39,7 @@ def test_bits_training_and_errors(name):
         assert "rank 0 has interhost='mpi', rank 1 has interhost='tcp'" in text
         outcome, left_within = own[7]
         assert outcome
-        assert left_within < 5.0
+        assert left_within < WITHIN
         if rank == 0:
             assert "Timeout" in outcome
             assert "waits for rank" in outcome

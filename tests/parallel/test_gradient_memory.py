@@ -16,7 +16,6 @@ from faults import wait_for_file
 from parallel_models import Mlp, Run, train
 from pool import RankPool, run_on_ranks
 from raising_model import InBackward
-from raising_model import InBackward
 from torch import nn
 
 import syncengine
