@@ -2,7 +2,6 @@
 
 options.py       the command line
 collectives.py   one collective of one size: its memory, its call, inputs with one right result, what is wrong with one
-groups.py        the ranks as process groups of torch.distributed: Gloo's, and syncengine's
 measure.py       turns: warm-up, verified and timed calls, engines interleaved
 report.py        rows, the table, JSON
 """
@@ -17,8 +16,7 @@ from typing import Any
 
 import syncengine.communicator as default
 from syncengine.bench.collectives import COLLECTIVES
-from syncengine.bench.groups import Groups
-from syncengine.bench.measure import Progress, measure
+from syncengine.bench.measure import measure, open_gloo
 from syncengine.bench.options import add_options, check, sizes
 from syncengine.bench.report import Table, as_json
 from syncengine.errors import SyncError
@@ -70,24 +68,21 @@ def _cannot_run(reason: str) -> int:
 
 
 def _run_rank(options: argparse.Namespace) -> int:
-    communicator = default.init(timeout=options.timeout)
-    first = communicator.rank == 0
     names = COLLECTIVES if options.collective == "all" else (options.collective,)
+    by_torch = options.compare or "all_to_all" in names
+    communicator = default.init(timeout=options.timeout, torch_group=by_torch)
+    gloo = open_gloo(communicator, options.timeout) if options.compare else None
+    first = communicator.rank == 0
     rows: list[dict[str, Any]] = []
-    with Groups(communicator, options.compare, "all_to_all" in names, options.timeout) as groups:
-        for name in names:
-            table = Table(options, communicator, name) if first and not options.json else None
-            wanted = sizes(options) if name != "barrier" else [0]
-            progress = Progress(name, len(wanted), first and sys.stderr.isatty())
-            for size in wanted:
-                progress.show(size)
-                row = measure(name, size, options, communicator, groups)
-                progress.clear()
-                rows.append(row)
-                if table is not None:
-                    table.add(row)
+    for name in names:
+        table = Table(options, communicator, name) if first and not options.json else None
+        for size in sizes(options) if name != "barrier" else [0]:
+            row = measure(name, size, options, communicator, gloo)
+            rows.append(row)
             if table is not None:
-                table.end()
+                table.add(row)
+        if table is not None:
+            table.end()
     if first and options.json:
         print(json.dumps(as_json(options, communicator, rows), indent=2), flush=True)
     wrong = any(row["wrong"] for row in rows) or any(row.get("gloo", {}).get("wrong") for row in rows)

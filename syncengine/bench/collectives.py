@@ -160,13 +160,9 @@ class Case:
         return torch.cat([of(rank, begin) for rank in range(ranks)])
 
 
-def engine_case(shape: Shape, communicator: Communicator, group: dist.ProcessGroup | None, shared: bool) -> Case:
-    """By syncengine; `group`: of the same ranks, for what only its torch.distributed backend has."""
-    if shape.name == "all_to_all":
-        assert group is not None
-        call = _torch_call(shape, group)
-    else:
-        call = _engine_call(shape, communicator)
+def engine_case(shape: Shape, communicator: Communicator, shared: bool) -> Case:
+    """By syncengine; all_to_all, which only its torch.distributed backend has, by torch's default group."""
+    call = _torch_call(shape, None) if shape.name == "all_to_all" else _engine_call(shape, communicator)
     empty = (lambda count, dtype: communicator.empty([count], dtype)) if shared else _empty
     return Case(shape, communicator.rank, empty, call)
 
@@ -194,7 +190,7 @@ def _engine_call(shape: Shape, communicator: Communicator) -> Callable[[torch.Te
     return calls[shape.name]
 
 
-def _torch_call(shape: Shape, group: dist.ProcessGroup) -> Callable[[torch.Tensor, torch.Tensor], object]:
+def _torch_call(shape: Shape, group: dist.ProcessGroup | None) -> Callable[[torch.Tensor, torch.Tensor], object]:
     op = _TORCH_OPS[shape.op]
     calls: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
         "all_reduce": lambda output, input: dist.all_reduce(input, op, group),

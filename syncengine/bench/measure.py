@@ -3,30 +3,48 @@
 from __future__ import annotations
 
 import argparse
+import os
 import random
-import sys
 import time
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from syncengine._C import Communicator
 from syncengine.bench.collectives import REDUCES, Case, Shape, bus_factor, engine_case, gloo_case
-from syncengine.bench.groups import Groups
 from syncengine.bench.options import DTYPES
+from syncengine.errors import InvalidUsage
 
 MOST_TURNS = 10
 
 
+def open_gloo(communicator: Communicator, timeout: float) -> dist.ProcessGroup:
+    """Gloo's group of the same ranks, beside the default one. Collective."""
+    if not communicator.links:  # all on one machine: it need not know itself by name
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    try:
+        group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+    except RuntimeError as error:
+        interface = os.environ.get("GLOO_SOCKET_IFNAME")
+        raise InvalidUsage(
+            f"Gloo can't connect the ranks (GLOO_SOCKET_IFNAME is {interface or 'not set'}): "
+            f"{str(error).splitlines()[0]}: give GLOO_SOCKET_IFNAME the interface that reaches the other ranks, or "
+            "leave --compare out"
+        ) from error
+    return group
+
+
 def measure(
-    name: str, size: int, options: argparse.Namespace, communicator: Communicator, groups: Groups
+    name: str, size: int, options: argparse.Namespace, communicator: Communicator, group: dist.ProcessGroup | None
 ) -> dict[str, Any]:
-    """One row. Collective; the same on all ranks."""
+    """One row, with Gloo's figures if there is its ``group``. Collective; the same on all ranks."""
     shape = Shape.of_size(name, communicator.size, size, DTYPES[options.dtype], options.op, options.root)
-    cases = {"syncengine": engine_case(shape, communicator, groups.syncengine, options.memory == "shared")}
+    cases = {"syncengine": engine_case(shape, communicator, options.memory == "shared")}
     missing = ""
-    if groups.gloo is not None:
-        gloo = gloo_case(shape, groups.gloo)
+    if group is not None:
+        gloo = gloo_case(shape, group)
         try:
             gloo.call()
             cases["gloo"] = gloo
@@ -97,23 +115,3 @@ def _figures(shape: Shape, times: torch.Tensor, wrong: int | None) -> dict[str, 
 def _quartiles(numbers: torch.Tensor) -> dict[str, float]:
     low, middle, high = torch.quantile(numbers, torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)).tolist()
     return {"p25": low, "median": middle, "p75": high}
-
-
-class Progress:
-    """One line on a terminal's stderr, which the next output overwrites."""
-
-    def __init__(self, name: str, sizes: int, shown: bool) -> None:
-        self._name, self._sizes, self._shown, self._done = name, sizes, shown, 0
-
-    def show(self, size: int) -> None:
-        """Before a size is measured."""
-        self._done += 1
-        if self._shown:
-            sys.stderr.write(f"\r\033[K{self._name}: {size} bytes, {self._done} of {self._sizes}")
-            sys.stderr.flush()
-
-    def clear(self) -> None:
-        """After it."""
-        if self._shown:
-            sys.stderr.write("\r\033[K")
-            sys.stderr.flush()

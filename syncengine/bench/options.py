@@ -10,7 +10,7 @@ import torch
 from syncengine.bench.collectives import COLLECTIVES
 from syncengine.errors import InvalidUsage
 
-# As nccl-tests calls them, in its column "type"; torch's names are taken, too.
+# As nccl-tests calls them, in its column "type".
 DTYPES = {
     "int8": torch.int8,
     "uint8": torch.uint8,
@@ -22,7 +22,7 @@ DTYPES = {
     "double": torch.float64,
     "bfloat16": torch.bfloat16,
 }
-OPS = {"sum": "sum", "prod": "product", "min": "min", "max": "max", "avg": "avg"}
+OPS = ("sum", "prod", "min", "max", "avg")
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _MOST_RANKS = 64
@@ -34,22 +34,6 @@ def size(text: str) -> int:
     if not matched or int(matched[1]) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes such as 8, 4K or 128M")
     return int(matched[1]) * _UNITS[matched[2].upper()]
-
-
-def dtype(text: str) -> str:
-    """nccl-tests' name of a dtype."""
-    for name, type_ in DTYPES.items():
-        if text in (name, str(type_).removeprefix("torch.")):
-            return name
-    raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(DTYPES)}")
-
-
-def op(text: str) -> str:
-    """nccl-tests' name of a reduction."""
-    for name, ours in OPS.items():
-        if text in (name, ours):
-            return name
-    raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(OPS)}")
 
 
 def _at_least(least: int) -> type[int]:
@@ -71,8 +55,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("-e", "--maxbytes", type=size, default=size("128M"), metavar="SIZE", help="largest size; default 128M")
     add("-f", "--stepfactor", type=_at_least(2), default=2, metavar="N", help="from size to size; default 2")
     add("-i", "--stepbytes", type=size, metavar="SIZE", help="added from size to size, instead of a factor")
-    add("-d", "--dtype", "--datatype", type=dtype, default="float", help=f"{', '.join(DTYPES)}; default float")
-    add("-o", "--op", type=op, default="sum", help=f"{', '.join(OPS)}; default sum")
+    add("-d", "--dtype", "--datatype", choices=[*DTYPES], default="float", help="of the elements; default float")
+    add("-o", "--op", choices=OPS, default="sum", help="how they are reduced; default sum")
     add("-r", "--root", type=some, default=0, metavar="RANK", help="of broadcast; default 0")
     add("-n", "--iters", type=many, default=50, metavar="N", help="timed calls of each size; default 50")
     add("-w", "--warmup_iters", type=some, default=5, metavar="N", help="calls before these; default 5")

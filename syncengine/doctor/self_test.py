@@ -35,7 +35,7 @@ def run_self_test(timeout: float) -> dict[str, Any]:
     """Collective. What this rank has seen, as JSON has it; raises what `init` and collectives raise."""
     communicator = default.init(timeout=timeout)
     cases = [
-        engine_case(Shape(name, communicator.size, count, dtype, op), communicator, None, shared)
+        engine_case(Shape(name, communicator.size, count, dtype, op), communicator, shared)
         for name, dtype, op, count, shared in _CASES
     ]
     wrong: dict[str, int] = {}
