@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterable
 from multiprocessing.util import Finalize
@@ -14,19 +13,15 @@ from types import TracebackType
 from syncengine._C import Communicator
 from syncengine.launch import mark_rank_process, tell_failure
 
-_functions: list[Callable[[], None]] = []  # where multiprocessing is to call them
-
 
 def at_end(function: Callable[[], None]) -> None:
     """Calls `function` at the end of this process, the last one given first: as by atexit, and also in a child that
     multiprocessing has forked, which it ends without a look at atexit.
     """
-    atexit.register(function)
     if multiprocessing.parent_process() is None or multiprocessing.get_start_method() == "spawn":
-        return
-    if not _functions:
-        Finalize(None, _finish, exitpriority=0)
-    _functions.append(function)
+        atexit.register(function)
+    else:
+        Finalize(None, function, exitpriority=0)
 
 
 def tell_peers_of_errors(communicators: Callable[[], Iterable[Communicator]]) -> None:
@@ -59,29 +54,3 @@ def tell_ranks_to_come(has_tried: Callable[[], bool]) -> None:
             tell_failure(error, "before init", in_init=False)
 
     sys.excepthook = tell_them
-
-
-def _finish() -> None:
-    """Called as soon as the main thread is done. Others may not be, which atexit would wait for."""
-    if _others():
-        threading.Thread(target=_run, name="syncengine-end").start()  # waited for with them
-    else:
-        _run()
-
-
-def _run() -> None:
-    while others := _others():
-        for thread in others:
-            thread.join()
-    while _functions:
-        function = _functions.pop()
-        atexit.unregister(function)
-        try:
-            function()
-        except Exception:
-            traceback.print_exc()
-
-
-def _others() -> list[threading.Thread]:
-    own = (threading.current_thread(), threading.main_thread())
-    return [thread for thread in threading.enumerate() if not thread.daemon and thread not in own]

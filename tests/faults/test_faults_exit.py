@@ -7,7 +7,6 @@ import os
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -197,28 +196,20 @@ def test_the_interpreter_waits_for_callbacks(pool):
     assert ended(pool, end_in_a_callback, settings=None) == [("ended", "called back\n")] * 2
 
 
-def forked_rank(rank: int, store: str, in_thread: bool) -> None:
-    """Rank 2 is done soon. The others need each other, perhaps in threads that outlive the main one."""
+def forked_rank(rank: int, store: str) -> None:
+    """Rank 2 is done soon. The others need each other."""
     os.environ.update(RANK=str(rank), WORLD_SIZE="3")
     dist.init_process_group("syncengine", store=dist.FileStore(store), rank=rank, world_size=3)
     dist.barrier()
 
-    def exchange() -> None:
-        tensor = torch.zeros(4)
-        try:
-            for _ in range(3):
-                time.sleep(0.3)
-                dist.send(tensor, 1) if rank == 0 else dist.recv(tensor, 0)
-        except syncengine.errors.SyncError as error:
-            print(error, flush=True)
-
-    if rank < 2:
-        ThreadPoolExecutor(1).submit(exchange) if in_thread else exchange()
+    for _ in range(3 if rank < 2 else 0):
+        time.sleep(0.3)
+        dist.send(torch.zeros(4), 1) if rank == 0 else dist.recv(torch.zeros(4), 0)
 
 
-def fork_ranks(store: str, in_thread: bool) -> list[int | None]:
+def fork_ranks(store: str) -> list[int | None]:
     fork = multiprocessing.get_context("fork")
-    processes = [fork.Process(target=forked_rank, args=(rank, store, in_thread)) for rank in range(3)]
+    processes = [fork.Process(target=forked_rank, args=(rank, store)) for rank in range(3)]
     for process in processes:
         process.start()
     for process in processes:
@@ -226,7 +217,6 @@ def fork_ranks(store: str, in_thread: bool) -> list[int | None]:
     return [process.exitcode for process in processes]
 
 
-@pytest.mark.parametrize("in_thread", [False, True], ids=["main", "thread"])
-def test_ranks_that_multiprocessing_forks_leave_as_others_do(pool, tmp_path, in_thread):
+def test_ranks_that_multiprocessing_forks_leave_as_others_do(pool, tmp_path):
     store = str(tmp_path / "store")
-    assert ended(pool, fork_ranks, store, in_thread, world=1, settings=None) == [([0, 0, 0], "")]
+    assert ended(pool, fork_ranks, store, world=1, settings=None) == [([0, 0, 0], "")]
