@@ -16,7 +16,6 @@ from typing import NamedTuple
 from syncengine._C import Communicator, LocalBootstrap, build_id, solo
 from syncengine.config import Config
 from syncengine.errors import InvalidUsage, Mismatch, SyncError
-from syncengine.interhost import open_packet_transport
 from syncengine.launch import Exchange
 from syncengine.tracing.session import meet
 
@@ -88,11 +87,15 @@ def connect(
             if config.interhost == "tcp":
                 peers = sum(host != hosts[rank] for host in hosts)
                 network = _meet(exchange, config, bootstrap, addresses, peers)
+            elif config.interhost == "mpi":
+                from syncengine.interhost.mpi import open_mpi
+
+                transport = open_mpi(rank, known_as, config.checksum, exchange)
             else:
+                from syncengine.interhost.torch import open_torch
+
                 in_order = global_ranks is None  # the default communicator
-                transport = open_packet_transport(
-                    config.interhost, rank, known_as, in_order, config.checksum, config.silence, exchange
-                )
+                transport = open_torch(rank, known_as, in_order, config.checksum, config.silence, exchange)
         communicator = bootstrap.connect(addresses, timeout, network, transport, lost)
         meet(known_as[rank], max(known_as) + 1, hosts[rank], config.trace, whole=global_ranks is None)
         if communicator.links:

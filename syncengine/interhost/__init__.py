@@ -2,41 +2,25 @@
 
 mpi.py      MPI, through mpi4py
 torch.py    a torch.distributed process group
-numbers.py  what tells several packet transports apart
+
+Each opens the transport of this rank of those that the launcher knows as `global_ranks`. Collective: `meet` is an
+Exchange, called once it is clear that this rank can take part. Raises InvalidUsage if it can't, and what `meet` raises.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
-from syncengine._C import PacketTransport
-from syncengine.errors import InvalidUsage
+Meet = Callable[[bytes], list[bytes]]
 
-__all__ = ["open_packet_transport"]
+_opened = itertools.count()  # next() of it is atomic: threads may open packet transports of different groups at a time
 
 
-def open_packet_transport(
-    interhost: str,
-    rank: int,
-    global_ranks: list[int],
-    in_order: bool,
-    checksum: bool,
-    silence: float,
-    meet: Callable[[bytes], list[bytes]],
-) -> PacketTransport:
-    """The transport that `interhost` names, for this rank of those that the launcher knows as `global_ranks`.
+def agree_on_number(global_ranks: list[int], job_size: int, meet: Meet) -> int:
+    """One that no other transport of these ranks, or of some of them, has or gets. Collective over them, by `meet`.
 
-    `in_order`: all ranks of the job open it, and nothing else meanwhile; otherwise others may be opened at that time.
-    `silence`: seconds without a heartbeat after which a rank is lost; MPI has no heartbeats.
-    Collective. `meet` is an Exchange, called once it is clear that this rank can take part. Raises InvalidUsage if it
-    can't, and what `meet` raises.
+    In no agreed order with those of other groups, so it is the first member's own count and that member's rank.
     """
-    if interhost == "mpi":
-        from syncengine.interhost.mpi import open_mpi
-
-        return open_mpi(rank, global_ranks, checksum, meet)
-    if interhost == "torch":
-        from syncengine.interhost.torch import open_torch
-
-        return open_torch(rank, global_ranks, in_order, checksum, silence, meet)
-    raise InvalidUsage(f"interhost={interhost!r} moves no packets")
+    of_first = int(meet(str(next(_opened)).encode())[0])
+    return of_first * job_size + global_ranks[0]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 from syncengine._C import PacketTransport, python_packet_transport
 from syncengine.errors import InvalidUsage
-from syncengine.interhost.numbers import agree_on_number
+from syncengine.interhost import Meet, agree_on_number
 from syncengine.launch.mpi import load
 
 _TAG, _TAGS = 21090, 10_000
@@ -18,10 +17,8 @@ _CANCEL_SECONDS = 0.2
 _unfinished: list[Any] = []  # requests that did not end, and what they use: MPI may touch it until the process ends
 
 
-def open_mpi(
-    rank: int, global_ranks: list[int], checksum: bool, meet: Callable[[bytes], list[bytes]]
-) -> PacketTransport:
-    """See open_packet_transport."""
+def open_mpi(rank: int, global_ranks: list[int], checksum: bool, meet: Meet) -> PacketTransport:
+    """See the package. MPI has no heartbeats."""
     MPI = load("interhost='mpi'", "or give interhost='tcp'")
     _check(MPI, global_ranks[rank], max(global_ranks) + 1)
     number = agree_on_number(global_ranks, MPI.COMM_WORLD.Get_size(), meet)

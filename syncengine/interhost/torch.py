@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import Backend as C10dBackend
 
 from syncengine._C import Backend, PacketTransport, has_cuda, torch_packet_transport
 from syncengine.errors import InvalidUsage
-from syncengine.interhost.numbers import agree_on_number
+from syncengine.interhost import Meet, agree_on_number
 
 logger = logging.getLogger("syncengine")
 
@@ -28,14 +28,12 @@ _FIRST_TAG, _TAGS = 21090, 10_000
 
 
 def open_torch(
-    rank: int,
-    global_ranks: list[int],
-    in_order: bool,
-    checksum: bool,
-    silence: float,
-    meet: Callable[[bytes], list[bytes]],
+    rank: int, global_ranks: list[int], in_order: bool, checksum: bool, silence: float, meet: Meet
 ) -> PacketTransport:
-    """See open_packet_transport."""
+    """See the package. `in_order`: all ranks of the job open it, and nothing else meanwhile.
+
+    `silence`: seconds without a heartbeat after which a rank is lost.
+    """
     backend = _backend()
     if max(global_ranks) >= dist.get_world_size():
         raise InvalidUsage(

@@ -16,7 +16,7 @@ from test_hosts import live_on, start, wait_until_busy
 from two_groups import as_under_ddp, in_two_threads
 
 import syncengine
-from syncengine.interhost.numbers import agree_on_number
+from syncengine.interhost import agree_on_number
 
 TORCH = {"SYNCENGINE_INTERHOST": "torch"}
 
