@@ -167,12 +167,3 @@ def register(registry: Any, strategy: type) -> None:
         override=True,
         find_unused_parameters=True,
     )
-
-
-def missing(package: str, other: str) -> str:
-    """What to say where Lightning is not installed."""
-    name = package.replace("_", "-")
-    return (
-        f"syncengine.{package} needs the package {package}: pip install {name}; or, in a checkout of syncengine, "
-        f"pip install --no-build-isolation '.[{name}]'. Scripts that import {other} need syncengine.{other} instead"
-    )

@@ -9,26 +9,16 @@ import importlib
 import os
 from typing import Any
 
+import accelerate
 import torch
 import torch.distributed as dist
+from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env
 
 import syncengine  # noqa: F401 (registers the backend)
 from syncengine.errors import InvalidUsage
 from syncengine.parallel import Parallel
 from syncengine.parallel.summary import for_loggers
 from syncengine.torch_backend import NAME
-
-try:
-    import accelerate
-    from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env
-except ModuleNotFoundError as error:
-    if error.name != "accelerate":
-        raise
-    raise ModuleNotFoundError(
-        "syncengine.accelerate needs the package accelerate: pip install accelerate; or, in a checkout of syncengine, "
-        "pip install --no-build-isolation '.[accelerate]'",
-        name=error.name,
-    ) from error
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc] # which is not there where types are checked

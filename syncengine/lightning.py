@@ -12,17 +12,12 @@ arguments of Lightning's `DDPStrategy`, and pass those of DDP on to `Parallel`. 
 `process_group_backend` says otherwise.
 """
 
-from syncengine._lightning import BeforeAverages, FabricSeam, TrainerSeam, averaging, missing, register
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.fabric.strategies import DDPStrategy as _FabricDDP
+from lightning.pytorch import callbacks
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
-try:
-    from lightning.fabric.strategies import STRATEGY_REGISTRY
-    from lightning.fabric.strategies import DDPStrategy as _FabricDDP
-    from lightning.pytorch import callbacks
-    from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
-except ModuleNotFoundError as error:
-    if error.name not in ("lightning",):
-        raise
-    raise ModuleNotFoundError(missing("lightning", "pytorch_lightning"), name=error.name) from error
+from syncengine._lightning import BeforeAverages, FabricSeam, TrainerSeam, averaging, register
 
 
 class _BeforeAverages(BeforeAverages, callbacks.Callback):  # type: ignore[misc] # mypy has no Lightning

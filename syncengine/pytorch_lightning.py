@@ -12,17 +12,12 @@ arguments of Lightning's `DDPStrategy`, and pass those of DDP on to `Parallel`. 
 `process_group_backend` says otherwise.
 """
 
-from syncengine._lightning import BeforeAverages, FabricSeam, TrainerSeam, averaging, missing, register
+from lightning_fabric.strategies import STRATEGY_REGISTRY
+from lightning_fabric.strategies import DDPStrategy as _FabricDDP
+from pytorch_lightning import callbacks
+from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
 
-try:
-    from lightning_fabric.strategies import STRATEGY_REGISTRY
-    from lightning_fabric.strategies import DDPStrategy as _FabricDDP
-    from pytorch_lightning import callbacks
-    from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
-except ModuleNotFoundError as error:
-    if error.name not in ("pytorch_lightning", "lightning_fabric"):
-        raise
-    raise ModuleNotFoundError(missing("pytorch_lightning", "lightning"), name=error.name) from error
+from syncengine._lightning import BeforeAverages, FabricSeam, TrainerSeam, averaging, register
 
 
 class _BeforeAverages(BeforeAverages, callbacks.Callback):  # type: ignore[misc] # mypy has no Lightning

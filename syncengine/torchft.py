@@ -13,22 +13,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torchft
+from torchft.process_group import ProcessGroupWrapper
 
 from syncengine._C import Communicator
 from syncengine.groups import backend_communicator
 from syncengine.torch_backend import NAME, create
-
-try:
-    import torchft
-    from torchft.process_group import ProcessGroupWrapper
-except ModuleNotFoundError as error:
-    if error.name != "torchft":
-        raise
-    raise ModuleNotFoundError(
-        "syncengine.torchft needs the package torchft: pip install torchft; or, in a checkout of syncengine, "
-        "pip install --no-build-isolation '.[torchft]'",
-        name=error.name,
-    ) from error
 
 
 class ProcessGroup(ProcessGroupWrapper):  # type: ignore[misc] # which is not there where types are checked

@@ -5,13 +5,11 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
-import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from repository import ROOT
 
 import syncengine
@@ -66,19 +64,3 @@ def test_other_modules_that_are_missing_are_named_as_ever(tmp_path: Path):
 def test_the_version_is_the_installed_one():
     assert syncengine.__version__ == importlib.metadata.version("syncengine")
     assert f'version = "{syncengine.__version__}"' in (ROOT / "pyproject.toml").read_text()
-
-
-@pytest.mark.parametrize(
-    ("module", "package"),
-    [("lightning", "lightning"), ("pytorch_lightning", "pytorch_lightning"), ("accelerate", "accelerate")],
-)
-def test_a_framework_that_is_missing_is_named_with_its_extra(module: str, package: str):
-    if importlib.util.find_spec(package):
-        pytest.skip(f"{package} is installed")
-    with pytest.raises(ModuleNotFoundError) as error:
-        importlib.import_module(f"syncengine.{module}")
-    (alone,) = re.findall(r": pip install ([\w-]+);", str(error.value))
-    (extra,) = re.findall(r"pip install --no-build-isolation '\.\[([\w-]+)\]'", str(error.value))
-    assert alone == extra == package.replace("_", "-")
-    extras = (ROOT / "pyproject.toml").read_text()
-    assert re.search(rf'^{extra} = \["{extra}>=', extras, re.MULTILINE)
