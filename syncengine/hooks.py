@@ -1,10 +1,15 @@
-"""Gradients that are averaged in 16 bits."""
+"""Communication hooks that need no ``torch.distributed``: gradients that are averaged in 16 bits.
+
+``model.register_comm_hook(None, syncengine.hooks.fp16_compress)``
+"""
 
 import torch
 import torch.distributed as dist
 
 from syncengine._C import Communicator
 from syncengine.communicator import default_communicator
+
+__all__ = ["Compress", "bf16_compress", "completed", "fp16_compress"]
 
 
 def completed(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
