@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,7 +13,7 @@ from syncengine._C import Reducer, ReducerOptions
 from syncengine.errors import InvalidUsage, Mismatch
 from syncengine.parallel.buckets import DDP_CAP, BucketPlanner, Plan
 from syncengine.parallel.model import Model, looks_for_unused
-from syncengine.parallel.replication import fail_all, gather_bytes
+from syncengine.parallel.replication import fail_all
 from syncengine.parallel.rounds import Round
 
 
@@ -82,17 +81,6 @@ class Planning:
         except InvalidUsage:  # on all ranks, if there is no room: models that nobody has dropped yet may be garbage
             gc.collect()
             return self.reducer.reserve_slots(self.number)
-
-    def take_over(self, before: Planning) -> None:
-        """Goes on with the plan of ``before``, which was for other ranks, if all ranks have the same. Collective."""
-        self.number = self.reserve_slots()
-        known = before.plan is not None and before.has_rebuilt and before.reducer.wanted() == self.reducer.wanted()
-        digest = zlib.crc32(repr((before.plan, before._order)).encode()) + 1 if known else 0
-        digests = gather_bytes(self.model.communicator, digest.to_bytes(8, "little"), 8)
-        if known and len(set(digests)) == 1:
-            assert before.plan is not None
-            self._order, self.has_rebuilt = before._order, True
-            self._install(before.plan, provisional=False)
 
     def _install(self, plan: Plan, provisional: bool) -> None:
         self.reserve_slots()

@@ -198,20 +198,19 @@ class Parallel(ForTools):
         """After a failure: goes on with the ranks that are left, in a new ``communicator``.
 
         Collective over these. The weights stay as they are on each rank, and so do ``.grad`` and buffers, of which
-        some may be further than others: ``syncengine.elastic`` brings them together. The plan for the buckets and hooks
-        stay in use. Two models of one communicator move to the same.
+        some may be further than others: ``syncengine.elastic`` brings them together. Hooks stay in use, buckets
+        are planned anew. Two models of one communicator move to the same.
 
         ``patience``, and what it raises: see ``syncengine.shrink``.
         """
         self._move_to(shrink(self.communicator, patience))
 
     def _move_to(self, communicator: Communicator) -> None:
-        before = self._planning
         self.communicator, self.process_group = with_group(communicator)
         self._switches.require_backward_grad_sync = self._switches.require_forward_param_sync = True
         self._compose(hooks=self._comm_hooks)
         if self._reduces:
-            self._planning.take_over(before)
+            self._planning.number = self._planning.reserve_slots()
 
     def _replicate(self, with_buffers: bool) -> None:
         """Checks that all ranks have the same model, and gives them rank 0's values."""
