@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from torch.nn.utils.spectral_norm import SpectralNorm
 
 from syncengine._C import is_borrowed, is_dense, storage_references
 from syncengine.sharded.weights import Named
@@ -23,7 +22,6 @@ def why_not_shared(named: Sequence[Named], modules: Sequence[torch.nn.Module] = 
     names = {id(parameter): name for name, parameter in named}
     if problem := _renorms(modules, names):
         return problem
-    _part_from_spectral_norm(modules, names)
     by_storage: dict[int, list[Named]] = {}
     mapped = _mapped_for_others()
     for one in named:
@@ -56,16 +54,6 @@ def _renorms(modules: Sequence[torch.nn.Module], names: Mapping[int, str]) -> st
                 "be shared. Leave out max_norm"
             )
     return ""
-
-
-def _part_from_spectral_norm(modules: Sequence[torch.nn.Module], names: Mapping[int, str]) -> None:
-    """torch.nn.utils.spectral_norm keeps a view of the parameter as an attribute, until the next forward makes it."""
-    for layer in itertools.chain.from_iterable(map(torch.nn.Module.modules, modules)):
-        for hook in layer._forward_pre_hooks.values():
-            if not isinstance(hook, SpectralNorm) or id(layer._parameters.get(f"{hook.name}_orig")) not in names:
-                continue
-            if isinstance(value := layer.__dict__.get(hook.name), torch.Tensor):
-                layer.__dict__[hook.name] = value.detach().clone()
 
 
 def _belongs_to_others(one: Named, mapped: Sequence[range]) -> str:

@@ -16,9 +16,7 @@ import syncengine
 def of_kind(kind: str, frozen: bool) -> nn.Module:
     torch.manual_seed(0)
     layer, last = nn.Linear(24, 97), nn.Linear(97, 7)
-    if kind == "spectral_norm":
-        layer = nn.utils.spectral_norm(layer)
-    elif kind == "weight_norm":
+    if kind == "weight_norm":
         layer = nn.utils.weight_norm(layer)
     else:
         nn.utils.parametrizations.spectral_norm(layer)
@@ -28,7 +26,7 @@ def of_kind(kind: str, frozen: bool) -> nn.Module:
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 @pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("kind", ["spectral_norm", "weight_norm", "parametrizations"])
+@pytest.mark.parametrize("kind", ["weight_norm", "parametrizations"])
 @run_on_ranks()
 def test_torchs_norms_of_weights_follow(kind: str, frozen: bool):
     def steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
