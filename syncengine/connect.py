@@ -167,5 +167,6 @@ def reachable_address(environ: Mapping[str, str]) -> str:
                     return address
     raise InvalidUsage(
         "there are several hosts, and this one knows itself only by a loopback address: name the network interface "
-        "that the others reach it by, in init(interface=...) or SYNCENGINE_INTERFACE (as in GLOO_SOCKET_IFNAME)"
+        "that the others reach it by, in init(interface=...) or SYNCENGINE_INTERFACE (as in GLOO_SOCKET_IFNAME), or "
+        "set MASTER_ADDR to an address of rank 0's host which the others reach"
     )

@@ -16,14 +16,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from syncengine._C import Backend, has_cuda
+from syncengine._C import Backend, Communicator, has_cuda
 from syncengine.communicator import install_hooks
 from syncengine.config import DEFAULT_LOG_AFTER, DEFAULT_TIMEOUT, Config
 from syncengine.connect import connect
 from syncengine.errors import InvalidUsage, SyncError
 from syncengine.launch.store import StoreExchange
 from syncengine.owner import refuse_forked_child
-from syncengine.torch_group import prepared_communicator
 
 NAME = "syncengine"
 
@@ -64,9 +63,8 @@ def create(options: Any, backend_options: Any, call: str = "call init_process_gr
     a shorter one in pg_options of another syncengine group. Raises InvalidUsage for those of other backends.
     """
     refuse_forked_child()
-    prepared = prepared_communicator()
-    if prepared is not None:
-        return Backend(prepared)
+    if isinstance(backend_options, Communicator):  # init(torch_group=True) makes the group
+        return Backend(backend_options)
     rank, size, global_ranks = options.group_rank, options.group_size, list(options.global_ranks_in_group)
     global_ranks = global_ranks or list(range(size))  # as torch leaves it for the group of all ranks
 

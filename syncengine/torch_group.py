@@ -10,7 +10,6 @@ import json
 import os
 import weakref
 from collections.abc import Mapping
-from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any
 
@@ -30,18 +29,10 @@ _CONNECTING = timedelta(seconds=30)
 
 _NONE, _OURS, _STALE, _THEIRS = range(4)
 
-# What the backend is made of that is being created in this thread.
-_prepared: ContextVar[Communicator | None] = ContextVar("prepared", default=None)
-
 _group: weakref.ReferenceType[dist.ProcessGroup] | None = None
 _parent: weakref.ReferenceType[Communicator] | None = None  # the default communicator it is a split of
 
 _served: list[dist.Store] = []  # until the process ends: the others may still be reading
-
-
-def prepared_communicator() -> Communicator | None:
-    """For the backend's creator: what the group that is being created is to use, if init() creates it."""
-    return _prepared.get()
 
 
 def ensure_torch_group(connection: Connection, launch: Launch, log_after: float) -> None:
@@ -67,28 +58,29 @@ def destroy_torch_group() -> None:
     """Destroys the group that init() made, with the groups made from it. Does nothing to a group of the user's."""
     global _group
     group, _group = _group() if _group is not None else None, None
-    if group is not None and _default_group() is group:
+    if group is not None and default_group() is group:
         dist.destroy_process_group()
 
 
 def is_made() -> bool:
     """Whether torch.distributed's default group is one that init() has made."""
-    return _default_group() is not None and users_group() is None
+    return default_group() is not None and users_group() is None
 
 
 def users_group() -> dist.ProcessGroup | None:
     """torch.distributed's default group, unless there is none, or init() has made it."""
-    group = _default_group()
+    group = default_group()
     return None if group is None or (_group is not None and _group() is group) else group
 
 
-def _default_group() -> dist.ProcessGroup | None:
+def default_group() -> dist.ProcessGroup | None:
+    """torch.distributed's, if there is one."""
     there = dist.is_available() and dist.is_initialized()
     return dist.distributed_c10d._get_default_group() if there else None
 
 
 def _state(communicator: Communicator) -> int:
-    group = _default_group()
+    group = default_group()
     if group is None:
         return _NONE
     if _group is None or _group() is not group:
@@ -107,17 +99,14 @@ def _gather(communicator: Communicator, value: int) -> list[int]:
 def _make(communicator: Communicator, store: dist.Store) -> None:
     global _group, _parent
     split = communicator.split(list(range(communicator.size)))
-    token = _prepared.set(split)
-    try:
-        dist.init_process_group(
-            "syncengine",
-            store=store,
-            rank=communicator.rank,
-            world_size=communicator.size,
-            timeout=timedelta(seconds=communicator.timeout),
-        )
-    finally:
-        _prepared.reset(token)
+    dist.init_process_group(
+        "syncengine",
+        store=store,
+        rank=communicator.rank,
+        world_size=communicator.size,
+        timeout=timedelta(seconds=communicator.timeout),
+        pg_options=split,
+    )
     _group = weakref.ref(dist.distributed_c10d._get_default_group())
     _parent = weakref.ref(communicator)
 
@@ -134,7 +123,7 @@ def _shared_store(connection: Connection, launch: Launch, log_after: float) -> d
             store, told = _open_store(connection, launch, log_after)
             told["number"] = store.add("syncengine/torch_groups", 1)
         except Exception as error:
-            told = {"error": str(error)}
+            told = {"error": str(error)[:512]}
     told = _broadcast(communicator, told)
     if "error" in told:
         raise InvalidUsage(f"init(torch_group=True): rank 0 has no store for the ranks of the group: {told['error']}")
@@ -174,23 +163,13 @@ def store_address(hosts: list[str], environ: Mapping[str, str]) -> str:
     """Where the ranks on `hosts` (of each rank) reach rank 0, which calls this."""
     if environ.get("MASTER_ADDR"):
         return environ["MASTER_ADDR"]
-    if len(set(hosts)) == 1:
-        return "127.0.0.1"
-    try:
-        return reachable_address(environ)
-    except InvalidUsage:
-        raise InvalidUsage(
-            "rank 0 knows its host only by a loopback address: set MASTER_ADDR to an address of that host which the "
-            "others reach"
-        ) from None
+    return "127.0.0.1" if len(set(hosts)) == 1 else reachable_address(environ)
 
 
 def _broadcast(communicator: Communicator, told: dict[str, Any]) -> dict[str, Any]:
     payload = torch.zeros(_MOST_BYTES, dtype=torch.uint8, device="cpu")
     if communicator.rank == 0:
         text = json.dumps(told).encode()
-        if len(text) > _MOST_BYTES:
-            text = json.dumps({key: str(value)[:512] for key, value in told.items()}).encode()
         payload[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     communicator.broadcast(payload, 0)
     answer: dict[str, Any] = json.loads(bytes(payload.tolist()).rstrip(b"\0"))

@@ -11,6 +11,7 @@ from syncengine._C import Communicator
 from syncengine.communicator import default_communicator, group_communicator, init, is_initialized, is_replaced
 from syncengine.errors import InvalidUsage
 from syncengine.groups import backend_communicator, existing_communicator
+from syncengine.torch_group import default_group
 
 Group = Communicator | dist.ProcessGroup
 
@@ -30,7 +31,7 @@ def resolve_group(process_group: Group | None, device_mesh: Any) -> tuple[Commun
         return process_group, process_group
     if process_group is not None:
         return group_communicator(process_group), process_group
-    if (group := _torchs_default_group()) is not None:
+    if (group := default_group()) is not None:
         anew = not is_initialized() or is_replaced()
         if anew and backend_communicator(group) is not None:
             return group_communicator(group), group
@@ -43,7 +44,7 @@ def is_torchs_default(communicator: Communicator) -> bool | None:
     """Whether it is that of torch's default group (True) or of ``init()`` (False). None if it is neither."""
     if is_initialized() and communicator is default_communicator():
         return False
-    group = _torchs_default_group()
+    group = default_group()
     return True if group is not None and communicator is existing_communicator(group) else None
 
 
@@ -52,7 +53,7 @@ def resolve_copy(of_torchs_default: bool) -> tuple[Communicator, Group]:
 
     Where the communicator is there, also one that has failed, this does not communicate: one rank alone may copy.
     """
-    group = _torchs_default_group()
+    group = default_group()
     if group is not None and (of_torchs_default or not is_initialized()):
         communicator = existing_communicator(group)
         return resolve_group(group, None) if communicator is None else (communicator, group)
@@ -90,14 +91,9 @@ def _group_of(device_mesh: Any) -> dist.ProcessGroup:
     return device_mesh.get_group(mesh_dim=0)
 
 
-def _torchs_default_group() -> dist.ProcessGroup | None:
-    there = dist.is_available() and dist.is_initialized()
-    return dist.distributed_c10d._get_default_group() if there else None
-
-
 def with_group(communicator: Communicator) -> tuple[Communicator, Group]:
     """With torch's default group, if that is there and has the same ranks in the same order."""
-    group = _torchs_default_group()
+    group = default_group()
     if group is not None and (dist.get_rank(), dist.get_world_size()) == (communicator.rank, communicator.size):
         return communicator, group
     return communicator, communicator

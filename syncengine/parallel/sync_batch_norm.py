@@ -17,6 +17,7 @@ from syncengine.communicator import default_communicator, is_initialized
 from syncengine.errors import InvalidUsage
 from syncengine.parallel.compiled import not_compiled
 from syncengine.parallel.groups import resolve_group
+from syncengine.torch_group import default_group
 
 
 class SyncBatchNorm(torch.nn.SyncBatchNorm):
@@ -98,7 +99,7 @@ class _Found(NamedTuple):
 def _defaults() -> tuple[Communicator | None, dist.ProcessGroup | None]:
     """Ours and torch's: those of now."""
     communicator = default_communicator() if is_initialized() else None
-    return communicator, dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    return communicator, default_group()
 
 
 def adopt_sync_batch_norm(module: torch.nn.Module) -> None:
