@@ -1,14 +1,13 @@
 """Parameters that a model gets after wrapping (adapters, another head): nobody averages their gradients, which is said.
 
 Registration is followed, and costs a comparison in each forward. What comes past it (``Sequential.insert``, which
-writes to ``_modules``) is found by walking through the model, so seldom that this costs as little.
+writes to ``_modules``), and what was frozen then, is found by walking through the model, so seldom that this costs as
+little.
 """
 
 from __future__ import annotations
 
 import warnings
-import weakref
-from collections import deque
 from collections.abc import Collection
 from functools import cache, partial
 from typing import Any
@@ -26,7 +25,7 @@ from syncengine.parallel.model import Model, named_parameters
 from syncengine.parallel.watchers import models
 
 _INSIDE = "module."  # how the wrapper calls what it has wrapped
-_AT_A_TIME = 16  # of those that wait, in each forward; and so many forwards at least between two walks
+_LEAST_FORWARDS = 16  # between two walks
 
 
 _registrations = 0  # of a parameter or a module by any module: walking through a model at each forward would cost more
@@ -55,8 +54,7 @@ class Newcomers:
         self._known: Any = WeakIdKeyDictionary(dict.fromkeys(model.module.parameters()))  # also what is ignored
         self._own = {id(parameter) for parameter in model.parameters}  # which the model keeps
         self._seen = -1
-        self._forwards = 0  # until it looks for those that came past registration
-        self._waiting: deque[tuple[str, weakref.ref[torch.Tensor]]] = deque()  # frozen, or without a shape, until now
+        self._forwards = 0  # until it looks for those that came past registration, or were frozen or without a shape
 
     def look(self, wrapper: Any) -> None:
         """Before a forward of ``wrapper``, the ``Parallel``, which may get parameters beside its module."""
@@ -64,13 +62,10 @@ class Newcomers:
         if self._seen != _registrations or self._forwards <= 0:
             self._seen = _registrations
             self._find(wrapper)
-        for _ in range(min(_AT_A_TIME, len(self._waiting))):
-            if not self._follow(*(one := self._waiting.popleft())):
-                self._waiting.append(one)
 
     def _find(self, wrapper: Any) -> None:
         modules = list(wrapper.modules())
-        self._forwards = max(_AT_A_TIME, len(modules))
+        self._forwards = max(_LEAST_FORWARDS, len(modules))
         present = (parameter for module in modules for parameter in module._parameters.values())
         if all(id(parameter) in self._own or self._is_known(parameter) for parameter in present):
             return
@@ -78,26 +73,20 @@ class Newcomers:
         others = (module for module in modules if module is not wrapper and isinstance(module, DistributedDataParallel))
         averaged = {id(parameter) for module in others for parameter in module.parameters()}
         for name, parameter in named_parameters(wrapper, ignored).items():
-            if not self._is_known(parameter) and id(parameter) not in averaged:
+            is_trained = parameter.requires_grad and not is_lazy(parameter)
+            if is_trained and not self._is_known(parameter) and id(parameter) not in averaged:
                 self._known[parameter] = None
-                one = name.removeprefix(_INSIDE), weakref.ref[torch.Tensor](parameter)
-                if not self._follow(*one):
-                    self._waiting.append(one)
+                self._follow(name.removeprefix(_INSIDE), parameter)
 
     def _is_known(self, parameter: torch.Tensor | None) -> bool:
         # What functional_call or mixed_precision puts there for a while is no parameter, or no leaf.
         is_parameter = isinstance(parameter, torch.nn.Parameter) and parameter.is_leaf
         return not is_parameter or parameter in self._known
 
-    def _follow(self, name: str, reference: weakref.ref[torch.Tensor]) -> bool:
-        parameter = reference()
-        if parameter is None or getattr(parameter, "_ddp_ignored", False):
-            return True
-        if is_lazy(parameter) or not parameter.requires_grad:
-            return False
-        handle: list[Any] = []
-        handle.append(parameter.register_post_accumulate_grad_hook(partial(_warn, name, str(self._model), handle)))
-        return True
+    def _follow(self, name: str, parameter: torch.Tensor) -> None:
+        if not getattr(parameter, "_ddp_ignored", False):
+            handle: list[Any] = []
+            handle.append(parameter.register_post_accumulate_grad_hook(partial(_warn, name, str(self._model), handle)))
 
 
 def _warn(name: str, model: str, handle: list[Any], parameter: torch.Tensor) -> None:
