@@ -40,7 +40,6 @@ class _Default(NamedTuple):
     connection: Connection
     config: Config
     launch: Launch
-    pid: int  # a forked child inherits this object, but the communicator is its parent's
     group: weakref.ReferenceType[dist.ProcessGroup] | None  # torch's default one, if the ranks are those of it
 
     @property
@@ -239,11 +238,11 @@ def shutdown() -> None:
         current, _default = _default, None
         if is_owner():
             destroy_torch_group()
-        groups = [*all_group_communicators(), *given_up] if is_owner() else []
+        groups = [*all_group_communicators(), *given_up]
         forget_groups()
-        if current is not None and current.pid == os.getpid():
+        if current is not None:
             groups.append(current.communicator)
-        for communicator in groups:
+        for communicator in groups if is_owner() else ():
             communicator.close()
 
 
@@ -327,7 +326,7 @@ def _connect(launch: Launch | None, before: Config | None, given: dict[str, Any]
     if launch.rank == 0:
         say_connected()
     group = users_group() if launch.kind == "torch.distributed" else None
-    return _Default(connection, config, launch, os.getpid(), None if group is None else weakref.ref(group))
+    return _Default(connection, config, launch, None if group is None else weakref.ref(group))
 
 
 def _check_unchanged(current: _Default, given: dict[str, Any]) -> None:
@@ -363,8 +362,8 @@ tell_ranks_to_come(lambda: _has_tried)
 
 def _made_here() -> list[Communicator]:
     """All communicators that this process has, those below backends included; in a forked child none."""
+    if not is_owner():
+        return []
     current = _default
-    made = [*all_group_communicators(), *given_up, *backend_communicators()] if is_owner() else []
-    if current is not None and current.pid == os.getpid():
-        made.append(current.communicator)
-    return made
+    own = [] if current is None else [current.communicator]
+    return [*all_group_communicators(), *given_up, *backend_communicators(), *own]

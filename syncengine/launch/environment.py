@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from syncengine.errors import InvalidUsage
 from syncengine.launch import slurm
 from syncengine.launch.variables import number, text
 
@@ -24,12 +23,6 @@ class Launch:
     kind: str
     rank: int
     world_size: int
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.world_size:
-            raise InvalidUsage(
-                f"rank {self.rank} is not in a world of {self.world_size}: start every rank by one launcher"
-            )
 
 
 def detect(environ: Mapping[str, str]) -> Launch:
@@ -82,8 +75,8 @@ def _pmix(environ: Mapping[str, str]) -> Launch | None:
         return None
     from syncengine.launch import mpi
 
-    rank = number(environ, "PMIX_RANK", "PMIx")
-    return Launch("mpi", rank, mpi.world_size(f"PMIX_RANK={rank}"))
+    world_size = mpi.world_size(f"PMIX_RANK={environ['PMIX_RANK']}")
+    return Launch("mpi", number(environ, "PMIX_RANK", "PMIx", 0, world_size - 1), world_size)
 
 
 def _read(environ: Mapping[str, str], kind: str, rank: str, size: str) -> Launch:

@@ -14,8 +14,6 @@ from syncengine.errors import Aborted, InvalidUsage, PeerLost
 from syncengine.launch.arrivals import as_error, failure_notice, is_of_all, name_ranks, wait_for_ranks
 from syncengine_autoload.rendezvous import Failed, Rendezvous
 
-MAX_PAYLOAD = 64 * 1024  # bytes; addresses and settings are far smaller
-
 # What rank 0 serves is kept until the process ends: the others may still be reading.
 _served: dict[tuple[str, int], dist.Store] = {}
 
@@ -91,8 +89,6 @@ class StoreExchange:
 
     def __call__(self, payload: bytes) -> list[bytes]:
         """See Exchange."""
-        if len(payload) > MAX_PAYLOAD:
-            raise InvalidUsage(f"a payload of {len(payload)} bytes is more than the exchange's {MAX_PAYLOAD}")
         meeting, absent = self._meeting, set(self._names)
         self.arrived = {}
 
@@ -112,9 +108,6 @@ class StoreExchange:
             if meeting.met:
                 meeting.begin_round(payload)
             wait_for_ranks(missing, self._what, self._timeout, self._log_after)
-        for name, value in self.arrived.items():
-            if len(value) > MAX_PAYLOAD:
-                raise InvalidUsage(f"rank {name} sent {len(value)} bytes, more than the exchange's {MAX_PAYLOAD}")
         return [self.arrived[name] for name in self._names]
 
     def superseded(self) -> bool:
