@@ -219,8 +219,6 @@ TorchBackend::TorchWorkPtr TorchBackend::start(Call call, const How& how) {
   TorchWork::Origin origin{communicator_, call.mail().empty() ? collectives_ : messages_, how.type, call.number, limit};
   if (auto coalesced = std::move(call.coalesced)) {
     coalesced->works.insert(coalesced->works.end(), works.begin(), works.end());
-    if (!call.operations().empty())
-      coalesced->collectives.insert(coalesced->collectives.end(), works.begin(), works.end());
     coalesced->call.join(call);
     const bool delivers = call.delivers();
     const auto work = TorchWork::in_flight(std::move(origin), std::move(call), std::move(works));

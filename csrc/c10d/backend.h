@@ -167,8 +167,6 @@ class TorchBackend final : public ::c10d::Backend {
   void count(Call& call);
   TorchWorkPtr start(Call call, const How& how);
   std::unique_ptr<Coalesced> take_coalesced();
-  void end_left_coalescing();
-  void leave(Coalesced& coalesced) noexcept;
   TorchWorkPtr start_on_device(Call call, const How& how);
   std::optional<Duration> at_most(std::chrono::milliseconds timeout) const;
   void require_timeout(std::chrono::milliseconds timeout) const;
@@ -203,7 +201,7 @@ class TorchBackend final : public ::c10d::Backend {
   c10::intrusive_ptr<Options> options_;
   std::atomic<int64_t> timeout_ms_;
   std::atomic<uint64_t> sequence_{0};
-  Coalescing coalescing_;  // uses those above to its end
+  Coalescing coalescing_;
 };
 
 }  // namespace syncengine

@@ -33,9 +33,8 @@ namespace syncengine {
 
 class CoalescingBody {
  public:
-  // That of the generator which calls this; null if something else does. `left` is called once the generator is gone,
-  // unless this is gone before: without the GIL, on whichever thread lets go of it, and must not throw.
-  static std::unique_ptr<CoalescingBody> of_caller(std::function<void()> left);
+  // That of the generator which calls this; null if something else does.
+  static std::unique_ptr<CoalescingBody> of_caller();
   ~CoalescingBody();
 
   bool has_ended() const;
@@ -44,9 +43,6 @@ class CoalescingBody {
   explicit CoalescingBody(void* reference) : reference_(reference) {}
   void* reference_;  // Python's
 };
-
-// To be called in a catch block: a signal handler's exception is raised later, by the program's main thread.
-void postpone_python_error() noexcept;
 
 struct Coalesced;
 
@@ -184,14 +180,9 @@ class Call {
 
 // Calls of one thread that are to have one work for all of them. Each of them has begun, and is delivered by itself.
 struct Coalesced {
-  ~Coalesced() {
-    if (dropped) std::exchange(dropped, {})(*this);
-  }
-
-  Call call{"coalesced calls"};                           // stands for all
-  std::vector<std::shared_ptr<Work>> works, collectives;  // all of them, and those that are not the program's messages
-  std::unique_ptr<CoalescingBody> body;                   // where they are made, if that is known
-  std::function<void(Coalesced&)> dropped;  // an error has ended them: they take place all the same. Does not throw
+  Call call{"coalesced calls"};  // stands for all
+  std::vector<std::shared_ptr<Work>> works;
+  std::unique_ptr<CoalescingBody> body;  // where they are made, if that is known
 };
 
 }  // namespace syncengine
