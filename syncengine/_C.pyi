@@ -81,7 +81,6 @@ class NetworkOptions:
     sockets: int  # connections a peer
     checksum: bool
     silence: float  # seconds without a sign of life after which a peer is lost
-    peers: int  # ranks of other hosts
     secret: str  # "" for none, as the next
     secret_file: str
 

@@ -91,8 +91,8 @@ class Config:
         """The settings that all ranks must have alike."""
         return {name: getattr(self, name) for name in _SHARED}
 
-    def network(self, interface: str, peers: int) -> NetworkOptions:
-        """The extension's options for listening to `peers` ranks of other hosts; `interface` is what "" stands for."""
+    def network(self, interface: str) -> NetworkOptions:
+        """The extension's options for listening to ranks of other hosts; `interface` is what "" stands for."""
         from syncengine._C import NetworkOptions
 
         options = NetworkOptions()
@@ -100,7 +100,6 @@ class Config:
         options.sockets = self.sockets
         options.checksum = self.checksum
         options.silence = self.silence
-        options.peers = peers
         options.secret = self.secret
         options.secret_file = self.secret_file
         return options

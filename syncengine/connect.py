@@ -85,8 +85,7 @@ def connect(
         if max(hosts) > 0:
             _log_hosts(rank, config, hosts, names)
             if config.interhost == "tcp":
-                peers = sum(host != hosts[rank] for host in hosts)
-                network = _meet(exchange, config, bootstrap, addresses, peers)
+                network = _meet(exchange, config, bootstrap, addresses)
             elif config.interhost == "mpi":
                 from syncengine.interhost.mpi import open_mpi
 
@@ -133,14 +132,12 @@ def _agree(exchange: Exchange, config: Config, address: bytes, known_as: list[in
     return [other["host"] for other in everyone], list(addresses)
 
 
-def _meet(
-    exchange: Exchange, config: Config, bootstrap: LocalBootstrap, addresses: list[bytes], peers: int
-) -> list[bytes]:
-    """Listens for the `peers` ranks of other hosts; returns where each rank does."""
+def _meet(exchange: Exchange, config: Config, bootstrap: LocalBootstrap, addresses: list[bytes]) -> list[bytes]:
+    """Listens for the ranks of other hosts; returns where each rank does."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME", "")
     if not interface and not config.interface and not bootstrap.on_one_network(addresses):
         interface = reachable_address(os.environ)
-    return exchange(bootstrap.listen(config.network(interface, peers)))
+    return exchange(bootstrap.listen(config.network(interface)))
 
 
 def _log_hosts(rank: int, config: Config, hosts: list[int], names: list[str]) -> None:

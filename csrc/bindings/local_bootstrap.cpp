@@ -132,7 +132,6 @@ void bind_options(py::module_& module) {
       .def_readwrite("sockets", &NetworkOptions::sockets)
       .def_readwrite("checksum", &NetworkOptions::checksum)
       .def_readwrite("silence", &NetworkOptions::silence)
-      .def_readwrite("peers", &NetworkOptions::peers)
       .def_readwrite("secret", &NetworkOptions::secret)
       .def_readwrite("secret_file", &NetworkOptions::secret_file);
 }

@@ -32,9 +32,9 @@ def test_settings_between_hosts():
     environ = {"SYNCENGINE_CHECKSUM": "1", "SYNCENGINE_SOCKETS": "2", "SYNCENGINE_SECRET": "a secret of 16 bytes"}
     config = Config.read(environ, interface="eth0")
     assert (config.checksum, config.sockets, config.interface) == (True, 2, "eth0")
-    assert config.network("lo", 1).interface == "eth0"
-    assert Config.read(environ).network("lo", 1).interface == "lo"
-    assert config.network("", 1).secret == "a secret of 16 bytes"
+    assert config.network("lo").interface == "eth0"
+    assert Config.read(environ).network("lo").interface == "lo"
+    assert config.network("").secret == "a secret of 16 bytes"
     assert "a secret" not in repr(config)
     assert not Config.read({"SYNCENGINE_CHECKSUM": "0"}).checksum
 
@@ -55,7 +55,7 @@ def test_the_interface_may_be_that_of_gloo_or_nccl(
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     bootstrap = SimpleNamespace(listen=lambda network: network.interface.encode())
-    assert _meet(lambda payload: [payload], Config.read(os.environ), bootstrap, [], 1) == [expected.encode()]
+    assert _meet(lambda payload: [payload], Config.read(os.environ), bootstrap, []) == [expected.encode()]
 
 
 def test_timedelta_is_a_timeout():

@@ -6,6 +6,7 @@ import importlib
 import os
 import re
 import signal
+from datetime import timedelta
 
 import pytest
 import torch
@@ -166,7 +167,7 @@ def connect_a_group(hosts: str, how: str) -> str:
     else:
         set_fault(1, f"{how}:1:kill")
     with pytest.raises(SyncError) as error:
-        dist.new_group([1, 2], backend="syncengine")
+        dist.new_group([1, 2], timedelta(seconds=5) if how == "secret" else None, "syncengine")
     return str(error.value)
 
 

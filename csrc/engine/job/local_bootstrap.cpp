@@ -1,7 +1,5 @@
 #include "engine/job/local_bootstrap.h"
 
-#include <unistd.h>
-
 #include <cstring>
 #include <new>
 
@@ -21,9 +19,7 @@ struct LocalBootstrap::Address {
   uint64_t build = build_id();
   uint64_t arena_bytes = 0;
   uint64_t block_offset = 0;
-  uint8_t numerics = 0, algorithm = 0;
   char fd_exchange[FdExchange::kMostAddress] = {};  // with a secret: for the ranks alone
-  char host[64] = {};                               // its name, for messages
   char host_key[kMostHostKey] = {};                 // who shares memory
 };
 
@@ -44,7 +40,7 @@ LocalBootstrap::Address parse(const std::string& text, int global_rank) {
   std::memcpy(&build, text.data() + sizeof(address.magic), sizeof(build));
   if (build != build_id() || text.size() != sizeof(address)) throw another_build(global_rank, build);
   std::memcpy(&address, text.data(), sizeof(address));
-  address.fd_exchange[sizeof(address.fd_exchange) - 1] = address.host[sizeof(address.host) - 1] = '\0';
+  address.fd_exchange[sizeof(address.fd_exchange) - 1] = '\0';
   address.host_key[sizeof(address.host_key) - 1] = '\0';
   return address;
 }
@@ -68,10 +64,7 @@ std::string LocalBootstrap::address() const {
   Address address;
   address.arena_bytes = arena_->bytes();
   address.block_offset = block_offset_;
-  address.numerics = static_cast<uint8_t>(options_.numerics);
-  address.algorithm = static_cast<uint8_t>(options_.algorithm);
   fd_exchange_.address().copy(address.fd_exchange, sizeof(address.fd_exchange) - 1);
-  gethostname(address.host, sizeof(address.host) - 1);
   host_key_.copy(address.host_key, sizeof(address.host_key) - 1);
   return {reinterpret_cast<const char*>(&address), sizeof(address)};
 }
@@ -98,10 +91,6 @@ std::shared_ptr<Communicator> LocalBootstrap::connect(const std::vector<std::str
   for (int rank = 0; rank < size_; ++rank) {
     parsed.push_back(parse(addresses.at(rank), names_.global(rank)));
     fd_exchanges.emplace_back(on[rank] == on[rank_] ? parsed[rank].fd_exchange : "");
-    if (parsed[rank].numerics != static_cast<uint8_t>(options_.numerics) ||
-        parsed[rank].algorithm != static_cast<uint8_t>(options_.algorithm))
-      throw Error(ErrorKind::Mismatch, names_(rank) + " on " + parsed[rank].host + " and " + names_(rank_) +
-                                           " have different numerics or algorithm: pass the same to init()");
   }
   // Peers that have this rank's memory already believe in a communicator: they must hear if there will be none.
   auto& end_record = reinterpret_cast<shm::GroupBlock*>(arena_->at(block_offset_))->end_record;

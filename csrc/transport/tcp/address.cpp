@@ -163,12 +163,6 @@ namespace {
 
 constexpr uint32_t kAddressMagic = 0x61636e73;  // "snca"
 
-[[noreturn]] void throw_differ(const char* what, const char* setting, int rank, int value, int peer, int other) {
-  throw Error(ErrorKind::Mismatch, "rank " + std::to_string(rank) + " has " + what + " " + std::to_string(value) +
-                                       ", rank " + std::to_string(peer) + " has " + std::to_string(other) +
-                                       ": give all ranks the same " + setting);
-}
-
 }  // namespace
 
 std::string encode(const Address& address) {
@@ -179,8 +173,6 @@ std::string encode(const Address& address) {
       .u8(address.ip.v6)
       .bytes(ip)
       .u16(address.port)
-      .u8(address.sockets)
-      .u8(address.checksum)
       .u8(address.has_secret)
       .bytes(address.network)
       .bytes(address.key)
@@ -197,24 +189,17 @@ Address decode_address(int peer, const std::string& bytes) {
   std::string ip = reader.bytes(address.ip.bytes.size());
   std::copy(ip.begin(), ip.end(), address.ip.bytes.begin());
   address.port = reader.u16();
-  address.sockets = reader.u8();
-  uint8_t checksum = reader.u8(), has_secret = reader.u8();
+  uint8_t has_secret = reader.u8();
   address.network = reader.bytes(kDigestBytes);
   address.key = reader.bytes(kDigestBytes);
-  if (!ours || !reader.whole() || (v6 | checksum | has_secret) > 1 || address.port == 0 || address.sockets < 1 ||
-      address.sockets > kMaxSockets)
+  if (!ours || !reader.whole() || (v6 | has_secret) > 1 || address.port == 0)
     throw Error(ErrorKind::InvalidUsage, "rank " + std::to_string(peer) + " gave no TCP address of syncengine's");
   address.ip.v6 = v6;
-  address.checksum = checksum;
   address.has_secret = has_secret;
   return address;
 }
 
 void check_fit(int own_rank, const Address& own, int peer, const Address& other) {
-  if (own.sockets != other.sockets)
-    throw_differ("TCP sockets a peer:", "number", own_rank, own.sockets, peer, other.sockets);
-  if (own.checksum != other.checksum)
-    throw_differ("TCP checksum:", "setting", own_rank, own.checksum, peer, other.checksum);
   if (own.has_secret != other.has_secret) {
     int without = own.has_secret ? peer : own_rank;
     throw Error(ErrorKind::InvalidUsage, "rank " + std::to_string(without) + " has no secret, rank " +

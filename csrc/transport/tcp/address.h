@@ -60,8 +60,6 @@ inline constexpr int kMaxSockets = 16;
 struct Address {
   Ip ip;
   uint16_t port = 0;
-  uint8_t sockets = 0;    // data connections a peer
-  bool checksum = false;  // of each frame's payload
   bool has_secret = false;
   std::string network;  // 32 bytes; the same on two ranks whose loopback is the same
   std::string key;      // 32 random bytes
@@ -74,8 +72,8 @@ std::string encode(const Address& address);
 // Throws Mismatch if rank `peer` runs another build, InvalidUsage if that is no address.
 Address decode_address(int peer, const std::string& bytes);
 
-// Throws Mismatch where two ranks (`own_rank` and `peer`) differ in what must be equal, and InvalidUsage if `peer`
-// can't be reached under its address.
+// Throws InvalidUsage if one of two ranks (`own_rank` and `peer`) alone has a secret, or if `peer` can't be reached
+// under its address. Settings that must be the same have been compared before, with those of all transports.
 void check_fit(int own_rank, const Address& own, int peer, const Address& other);
 
 std::string random_bytes(size_t count);

@@ -151,7 +151,6 @@ constexpr size_t kOwn = 3;     // the listener, and what the endpoint waits on
 constexpr size_t kSpare = 16;  // for what else a process opens meanwhile
 
 void require_room(const Options& options, int peers) {
-  if (peers == 0) return;
   require_descriptors("this rank, with connections to " + std::to_string(peers) + " ranks of other hosts, " +
                           std::to_string(1 + options.sockets) + " each (fewer by init(sockets=...)),",
                       static_cast<size_t>(peers) * (1 + options.sockets) + kOwn + kSpare);
@@ -169,13 +168,10 @@ Listener::Listener(const Options& options) : options_(options) {
                 "a silence of " + std::to_string(options.silence) + " s can't be told from heartbeats every " +
                     std::to_string(options.heartbeat) + " s: give at least three times as much");
   }
-  require_room(options, options.peers);
   address_.ip = choose_ip(options.interface, local_interfaces());
   UniqueFd listener = listen_on(address_.ip);
   address_.port = port_of(listener);
   fd_ = ParentFd(std::move(listener));
-  address_.sockets = static_cast<uint8_t>(options.sockets);
-  address_.checksum = options.checksum;
   address_.has_secret = !options.secret.empty();
   address_.network = own_network();
   address_.key = random_bytes(address_.network.size());

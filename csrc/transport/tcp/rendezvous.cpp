@@ -8,7 +8,6 @@
 #include <cstdio>
 #include <cstring>
 
-#include "base/build_id.h"
 #include "base/sync_point.h"
 #include "base/texts.h"
 #include "transport/tcp/secret.h"
@@ -20,7 +19,6 @@ namespace {
 
 constexpr int kPollMs = 50;
 constexpr Duration kPause = std::chrono::milliseconds(50);  // before a call is tried again
-constexpr Duration kProbePause = std::chrono::milliseconds(250);
 
 }  // namespace
 
@@ -42,8 +40,7 @@ Rendezvous::Rendezvous(const Options& options, int rank, const Address& own, std
 std::map<int, Sockets> Rendezvous::run(Deadline deadline, const std::function<void()>& interrupted) {
   sync_point("tcp_rendezvous");
   while (missing_ > 0) {
-    bool is_full = full_ && Clock::now() < full_->again;
-    std::vector<pollfd> waits{{listener_, static_cast<short>(is_full ? 0 : POLLIN), 0}};
+    std::vector<pollfd> waits{{listener_, POLLIN, 0}};
     for (const Call& call : calls_) {
       if (call.fd) waits.push_back({call.fd.get(), static_cast<short>(call.connecting ? POLLOUT : POLLIN), 0});
     }
@@ -64,11 +61,10 @@ std::map<int, Sockets> Rendezvous::run(Deadline deadline, const std::function<vo
         throw Error(ErrorKind::PeerLost,
                     options_.names(owners[i]) + " broke off while the ranks connected: see its own error");
     }
-    if (!is_full) accept_callers();
+    accept_callers();
     for (auto* calls : {&calls_, &unauthenticated_}) {
       calls->remove_if([&](Call& call) { return advance(call); });
     }
-    look_after_doubted();
     if (missing_ > 0 && deadline.passed())
       throw Error(ErrorKind::Timeout, options_.names(rank_) + " waited in init() for " + missing_names());
   }
@@ -82,35 +78,24 @@ void Rendezvous::accept_callers() {
     bool full = unauthenticated_.size() >= missing_ + static_cast<size_t>(options_.unauthenticated);
     if (full && oldest == unauthenticated_.end()) return;
     UniqueFd fd(accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
-    if (!fd && (errno == EMFILE || errno == ENFILE)) return wait_for_descriptors(errno);
-    if (!fd) return;
-    full_.reset();
-    if (full) unauthenticated_.erase(oldest);  // whoever has been silent longest; a rank would call again
+    const bool is_short = !fd && (errno == EMFILE || errno == ENFILE);
+    if (is_short && oldest == unauthenticated_.end())
+      throw_descriptor_error(options_.names(rank_) + " can't accept the connections of " + missing_names(), errno);
+    if (!fd && !is_short) return;
+    if (full || is_short) unauthenticated_.erase(oldest);  // whoever has been silent longest; a rank would call again
+    if (is_short) continue;
     unauthenticated_.emplace_back();
     Call& call = unauthenticated_.back();
     call.fd = std::move(fd);
     call.limit = Clock::now() + seconds(options_.handshake);
     call.server = std::make_unique<ServerHandshake>(
-        own_.sockets, own_.checksum, random_bytes(kDigestBytes), [this](const Hello& hello) -> std::optional<PairKeys> {
+        random_bytes(kDigestBytes), [this](const Hello& hello) -> std::optional<PairKeys> {
           auto client = static_cast<int>(hello.client);
           bool expected = hello.server == static_cast<uint32_t>(rank_) && client > rank_ && keys_.count(client) &&
                           hello.connection < sockets_[client].size() && !nonces_.count(hello.nonce);
           return expected ? std::optional(keys_[client]) : std::nullopt;
         });
   }
-}
-
-// Strangers that say nothing go, since what is needed for the ranks was there at first; if that does not help, it is
-// said.
-void Rendezvous::wait_for_descriptors(int code) {
-  auto now = Clock::now();
-  if (!full_) full_ = Full{.since = now};
-  full_->again = now + kPause;
-  unauthenticated_.remove_if([&](const Call& call) {
-    return !call.server->has_ticket() && call.limit - seconds(options_.handshake) + kPause < now;
-  });
-  if (now - full_->since < seconds(options_.handshake)) return;
-  throw_descriptor_error(options_.names(rank_) + " can't accept the connections of " + missing_names(), code);
 }
 
 void Rendezvous::dial(Call& call) {
@@ -161,12 +146,9 @@ bool Rendezvous::advance(Call& call) {
 }
 
 void Rendezvous::greet(Call& call) {
-  Hello hello{.build = build_id(),
-              .connection = static_cast<uint16_t>(call.connection),
+  Hello hello{.connection = static_cast<uint16_t>(call.connection),
               .client = static_cast<uint32_t>(rank_),
               .server = static_cast<uint32_t>(call.peer),
-              .sockets = own_.sockets,
-              .checksum = own_.checksum,
               .nonce = random_bytes(kDigestBytes)};
   call.connecting = false;
   call.client = std::make_unique<ClientHandshake>(hello, keys_.at(call.peer));
@@ -210,18 +192,11 @@ bool Rendezvous::settle(Call& call) {
       return true;
     }
     case HandshakeResult::Secret:
-      if (call.client) throw_other_secret(peer);
-      if (call.server->has_ticket()) doubt(peer, "another secret than this job's");
-      break;
-    case HandshakeResult::Build:  // else the address would have told
-      if (!call.client) break;
-      throw another_build(options_.names.global(peer), handshake.their_build());
-    case HandshakeResult::Settings:
       if (call.client)
-        throw Error(ErrorKind::Mismatch, options_.names(peer) + " has other TCP settings than " +
-                                             options_.names(rank_) +
-                                             " (number of sockets, checksum): give all ranks the same");
-      if (call.server->has_ticket()) doubt(peer, "other settings than its address");
+        throw Error(ErrorKind::InvalidUsage, options_.names(peer) + " and " + options_.names(rank_) +
+                                                 " have different secrets: set SYNCENGINE_SECRET (or what is in "
+                                                 "SYNCENGINE_SECRET_FILE) to the same on all ranks");
+      doubt(peer);
       break;
     case HandshakeResult::Stranger: break;
   }
@@ -232,12 +207,12 @@ bool Rendezvous::settle(Call& call) {
   return false;
 }
 
-// A rank's name with a valid ticket and nothing behind it: that rank has another secret, or somebody has read the
-// addresses in the launcher's exchange. He must not end the job, so the rank may still come.
-void Rendezvous::doubt(int peer, const std::string& what) {
-  std::string text = "somebody called as " + options_.names(peer) + " with " + what;
+// A rank's name with a valid ticket and nothing behind it: that rank has another secret, and its own init() says so; or
+// somebody has read the addresses in the launcher's exchange. He must not end the job, so the rank may still come.
+void Rendezvous::doubt(int peer) {
+  std::string text = "somebody called as " + options_.names(peer) + " with another secret than this job's";
   reasons_[peer] = text;
-  if (!doubted_.try_emplace(peer).second) return;
+  if (!doubted_.insert(peer).second) return;
   std::fprintf(
       stderr,
       "[syncengine] %s: %s, and was turned away: it is that rank with a wrong SYNCENGINE_SECRET, or a stranger "
@@ -245,43 +220,11 @@ void Rendezvous::doubt(int peer, const std::string& what) {
       options_.names(rank_).c_str(), text.c_str());
 }
 
-bool Rendezvous::is_missing(int peer) const {
-  const Sockets& sockets = sockets_.at(peer);
-  return std::any_of(sockets.begin(), sockets.end(), [](const UniqueFd& fd) { return !fd; });
-}
-
-// A rank with another secret has heard it from this one, and its init() has failed: nobody listens there any more. No
-// stranger can do that to a rank that is still to come.
-void Rendezvous::look_after_doubted() {
-  auto now = Clock::now();
-  for (auto& [peer, doubt] : doubted_) {
-    if (!is_missing(peer)) {
-      doubt.probe.reset();
-    } else if (doubt.probe) {
-      if (!is_decided(doubt.probe)) continue;
-      if (connect_error(doubt.probe) == ECONNREFUSED) throw_other_secret(peer);
-      doubt.probe.reset();
-      doubt.again = now + kProbePause;
-    } else if (now >= doubt.again) {
-      const Address& address = peers_.at(peer);
-      doubt.probe = begin_connect(own_.ip, address.ip, address.port);
-      if (!doubt.probe && errno == ECONNREFUSED) throw_other_secret(peer);
-      if (!doubt.probe) doubt.again = now + kProbePause;
-    }
-  }
-}
-
-void Rendezvous::throw_other_secret(int peer) const {
-  throw Error(ErrorKind::InvalidUsage, options_.names(peer) + " and " + options_.names(rank_) +
-                                           " have different secrets: set SYNCENGINE_SECRET (or what is in "
-                                           "SYNCENGINE_SECRET_FILE) to the same on all ranks");
-}
-
 std::string Rendezvous::missing_names() const {
   std::string names;
   int count = 0;
   for (const auto& [peer, sockets] : sockets_) {
-    if (!is_missing(peer)) continue;
+    if (std::all_of(sockets.begin(), sockets.end(), [](const UniqueFd& fd) { return static_cast<bool>(fd); })) continue;
     auto reason = reasons_.find(peer);
     names += (names.empty() ? "" : ", ") + std::to_string(options_.names.global(peer));
     if (reason != reasons_.end())

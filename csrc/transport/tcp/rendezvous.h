@@ -25,32 +25,28 @@ namespace syncengine::tcp {
 // How two ranks prove to each other, on a new connection, who they are. Pure: bytes in, bytes out.
 //
 //   client                                         server
-//   hello: ranks, connection, settings, nonce,
+//   hello: ranks, connection, nonce,
 //          ticket = HMAC(ticket key, hello)   ->
 //                                             <-   challenge: nonce, proof = HMAC(proof key, hello, challenge)
 //   answer: HMAC(proof key, hello, challenge) ->
 //                                             <-   welcome
 //
 // Both proofs cover both nonces, so that nothing recorded is worth anything later. A stranger without the ticket learns
-// nothing, not even that this is a rank. The keys never travel.
+// nothing, not even that this is a rank. The keys never travel. They are made of both addresses, with the builds: ranks
+// of different ones are strangers here, if their addresses have not told before.
 //
 // Thread-safety: one thread. Failure: result(); never throws.
 
 enum class HandshakeResult : uint8_t {
   Fine,
   Stranger,  // not our protocol, or not this job's
-  Build,     // of another build
-  Settings,  // other settings
   Secret,    // of this job, but with another secret
 };
 
 struct Hello {
-  uint64_t build = 0;       // of the library
   uint16_t connection = 0;  // 0 is for control, the others for data
   uint32_t client = 0;
   uint32_t server = 0;
-  uint8_t sockets = 0;
-  uint8_t checksum = 0;
   std::string nonce;  // 32 bytes
 };
 
@@ -61,7 +57,6 @@ class Handshake {
   size_t wanted() const { return wanted_; }
   HandshakeResult result() const { return result_; }
   const Hello& hello() const { return hello_; }
-  uint64_t their_build() const { return their_build_; }  // where that is the result
 
  protected:
   std::string end(HandshakeResult result, std::string last_words = "") {
@@ -71,7 +66,6 @@ class Handshake {
   }
 
   Hello hello_;
-  uint64_t their_build_ = 0;
   PairKeys keys_;
   std::string said_;  // hello, then challenge: what proofs are about
   size_t wanted_ = 0;
@@ -93,7 +87,7 @@ class ServerHandshake : public Handshake {
  public:
   // `admit` looks up the keys for a hello, or finds that nobody of that name is expected here.
   using Admit = std::function<std::optional<PairKeys>(const Hello&)>;
-  ServerHandshake(uint8_t sockets, bool checksum, std::string nonce, Admit admit);
+  ServerHandshake(std::string nonce, Admit admit);
 
   std::string receive(std::string_view message);
 
@@ -103,8 +97,6 @@ class ServerHandshake : public Handshake {
  private:
   std::string challenge(std::string_view message);
 
-  uint8_t sockets_;
-  uint8_t checksum_;
   std::string nonce_;
   Admit admit_;
   bool has_ticket_ = false;
@@ -142,11 +134,7 @@ class Rendezvous {
   bool talk(Call& call, int& code);
   bool settle(Call& call);
   void break_off(Call& call, int code);
-  void wait_for_descriptors(int code);
-  void doubt(int peer, const std::string& what);
-  void look_after_doubted();
-  [[noreturn]] void throw_other_secret(int peer) const;
-  bool is_missing(int peer) const;
+  void doubt(int peer);
   std::string missing_names() const;
 
   const Options& options_;
@@ -161,15 +149,7 @@ class Rendezvous {
   std::list<Call> unauthenticated_;     // from whoever calls
   std::set<std::string> nonces_;        // of hellos with a ticket: none is good twice
   std::map<int, std::string> reasons_;  // why the last call to or from a peer failed
-  struct Doubt {
-    UniqueFd probe = {};  // a call, to see whether the rank still listens
-    Clock::time_point again = {};
-  };
-  std::map<int, Doubt> doubted_;  // ranks in whose names somebody has called who could not prove it
-  struct Full {
-    Clock::time_point since, again = {};
-  };
-  std::optional<Full> full_;  // no descriptor was left
+  std::set<int> doubted_;               // ranks in whose names somebody has called who could not prove it
 };
 
 }  // namespace syncengine::tcp

@@ -27,7 +27,6 @@ struct Options {
   double heartbeat = 0.25;   // seconds
   double silence = 30.0;     // seconds without a sign of life after which a peer is lost
   double handshake = 5.0;    // seconds that a caller has to prove who it is
-  int peers = 0;             // ranks of other hosts, where that is known before: are there descriptors enough?
   int unauthenticated = 64;  // connections that have not proved it yet, at most, beside those that are expected
   std::string secret;        // see load_secret()
   RankNames names;           // of the ranks of the job

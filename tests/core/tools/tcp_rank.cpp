@@ -207,7 +207,6 @@ void raw(const Settings& settings, const tcp::Sockets& sockets) {
 void raw(const Settings& settings) {
   tcp::Options options = settings.options();
   tcp::Address own{.ip = tcp::choose_ip(options.interface, tcp::local_interfaces()),
-                   .sockets = static_cast<uint8_t>(options.sockets),
                    .network = tcp::own_network(),
                    .key = tcp::random_bytes(32)};
   UniqueFd listener = tcp::listen_on(own.ip);

@@ -99,12 +99,9 @@ class Actor {
   }
 
   tcp::ClientHandshake greet(int server, const std::string& address, int connection) {
-    tcp::Hello hello{.build = build_id(),
-                     .connection = static_cast<uint16_t>(connection),
+    tcp::Hello hello{.connection = static_cast<uint16_t>(connection),
                      .client = static_cast<uint32_t>(rank_),
                      .server = static_cast<uint32_t>(server),
-                     .sockets = static_cast<uint8_t>(options_.sockets),
-                     .checksum = options_.checksum,
                      .nonce = tcp::random_bytes(32)};
     auto own = tcp::decode_address(rank_, listener_.address()), other = tcp::decode_address(server, address);
     return {hello, tcp::pair_keys(rank_, own, server, other, options_.secret)};

@@ -1,7 +1,6 @@
 // Proofs of identity: both sides of the handshake, honest and not.
 #include <random>
 
-#include "base/build_id.h"
 #include "test.h"
 #include "transport/tcp/rendezvous.h"
 #include "transport/tcp/secret.h"
@@ -10,19 +9,14 @@ namespace syncengine::tcp {
 
 namespace {
 
-Address address_of(char name) {
-  return {.port = 1, .sockets = 4, .network = std::string(32, 'n'), .key = std::string(32, name)};
-}
+Address address_of(char name) { return {.port = 1, .network = std::string(32, 'n'), .key = std::string(32, name)}; }
 
 PairKeys keys_of(const std::string& secret = "") { return pair_keys(0, address_of('a'), 1, address_of('b'), secret); }
 
-Hello hello(char nonce = 'c') {
-  return {
-      .build = build_id(), .connection = 2, .client = 1, .server = 0, .sockets = 4, .nonce = std::string(32, nonce)};
-}
+Hello hello(char nonce = 'c') { return {.connection = 2, .client = 1, .server = 0, .nonce = std::string(32, nonce)}; }
 
 ServerHandshake server(const PairKeys& keys = keys_of(), char nonce = 's') {
-  return {4, false, std::string(32, nonce), [keys](const Hello& hello) {
+  return {std::string(32, nonce), [keys](const Hello& hello) {
             return hello.client == 1 && hello.server == 0 ? std::optional(keys) : std::nullopt;
           }};
 }
@@ -72,32 +66,6 @@ TEST(handshake_tells_a_stranger_nothing) {
   ServerHandshake again = server();
   CHECK_EQ(again.receive(two.first_words()), "");
   CHECK(again.result() == HandshakeResult::Stranger);
-}
-
-TEST(handshake_with_another_build_or_other_settings_is_named) {
-  Hello later = hello();
-  later.build = build_id() + 1;
-  ClientHandshake one(later, keys_of());
-  ServerHandshake zero = server();
-  talk(one, zero);
-  CHECK(zero.result() == HandshakeResult::Build && !zero.has_ticket());
-  CHECK(one.result() == HandshakeResult::Stranger || one.result() == HandshakeResult::Build);
-
-  std::string old = ClientHandshake(hello(), keys_of()).first_words();
-  ServerHandshake answerer = server();
-  std::string challenge = answerer.receive(old);
-  challenge[8] ^= 9;  // its build
-  ClientHandshake two(hello(), keys_of());
-  CHECK_EQ(two.receive(challenge), "");
-  CHECK(two.result() == HandshakeResult::Build);
-
-  Hello fewer = hello();
-  fewer.sockets = 2;
-  ClientHandshake three(fewer, keys_of());
-  ServerHandshake third = server();
-  talk(three, third);
-  CHECK(three.result() == HandshakeResult::Settings && third.result() == HandshakeResult::Settings &&
-        third.has_ticket());
 }
 
 // What was said in one handshake is worth nothing in the next: the other side's nonce is new.
@@ -174,7 +142,7 @@ TEST(handshake_fuzz) {
     bool heard = random() % 2;
     std::string words = heard ? first : mangled(first);
     zero.receive(words);
-    if (words != first) CHECK(zero.result() == HandshakeResult::Stranger || zero.result() == HandshakeResult::Build);
+    if (words != first) CHECK(zero.result() == HandshakeResult::Stranger);
     if (zero.wanted() > 0) zero.receive(mangled(std::string(zero.wanted(), 'x')));
     CHECK(zero.result() != HandshakeResult::Fine);
     ClientHandshake one(hello(static_cast<char>(random() | 0x80)), keys_of());

@@ -34,8 +34,7 @@ Ip ip6(uint8_t first, uint8_t second, uint8_t last) {
 }
 
 Address example() {
-  return {
-      .ip = ip4(10, 0, 0, 1), .port = 5000, .sockets = 4, .network = std::string(32, 'n'), .key = std::string(32, 'k')};
+  return {.ip = ip4(10, 0, 0, 1), .port = 5000, .network = std::string(32, 'n'), .key = std::string(32, 'k')};
 }
 
 }  // namespace
@@ -164,7 +163,7 @@ TEST(frames_out_of_bounds_are_refused) {
 TEST(addresses_come_back) {
   Address address = example();
   CHECK(decode_address(3, encode(address)) == address);
-  address.ip = ip6(0xfd, 1, 2), address.checksum = true, address.has_secret = true;
+  address.ip = ip6(0xfd, 1, 2), address.has_secret = true;
   CHECK(decode_address(3, encode(address)) == address);
   CHECK(encode(address).size() <= 256);
   std::string other = encode(address);
@@ -175,18 +174,11 @@ TEST(addresses_come_back) {
     std::string part = encode(address).substr(0, bytes);
     CHECK(contains(CHECK_THROWS(decode_address(3, part), ErrorKind::InvalidUsage), "rank 3"));
   }
-  address.sockets = 17;
-  CHECK_THROWS(decode_address(3, encode(address)), ErrorKind::InvalidUsage);
 }
 
 TEST(addresses_that_do_not_fit_are_named) {
   Address own = example(), other = example();
   check_fit(0, own, 3, other);
-  other.sockets = 2;
-  CHECK_EQ(CHECK_THROWS(check_fit(0, own, 3, other), ErrorKind::Mismatch),
-           "rank 0 has TCP sockets a peer: 4, rank 3 has 2: give all ranks the same number");
-  other = example(), other.checksum = true;
-  CHECK(contains(CHECK_THROWS(check_fit(0, own, 3, other), ErrorKind::Mismatch), "checksum"));
   other = example(), other.has_secret = true;
   CHECK(contains(CHECK_THROWS(check_fit(0, own, 3, other), ErrorKind::InvalidUsage), "rank 0 has no secret"));
   CHECK(contains(CHECK_THROWS(check_fit(3, other, 0, own), ErrorKind::InvalidUsage), "rank 0 has no secret"));
