@@ -142,7 +142,7 @@ class Communicator:
 
     @property
     def links(self) -> str:
-        """Between hosts: which algorithm collectives use, and what was measured. Empty on one host."""
+        """Between hosts: which algorithm collectives use. Empty on one host."""
 
     @overload
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum", async_op: Literal[False] = False) -> None: ...

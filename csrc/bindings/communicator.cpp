@@ -195,7 +195,7 @@ void bind_communicator(py::module_& module) {
           "timeout", [](const Communicator& c) { return std::chrono::duration<double>(c.timeout()).count(); },
           "Seconds after which a collective gives up.")
       .def_property_readonly("links", &Communicator::describe_links,
-                             "Between hosts: which way collectives take, and what was measured. Empty on one host.")
+                             "Between hosts: which way collectives take. Empty on one host.")
       .def(
           "all_reduce",
           [](const Shared& self, const at::Tensor& tensor, const std::string& op, bool async_op) {

@@ -1,10 +1,6 @@
 #include "collectives/interhost_plan.h"
 
 #include <algorithm>
-#include <cmath>
-#include <cstdio>
-
-#include "transport/interhost.h"
 
 namespace syncengine {
 
@@ -14,59 +10,17 @@ bool is_half(const Operation& operation) {
   return operation.dtype == DType::Float16 || operation.dtype == DType::BFloat16;
 }
 
-// Seconds for `bytes` over links of one speed: hops, the bytes of the host that sends most, and the transfers of its
-// busiest rank. Chunks follow each other, so only the first one's way through all hops counts in full.
-class Cost {
- public:
-  Cost(const Placement& placement, const LinkSpeed& speed, size_t chunk_bytes)
-      : speed_(speed), hosts_(placement.hosts()), ranks_(placement.stripes), chunk_(static_cast<double>(chunk_bytes)) {}
-
-  double exchange(double bytes) const {
-    return 2 * speed_.latency + (ranks_ + 1) * (hosts_ - 1) / hosts_ * bytes / speed_.bandwidth +
-           chunks(bytes) * (ranks_ + 1) * (hosts_ - 1) * speed_.overhead;
-  }
-  // `partial`: bytes of the running sum for each byte of the tensor.
-  double chain(double bytes, double partial) const {
-    double most = hosts_ == 2 ? partial : partial + 1;
-    double chunk = std::min(chunk_, static_cast<double>(Interhost::kMaxTransfer) / partial);
-    double first = std::min(bytes, chunk);
-    return (hosts_ - 1) * (2 * speed_.latency + (partial + 1) * first / speed_.bandwidth) +
-           most * (bytes - first) / speed_.bandwidth + std::ceil(bytes / chunk) * 2 * speed_.overhead;
-  }
-  double broadcast(double bytes) const {
-    return speed_.latency + (hosts_ - 1) * (bytes / speed_.bandwidth + chunks(bytes) * speed_.overhead);
-  }
-  double relay(double bytes) const {
-    return (hosts_ - 1) * (speed_.latency + first(bytes) / speed_.bandwidth) +
-           (bytes - first(bytes)) / speed_.bandwidth + chunks(bytes) * speed_.overhead;
-  }
-
- private:
-  double first(double bytes) const { return std::min(bytes, chunk_); }
-  double chunks(double bytes) const { return std::ceil(bytes / chunk_); }
-
-  LinkSpeed speed_;
-  double hosts_, ranks_, chunk_;
-};
-
-// The least power of two from which on `other` is quicker than `usual`, for all sizes.
-template <class Usual, class Other>
-size_t quicker_from(const Usual& usual, const Other& other) {
-  size_t from = InterhostChoice::kNever;
-  for (size_t bytes = size_t{1} << 40; bytes >= 1 << 10; bytes /= 2) {
-    if (other(static_cast<double>(bytes)) >= usual(static_cast<double>(bytes))) break;
-    from = bytes;
-  }
-  return from;
-}
-
-// What a host's link moves in about a millisecond, of each of a chunk's cells the same. With few bytes under way, no
-// peer gets far ahead of the others, so the link stays full until the end; where the latency is high, more has to be.
-size_t cell_bytes(const LinkSpeed& speed, int hosts) {
-  double bytes = speed.bandwidth * (1e-3 + speed.latency) / hosts;
-  size_t cell = InterhostChoice::kMostCell;
-  while (cell > InterhostChoice::kLeastCell && static_cast<double>(cell) > bytes) cell /= 2;
-  return cell;
+// From how many bytes on the chain is quicker, whose running sum has `partial` bytes for each byte of the tensor: where
+// the host that sends most sends less, by more than it takes the first chunk longer to go through all hosts, alone. All
+// of that takes as long as its bytes do, so the links' speed does not count. Distances do, for what is small: the chain
+// has more hops but between two hosts.
+size_t chain_from(const Placement& placement, double chunk, double partial) {
+  const double hosts = placement.hosts(), ranks = placement.stripes;
+  const double exchange = (ranks + 1) * (hosts - 1) / hosts, chain = hosts == 2 ? partial : partial + 1;
+  const double first = (hosts - 1) * (partial + 1);
+  if (!placement.contiguous || exchange <= chain) return InterhostChoice::kNever;
+  if (hosts == 2 && first <= exchange) return 0;
+  return static_cast<size_t>(chunk * std::max(1.0, (first - chain) / (exchange - chain)));
 }
 
 std::string size_text(size_t bytes) {
@@ -76,28 +30,15 @@ std::string size_text(size_t bytes) {
 
 }  // namespace
 
-InterhostChoice choose_interhost(const Placement& placement, HostAlgorithm algorithm, const LinkSpeed& speed,
-                                 size_t chunk_bytes) {
+InterhostChoice choose_interhost(const Placement& placement, HostAlgorithm algorithm, size_t chunk_bytes) {
   InterhostChoice choice;
   if (algorithm == HostAlgorithm::Exchange) return choice;
-  bool always = algorithm == HostAlgorithm::Chain;
-  if (placement.hosts() > 2) choice.cell = cell_bytes(speed, placement.hosts());
-  Cost cost(placement, speed, chunk_bytes);
-  auto exchange = [&](double bytes) { return cost.exchange(bytes); };
-  if (placement.contiguous) {
-    choice.chain = always ? 0 : quicker_from(exchange, [&](double bytes) { return cost.chain(bytes, 1); });
-    choice.chain_half = always ? 0 : quicker_from(exchange, [&](double bytes) { return cost.chain(bytes, 2); });
-  }
-  if (placement.hosts() > 2) {
-    choice.relay = always ? 0
-                          : quicker_from([&](double bytes) { return cost.broadcast(bytes); },
-                                         [&](double bytes) { return cost.relay(bytes); });
-  }
+  const bool always = algorithm == HostAlgorithm::Chain;
+  const auto chunk = static_cast<double>(chunk_bytes);
+  choice.chain = always && placement.contiguous ? 0 : chain_from(placement, chunk, 1);
+  choice.chain_half = always && placement.contiguous ? 0 : chain_from(placement, chunk, 2);
+  if (placement.hosts() > 2) choice.relay = always ? 0 : 2 * chunk_bytes;
   return choice;
-}
-
-bool speed_matters(const Placement& placement) {
-  return placement.hosts() > 2 || (placement.stripes > 1 && placement.contiguous);
 }
 
 Way choose_way(const InterhostChoice& choice, const Operation& operation) {
@@ -128,13 +69,6 @@ bool relays(const InterhostChoice& choice, const Operation& operation) {
 std::string describe(const InterhostChoice& choice) {
   return "all_reduce by chain " + size_text(choice.chain) + " (16-bit " + size_text(choice.chain_half) +
          "), broadcast by relay " + size_text(choice.relay);
-}
-
-std::string describe(const LinkSpeed& speed) {
-  char text[96];
-  std::snprintf(text, sizeof(text), "%.0f us, %.0f MB/s, %.1f us a transfer", speed.latency * 1e6,
-                speed.bandwidth * 1e-6, speed.overhead * 1e6);
-  return text;
 }
 
 }  // namespace syncengine

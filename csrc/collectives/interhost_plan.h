@@ -17,8 +17,7 @@
 
 namespace syncengine {
 
-// Which way a collective takes between hosts: the one that the links' measured speed makes quicker. No bits depend on
-// it.
+// Which way a collective takes between hosts: the one that is quicker over links of any speed. No bits depend on it.
 //
 // Ownership: plain data, pure functions: the same on all ranks that were given the same. Failure: none.
 
@@ -35,37 +34,24 @@ enum class HostAlgorithm : uint8_t {
   Chain,     // from host to host wherever that is possible, at any size
 };
 
-// Between two hosts, while all of them send and receive.
-struct LinkSpeed {
-  double latency = 30e-6;  // seconds until a short message is there
-  double bandwidth = 1e9;  // bytes a second, each way
-  double overhead = 5e-6;  // seconds that one more transfer takes the rank that sends it
-};
-
-// The sizes in bytes from which on something is done, and `cell`.
+// The sizes in bytes from which on something is done.
 struct InterhostChoice {
   static constexpr size_t kNever = ~size_t{0};
-  static constexpr size_t kMostCell = 256 << 10, kLeastCell = 32 << 10;
   size_t chain = kNever;       // all-reduce in rank order takes Chain
   size_t chain_half = kNever;  // the same for 16-bit floats, whose running sum is in float32
   size_t relay = kNever;       // broadcast goes from host to host, not from the root's to all
-  size_t cell = kMostCell;     // of an all-reduce by Exchange or Sums between ranks that are alone on their hosts
 };
 
 // `chunk_bytes` of an all-reduce that takes many of them.
-InterhostChoice choose_interhost(const Placement& placement, HostAlgorithm algorithm, const LinkSpeed& speed,
-                                 size_t chunk_bytes);
-// Whether Auto's choice depends on the speed.
-bool speed_matters(const Placement& placement);
+InterhostChoice choose_interhost(const Placement& placement, HostAlgorithm algorithm, size_t chunk_bytes);
 
-// Not of Numerics::Tree, for which no speed matters: the sums of hosts whose ranks have a node of the tree in common,
+// Not of Numerics::Tree, for which no size matters: the sums of hosts whose ranks have a node of the tree in common,
 // if all have; what ranks have themselves otherwise, and where each is alone.
 Way choose_way(const InterhostChoice& choice, const Operation& operation);
 Way way_of_tree(const Placement& placement, const std::vector<uint8_t>& merges);
 bool relays(const InterhostChoice& choice, const Operation& operation);
 
 std::string describe(const InterhostChoice& choice);
-std::string describe(const LinkSpeed& speed);
 
 enum class Content : uint8_t {
   Raw,      // a rank's contribution; received into scratch

@@ -51,7 +51,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   virtual std::unique_ptr<DeviceTransport> open_device_transport(int /*device*/, const std::string& /*name*/) {
     return nullptr;
   }
-  // Between hosts: which collectives take which way, and what was measured. For logs; empty on one host.
+  // Between hosts: which collectives take which way. For logs; empty on one host.
   virtual std::string describe_links() const { return ""; }
 
   // Collectives that match by the order of submission. submit() never blocks; run() is submit() and wait() in one,

@@ -220,6 +220,16 @@ void EngineCommunicator::check_peers() {
   throw_if_failed();
 }
 
+std::string EngineCommunicator::describe_links() const { return interhost_ ? interhost_->describe_links() : ""; }
+
+bool EngineCommunicator::has_device_transport() const {
+  return interhost_ && interhost_->interhost().has_device_transport();
+}
+
+std::unique_ptr<DeviceTransport> EngineCommunicator::open_device_transport(int device, const std::string& name) {
+  return interhost_ ? interhost_->interhost().open_device_transport(interhost_->job_ranks(), device, name) : nullptr;
+}
+
 std::shared_ptr<void> EngineCommunicator::allocate(size_t bytes) {
   throw_if_failed();
   return engine_->arena()->allocate_tensor(bytes);

@@ -46,9 +46,6 @@ class EngineCommunicator final : public Communicator, private Progressable {
   bool has_device_transport() const override;
   std::unique_ptr<DeviceTransport> open_device_transport(int device, const std::string& name) override;
   std::string describe_links() const override;
-  // Between hosts; collective, before anything else: how fast the links are, for this communicator and all that are
-  // split from it.
-  void measure_links(const std::function<void()>& interrupted);
 
   std::shared_ptr<Work> submit(Operation operation) override;
   void run(Operation operation, const std::function<void()>& interrupted) override;

@@ -52,7 +52,8 @@ constexpr size_t kInterhostSlots = 8;
 constexpr size_t kInterhostSlotBytes = 128 << 10;
 static_assert(kInterhostSlots * kInterhostSlotBytes == shm::kSlots * shm::kSlotBytes);
 // Where no rank needs slots, since each is alone on its host.
-constexpr size_t kCellBytes = InterhostChoice::kMostCell;
+constexpr size_t kCellBytes = 256 << 10, kLeastCellBytes = 32 << 10;
+constexpr int kCellsInTurn = 32;
 constexpr size_t kScratchBytes = 2 << 20;  // of a chunk of reduce-scatter
 
 size_t whole_lines(size_t bytes) { return std::max(kCacheLine, bytes / kCacheLine * kCacheLine); }
@@ -64,6 +65,14 @@ size_t chunk_bytes_alone(Collective collective, const Placement& placement) {
     case Collective::ReduceScatter: return whole_lines(std::min(kCellBytes, kScratchBytes / size));
     default: return kCellBytes;
   }
+}
+
+// Of an all-reduce by Exchange or Sums. With few bytes under way, no peer gets far ahead of the others, so among more
+// than two hosts the links stay full until the end; which counts for as much as the cells are of the whole.
+size_t cell_bytes(size_t bytes, size_t hosts) {
+  size_t cell = kCellBytes;
+  while (hosts > 2 && cell > kLeastCellBytes && cell * hosts * kCellsInTurn > bytes) cell /= 2;
+  return cell;
 }
 
 }  // namespace
@@ -94,7 +103,8 @@ size_t InterhostExchange::chunk_bytes(const Active& active) const {
     if (is_wide(asked)) return Interhost::kMaxTransfer / 2;  // of which a running sum takes twice as many bytes
     bool in_cells = asked.collective == Collective::AllReduce && way_of(asked) != Way::Chain;
     size_t most = chunk_bytes_alone(asked.collective, placement);
-    return in_cells ? std::min(most, links_.choice.cell * static_cast<size_t>(placement.size)) : most;
+    const auto size = static_cast<size_t>(placement.size);
+    return in_cells ? std::min(most, cell_bytes(asked.input.bytes(), size) * size) : most;
   }
   bool in_parts = asked.collective == Collective::ReduceScatter || asked.collective == Collective::AllGather;
   return in_parts ? whole_lines(lane_.slot_bytes / placement.size) : lane_.slot_bytes;

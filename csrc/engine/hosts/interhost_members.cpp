@@ -23,14 +23,11 @@ InterhostMembers::InterhostMembers(std::shared_ptr<Network> network, uint32_t gr
              .job_ranks = std::move(job_ranks),
              .global_ranks = std::move(global_ranks),
              .counterparts = counterparts(placement),
-             .network = std::move(network)} {
+             .network = std::move(network),
+             .choice = {}} {
   for (int member = 0; member < placement.size; ++member) member_of_[links_.job_ranks[member]] = member;
-  choose();
-}
-
-void InterhostMembers::choose() {
-  links_.choice = choose_interhost(links_.placement, links_.network->engine()->options().host_algorithm,
-                                   links_.network->speed(), InterhostExchange::all_reduce_chunk(links_.placement));
+  links_.choice = choose_interhost(placement, links_.network->engine()->options().host_algorithm,
+                                   InterhostExchange::all_reduce_chunk(placement));
 }
 
 Traffic::Parts InterhostMembers::make_parts() {
@@ -55,25 +52,6 @@ Traffic::Parts InterhostMembers::make_parts() {
 void InterhostMembers::enroll(std::function<void(const Error&)> fail) {
   fail_ = std::move(fail);
   links_.network->enroll(links_.group, this);
-}
-
-bool InterhostMembers::depends_on_speed() const {
-  return links_.network->engine()->options().host_algorithm == HostAlgorithm::Auto && speed_matters(links_.placement);
-}
-
-void InterhostMembers::set_speed(const LinkSpeed& speed) {
-  links_.network->engine()->locked([&] {
-    links_.network->set_speed(speed);
-    choose();
-  });
-}
-
-std::string InterhostMembers::describe_links() const {
-  return links_.network->engine()->locked([&] {
-    const Network& network = *links_.network;
-    return syncengine::describe(links_.choice) +
-           (network.is_measured() ? "; measured " + syncengine::describe(network.speed()) : "");
-  });
 }
 
 void InterhostMembers::hear(int peer, const std::string& message) {

@@ -169,10 +169,9 @@ class InterhostMembers {
   Interhost& interhost() const { return links_.network->interhost(); }
   const std::vector<int>& job_ranks() const { return links_.job_ranks; }  // of the members
 
+  std::string describe_links() const { return syncengine::describe(links_.choice); }
+
   // Without the lock, which they take.
-  bool depends_on_speed() const;
-  void set_speed(const LinkSpeed& speed);
-  std::string describe_links() const;
   // Of split(): the number of a communicator that this rank, its first member, founds.
   uint64_t take_number();
   // Of shrink(): that of the one communicator that may follow, the same on all members. Throws InvalidUsage if none
@@ -186,7 +185,6 @@ class InterhostMembers {
                                           std::vector<int> global_ranks) const;
 
  private:
-  void choose();
   void hear_ended(int member, const Ended& ended);
   std::optional<Error> check_members(const Traffic& traffic);
   void tell_who_is_late(const Traffic& traffic);

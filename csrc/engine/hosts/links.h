@@ -139,7 +139,7 @@ struct Links {
   std::vector<int> global_ranks;  // of each member: what messages call it
   std::vector<int> counterparts;  // members
   std::shared_ptr<Network> network;
-  InterhostChoice choice = {};  // changes only when all members have run the same operations
+  InterhostChoice choice;
 
   std::string name(int member) const { return "rank " + std::to_string(global_ranks[member]); }
   bool is_remote(int member) const { return placement.host_of[member] != placement.host; }

@@ -9,13 +9,11 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <set>
 #include <string>
 #include <thread>
 #include <vector>
 
-#include "collectives/interhost_plan.h"
 #include "engine/progress/driver.h"
 #include "engine/progress/engine.h"
 #include "transport/interhost.h"
@@ -58,11 +56,6 @@ class Network final : public IoLoop, private Progressable {
   const std::shared_ptr<Engine>& engine() const { return engine_; }
   Interhost& interhost() { return *interhost_; }
 
-  // As measured when the job began.
-  LinkSpeed speed() const { return speed_.value_or(LinkSpeed{}); }
-  bool is_measured() const { return speed_.has_value(); }
-  void set_speed(const LinkSpeed& speed) { speed_ = speed; }
-
   // A number for a new communicator whose first member is this rank, `rank` of the job; kTooMany if none is left.
   uint32_t take_number(int rank);
   // Between these two calls a communicator is being made that this rank may be a member of: messages for it that come
@@ -101,7 +94,6 @@ class Network final : public IoLoop, private Progressable {
   uint64_t expectations_ = 0;        // calls of expect() so far
   std::set<uint64_t> expected_;      // those that expect_no_more() has not ended
   bool heard_ = false;
-  std::optional<LinkSpeed> speed_;
 
   std::mutex moving_;  // held by the thread that makes steps; a thread that asks for it holds no other lock
   std::unique_lock<std::mutex> claimers_{moving_, std::defer_lock};  // of the thread that has claimed

@@ -102,7 +102,6 @@ std::shared_ptr<Communicator> LocalBootstrap::connect(const std::vector<std::str
     Operation barrier{.collective = Collective::Barrier};
     barrier.describe = [] { return std::string("syncengine.init()"); };
     joined->run(std::move(barrier), interrupted);
-    joined->measure_links(interrupted);
     return joined;
   } catch (...) {
     const Error told = for_peers(names_(rank_), std::current_exception());

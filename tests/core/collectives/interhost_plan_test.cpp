@@ -181,18 +181,6 @@ TEST(later_receives_are_answers) {
   }
 }
 
-TEST(cells_take_a_link_about_a_millisecond) {
-  auto cell = [](const std::string& hosts, double latency, double bandwidth) {
-    LinkSpeed speed{.latency = latency, .bandwidth = bandwidth, .overhead = 5e-6};
-    return choose_interhost(everybodys(hosts)[0], HostAlgorithm::Auto, speed, 1 << 20).cell;
-  };
-  CHECK_EQ(cell("abcd", 100e-6, 120e6), size_t{32} << 10);
-  CHECK_EQ(cell("abcd", 100e-6, 600e6), size_t{128} << 10);
-  CHECK_EQ(cell("abcd", 100e-6, 1e10), size_t{256} << 10);
-  CHECK_EQ(cell("abcd", 20e-3, 120e6), size_t{256} << 10);  // a distant host
-  CHECK_EQ(cell("ab", 100e-6, 120e6), size_t{256} << 10);   // one peer can't get ahead of others
-}
-
 TEST(hosts_send_sums_where_all_have_a_node_of_the_tree) {
   auto way = [](const std::string& hosts, uint32_t leaves) {
     return way_of_tree(everybodys(hosts)[0], cut_tree(leaves, static_cast<int>(hosts.size())).merges);
@@ -213,12 +201,10 @@ TEST(the_chain_is_taken_where_it_is_quicker) {
   Operation operation{};
   std::vector<std::byte> memory(1 << 20);
   operation.input = operation.output = SpanList(memory.data(), memory.size());
-  LinkSpeed speed;
   HostAlgorithm algorithm = HostAlgorithm::Auto;
   auto way = [&](const std::string& hosts, DType dtype) {
     operation.dtype = dtype;
-    auto choice = choose_interhost(everybodys(hosts)[0], algorithm, speed, 128 << 10);
-    return choose_way(choice, operation);
+    return choose_way(choose_interhost(everybodys(hosts)[0], algorithm, 128 << 10), operation);
   };
   CHECK(way("ab", DType::Float32) == Way::Exchange);
   CHECK(way("aabb", DType::Float32) == Way::Chain);
@@ -238,20 +224,16 @@ TEST(the_chain_is_taken_where_it_is_quicker) {
   algorithm = HostAlgorithm::Exchange;
   operation.input = operation.output = SpanList(memory.data(), memory.size());
   CHECK(way("aabb", DType::Float32) == Way::Exchange);
-  // Four hosts of four ranks: a slow wire wants few bytes, a distant one few hops.
+  // Four hosts of four ranks: what is large wants few bytes, what is small few hops.
   algorithm = HostAlgorithm::Auto;
   std::string many = "aaaabbbbccccdddd";
-  speed = {.latency = 20e-6, .bandwidth = 1e8, .overhead = 1e-6};
-  CHECK(way(many, DType::Float32) == Way::Chain);
-  CHECK(relays(choose_interhost(everybodys(many)[0], algorithm, speed, 128 << 10), operation));
-  speed = {.latency = 20e-3, .bandwidth = 1e9, .overhead = 1e-6};
-  CHECK(way(many, DType::Float32) == Way::Exchange);
-  CHECK(!relays(choose_interhost(everybodys(many)[0], algorithm, speed, 128 << 10), operation));
-  // Eight hosts of one rank: a chain sends a little more, in two transfers a chunk instead of fourteen.
-  speed = {.latency = 20e-6, .bandwidth = 1e9, .overhead = 8e-6};
-  operation.input = operation.output = SpanList(memory.data(), 64 << 20);  // nobody looks into it
-  CHECK(way("abcdefgh", DType::Float32) == Way::Chain);
-  CHECK(way("abc", DType::Float32) == Way::Exchange);
+  const auto choice = choose_interhost(everybodys(many)[0], algorithm, 128 << 10);
+  CHECK(way(many, DType::Float32) == Way::Chain && relays(choice, operation));
+  operation.input = operation.output = SpanList(memory.data(), 16 << 10);
+  CHECK(way(many, DType::Float32) == Way::Exchange && !relays(choice, operation));
+  operation.input = operation.output = SpanList(memory.data(), size_t{1} << 40);  // nobody looks into it
+  CHECK(way("abcdefgh", DType::Float32) == Way::Exchange);
+  CHECK(way("aabbccdd", DType::Float32) == Way::Chain);
 }
 
 TEST(halves_are_widened_exactly_and_narrowed_as_the_kernels_do) {
