@@ -8,7 +8,6 @@
 #include <string>
 #include <vector>
 
-#include "base/build_id.h"
 #include "base/texts.h"
 #include "transport/interhost.h"
 #include "transport/matching/heartbeat_monitor.h"
@@ -56,7 +55,6 @@ struct Options {
   double heartbeat = 0.25;  // seconds
   double silence = 0;       // seconds without a sign of life after which a peer is lost; 0: never, and no heartbeats
   RankNames names = {};     // of the ranks of the job
-  uint64_t build = build_id();  // another one is for tests
   // Interhost::open_device_transport(); empty: there is none.
   std::function<std::unique_ptr<DeviceTransport>(const std::vector<int>& ranks, int device, const std::string& name)>
       open_device_transport = {};

@@ -8,16 +8,9 @@
 #include <utility>
 #include <vector>
 
-#include "base/build_id.h"
 #include "transport/matching/frame.h"
 
 namespace syncengine::packets {
-
-namespace {
-
-constexpr size_t kMostSpare = 32;
-
-}  // namespace
 
 Traffic::~Traffic() {
   static std::mutex mutex;
@@ -26,24 +19,8 @@ Traffic::~Traffic() {
   if (!in_flight_.empty()) kept->push_back(std::move(in_flight_));
 }
 
-Buffer Traffic::take(size_t bytes) {
-  Buffer buffer;
-  if (bytes > kControlBytes && !spare_.empty()) {
-    buffer = std::move(spare_.back());
-    spare_.pop_back();
-    return buffer;
-  }
-  buffer.large_ = bytes > kControlBytes;
-  buffer.memory_ = std::make_unique_for_overwrite<std::byte[]>(buffer.large_ ? kMostBytes : kControlBytes);
-  return buffer;
-}
-
-void Traffic::give_back(Buffer buffer) {
-  if (buffer.large_ && spare_.size() < kMostSpare) spare_.push_back(std::move(buffer));
-}
-
 uint64_t Traffic::post(int peer, bool outgoing, Buffer buffer, size_t bytes) {
-  posts_.push_back({++last_, peer, outgoing, buffer.data(), bytes});
+  posts_.push_back({++last_, peer, outgoing, buffer.get(), bytes});
   in_flight_.emplace(last_, InFlight{peer, std::move(buffer)});
   return last_;
 }
@@ -57,12 +34,10 @@ Traffic::InFlight Traffic::end(uint64_t id) {
 }
 
 using matching::Arrival, matching::Channel, matching::Frame, matching::Kind, matching::Lifecycle;
-using matching::encode, matching::garbage, matching::kFrameBytes, matching::Writer;
+using matching::encode, matching::garbage, matching::kFrameBytes;
 
 namespace {
 
-constexpr uint64_t kGreeting = 0x656e69676e65636e;  // "ncengine": before all frames, with the build's number
-constexpr size_t kGreetingBytes = 16;
 constexpr size_t kRoom = kControlBytes - sizeof(uint32_t);  // behind the count of the bytes that are used
 constexpr uint32_t kInlineBytes = 512;                      // of a payload that needs no packet of its own
 constexpr int kMostAnnounced = 4;                           // payloads a packet of frames: more would hold up messages
@@ -70,13 +45,14 @@ constexpr size_t kMostOutgoing = 16;                        // packets under way
 
 bool is_inline(const Frame& frame) { return frame.payload <= kInlineBytes; }
 
+Buffer memory_of(size_t bytes) { return std::make_unique_for_overwrite<std::byte[]>(bytes); }
+
 bool is_data(Kind kind) { return kind == Kind::Eager || kind == Kind::Chunk; }
 
 }  // namespace
 
 Peer::Peer(matching::Shared& shared, Traffic& traffic, const Options& options, int rank)
     : session_(shared, heartbeat_timing(options), rank), traffic_(traffic), options_(options) {
-  session_.out = Writer().u64(kGreeting).u64(options.build).text();
   receive(kControlBytes, {});
 }
 
@@ -95,8 +71,8 @@ void Peer::step() {
 
 // Frames of `session_.out` first, so that no message waits behind more than the payloads that are announced already.
 void Peer::send_packet() {
-  Buffer packet = traffic_.take(kControlBytes);
-  auto* start = reinterpret_cast<char*>(packet.data()) + sizeof(uint32_t);
+  Buffer packet = memory_of(kControlBytes);
+  auto* start = reinterpret_cast<char*>(packet.get()) + sizeof(uint32_t);
   size_t used = session_.out.copy(start, kRoom);
   session_.out.erase(0, used);
   auto add = [&](const void* bytes, size_t count) {
@@ -111,13 +87,13 @@ void Peer::send_packet() {
     if (is_inline(piece.frame)) {
       add(piece.payload(), piece.frame.payload);
     } else {
-      payloads.emplace_back(traffic_.take(piece.frame.payload), piece.frame.payload);
-      std::memcpy(payloads.back().first.data(), piece.payload(), piece.frame.payload);
+      payloads.emplace_back(memory_of(piece.frame.payload), piece.frame.payload);
+      std::memcpy(payloads.back().first.get(), piece.payload(), piece.frame.payload);
     }
     session_.outbox.written(piece);
   }
   auto count = static_cast<uint32_t>(used);
-  std::memcpy(packet.data(), &count, sizeof(count));
+  std::memcpy(packet.get(), &count, sizeof(count));
   std::memset(start + used, 0, kRoom - used);  // nothing of this process's memory that nobody asked for
   send(std::move(packet), kControlBytes);
   for (auto& [buffer, bytes] : payloads) send(std::move(buffer), bytes);
@@ -131,7 +107,7 @@ void Peer::send(Buffer buffer, size_t bytes) {
 // ---- in ----
 
 void Peer::receive(size_t bytes, std::optional<Arrival> arrival) {
-  uint64_t id = traffic_.post(session_.rank, false, traffic_.take(bytes), bytes);
+  uint64_t id = traffic_.post(session_.rank, false, memory_of(bytes), bytes);
   incoming_.push_back({.id = id, .arrival = std::move(arrival)});
 }
 
@@ -144,7 +120,6 @@ void Peer::on_end(uint64_t id, Buffer buffer, const std::string& error) {
   auto ended = std::find_if(incoming_.begin(), incoming_.end(), [&](const Incoming& each) { return each.id == id; });
   if (ended == incoming_.end()) {
     --outgoing_;
-    traffic_.give_back(std::move(buffer));
     return;
   }
   session_.heartbeat.heard();
@@ -166,10 +141,9 @@ void Peer::on_end(uint64_t id, Buffer buffer, const std::string& error) {
 
 void Peer::take_incoming(Incoming incoming) {
   if (incoming.arrival)
-    take_data(*incoming.arrival, incoming.buffer.data());
+    take_data(*incoming.arrival, incoming.buffer.get());
   else
-    on_frames(incoming.buffer.data());
-  traffic_.give_back(std::move(incoming.buffer));
+    on_frames(incoming.buffer.get());
 }
 
 // Whatever a frame is worth, the payloads behind it come, and the Goodbye: the first fault is thrown last.
@@ -179,7 +153,6 @@ void Peer::on_frames(const std::byte* packet) {
   if (used > kRoom) throw_out_of_step();
   in_.append(reinterpret_cast<const char*>(packet) + sizeof(used), used);
   announced_ = 0;
-  if (!greeted_) take_greeting();
   std::optional<Error> fault;
   std::string payload;
   while (auto frame = next_frame(payload)) {
@@ -193,20 +166,6 @@ void Peer::on_frames(const std::byte* packet) {
   }
   if (!session_.life.has_peer_left()) receive(kControlBytes, {});
   if (fault) throw Error(*fault);
-}
-
-// What follows can't be read where the builds differ.
-void Peer::take_greeting() {
-  if (in_.size() < kGreetingBytes) throw_out_of_step();
-  matching::Reader reader(std::string_view(in_).substr(0, kGreetingBytes));
-  uint64_t greeting = reader.u64(), build = reader.u64();
-  if (greeting != kGreeting) throw_out_of_step();
-  if (build != options_.build) {
-    session_.life.on(Lifecycle::Break);
-    throw another_build(session_.shared.names.global(session_.rank), build);
-  }
-  in_.erase(0, kGreetingBytes);
-  greeted_ = true;
 }
 
 // With its payload, unless that is a packet of its own.

@@ -35,17 +35,8 @@ namespace syncengine::packets {
 // Thread-safety: under the endpoint's progress lock.
 
 inline constexpr size_t kControlBytes = 2 << 10;  // of a packet of frames: MPI sends that much without asking
-inline constexpr size_t kMostBytes = matching::kChunkBytes;
 
-class Buffer {
- public:
-  std::byte* data() const { return memory_.get(); }
-
- private:
-  friend class Traffic;
-  std::unique_ptr<std::byte[]> memory_;
-  bool large_ = false;
-};
+using Buffer = std::unique_ptr<std::byte[]>;
 
 class Traffic {
  public:
@@ -58,9 +49,6 @@ class Traffic {
   Traffic(const Traffic&) = delete;
   ~Traffic();
 
-  Buffer take(size_t bytes);
-  void give_back(Buffer buffer);
-
   // Returns the packet's number.
   uint64_t post(int peer, bool outgoing, Buffer buffer, size_t bytes);
   std::vector<PacketTransport::Packet> posted() { return std::exchange(posts_, {}); }
@@ -72,7 +60,6 @@ class Traffic {
   uint64_t last_ = 0;
   std::vector<PacketTransport::Packet> posts_;
   std::unordered_map<uint64_t, InFlight> in_flight_;
-  std::vector<Buffer> spare_;  // large ones
 };
 
 class Peer {
@@ -105,7 +92,6 @@ class Peer {
 
   void receive(size_t bytes, std::optional<matching::Arrival> arrival);
   void take_incoming(Incoming incoming);
-  void take_greeting();
   void on_frames(const std::byte* packet);
   std::optional<matching::Frame> next_frame(std::string& payload);
   void on_frame(const matching::Frame& frame, const std::string& payload);
@@ -119,9 +105,8 @@ class Peer {
   const Options& options_;
   size_t outgoing_ = 0;  // packets under way
   std::deque<Incoming> incoming_;
-  std::string in_;        // of a frame that is not whole
-  int announced_ = 0;     // payloads, in the packet of frames that is being read
-  bool greeted_ = false;  // it did: it is of this build
+  std::string in_;     // of a frame that is not whole
+  int announced_ = 0;  // payloads, in the packet of frames that is being read
 };
 
 }  // namespace syncengine::packets

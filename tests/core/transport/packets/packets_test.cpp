@@ -51,7 +51,6 @@ class Stranger {
     return std::string(reinterpret_cast<const char*>(&used), sizeof(used)) + frames;
   }
   static std::string packet(const std::string& frames) { return packet(frames, frames.size()); }
-  static std::string greeting() { return matching::Writer().u64(0x656e69676e65636e).u64(build_id()).text(); }
 
  private:
   std::deque<std::unique_ptr<std::byte[]>> memory_;  // outlives what the transport has of it
@@ -128,18 +127,6 @@ TEST(packets_name_a_silent_peer) {
   CHECK(contains(one.wait_lost(1).what(), "rank 1 has been silent"));
 }
 
-// A half-upgraded cluster: both say so, and neither hangs.
-TEST(packets_name_a_peer_of_another_build) {
-  auto wire = std::make_shared<FakeWire>(2, FakeWire::How{.calls = true});
-  Running one(endpoint(wire, 0, 2, {.silence = 20})),
-      two(endpoint(wire, 1, 2, {.silence = 20, .build = build_id() + 1}));
-  for (auto [side, peer] : {std::pair{&one, 1}, {&two, 0}}) {
-    Error error = side->wait_lost(peer);
-    CHECK(error.kind() == ErrorKind::Mismatch);
-    CHECK(contains(error.what(), "rank " + std::to_string(peer) + " runs another build of syncengine ("));
-  }
-}
-
 // A size that differs is told to the other side, and both still say goodbye.
 TEST(packets_end_in_order_after_a_mismatch) {
   auto wire = std::make_shared<FakeWire>(2, FakeWire::How{});
@@ -161,8 +148,7 @@ TEST(packets_of_garbage_end_the_peer) {
   std::string unasked = chunk + chunk + chunk + chunk;
   for (const auto& packet :
        {std::string(100, 'x'), Stranger::packet("", packets::kControlBytes), Stranger::packet(chunk),
-        Stranger::packet(Stranger::greeting() + chunk), Stranger::packet(Stranger::greeting() + unasked + chunk),
-        Stranger::packet(Stranger::greeting() + std::string(40, '\0'))}) {
+        Stranger::packet(unasked + chunk), Stranger::packet(std::string(40, '\0'))}) {
     auto wire = std::make_shared<FakeWire>(2, FakeWire::How{});
     Running one(endpoint(wire, 0, 2));
     Stranger stranger(wire, 1);
@@ -184,7 +170,7 @@ TEST(packets_fuzz) {
     auto send = one->send(1, 3, unsent.data(), unsent.size());
     Stranger stranger(wire, 1);
     for (int count = 0; count < 5; ++count) {
-      std::string frames = count == 0 ? Stranger::greeting() : "";
+      std::string frames;
       for (int i = 0; i < 6; ++i) {
         matching::Frame frame{.kind = static_cast<Kind>(random() % 10)};
         if (random() % 2) frame.tag = 1 + random() % 4;
