@@ -39,31 +39,6 @@ bool processor_has(Isa isa) {
 bool processor_has(Isa isa) { return isa == Isa::Scalar; }
 #endif
 
-size_t reduce_by(ReduceFunction function, const Reduction& reduction, const void* const* sources, int source_count,
-                 void* const* destinations, int destination_count, size_t count) {
-  assert(is_supported(reduction.dtype, reduction.op) && source_count >= 1);
-  assert(reduction.scale == 1.0 || is_floating(reduction.dtype));
-  assert(!reduction.stops_at_nonfinite ||
-         (is_floating(reduction.dtype) && (reduction.op == ReduceOp::Sum || reduction.op == ReduceOp::Avg)));
-  const DefaultFpState state;
-  return function(reduction, sources, source_count, destinations, destination_count, count);
-}
-
-void copy_scaled_by(ReduceFunction function, DType dtype, void* destination, const void* source, size_t count,
-                    double scale) {
-  if (scale != 1.0) {
-    const Reduction reduction{.dtype = dtype, .op = ReduceOp::Sum, .scale = scale};
-    reduce_by(function, reduction, &source, 1, &destination, 1, count);
-  } else if (destination != source && count > 0) {
-    std::memcpy(destination, source, count * element_size(dtype));
-  }
-}
-
-ReduceFunction active_function() {
-  static const ReduceFunction function = reduce_function(active_isa());
-  return function;
-}
-
 }  // namespace
 
 const char* name(Isa isa) {
@@ -103,21 +78,22 @@ Isa active_isa() {
 }
 
 size_t reduce(const Reduction& reduction, const void* const* sources, int source_count, void* const* destinations,
-              int destination_count, size_t count) {
-  return reduce_by(active_function(), reduction, sources, source_count, destinations, destination_count, count);
+              int destination_count, size_t count, Isa isa) {
+  assert(is_supported(reduction.dtype, reduction.op) && source_count >= 1);
+  assert(reduction.scale == 1.0 || is_floating(reduction.dtype));
+  assert(!reduction.stops_at_nonfinite ||
+         (is_floating(reduction.dtype) && (reduction.op == ReduceOp::Sum || reduction.op == ReduceOp::Avg)));
+  const DefaultFpState state;
+  return reduce_function(isa)(reduction, sources, source_count, destinations, destination_count, count);
 }
 
-void copy_scaled(DType dtype, void* destination, const void* source, size_t count, double scale) {
-  copy_scaled_by(active_function(), dtype, destination, source, count, scale);
-}
-
-size_t reduce_with(Isa isa, const Reduction& reduction, const void* const* sources, int source_count,
-                   void* const* destinations, int destination_count, size_t count) {
-  return reduce_by(reduce_function(isa), reduction, sources, source_count, destinations, destination_count, count);
-}
-
-void copy_scaled_with(Isa isa, DType dtype, void* destination, const void* source, size_t count, double scale) {
-  copy_scaled_by(reduce_function(isa), dtype, destination, source, count, scale);
+void copy_scaled(DType dtype, void* destination, const void* source, size_t count, double scale, Isa isa) {
+  if (scale != 1.0) {
+    const Reduction reduction{.dtype = dtype, .op = ReduceOp::Sum, .scale = scale};
+    reduce(reduction, &source, 1, &destination, 1, count, isa);
+  } else if (destination != source && count > 0) {
+    std::memcpy(destination, source, count * element_size(dtype));
+  }
 }
 
 }  // namespace syncengine::kernels

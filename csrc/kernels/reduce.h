@@ -37,29 +37,26 @@ struct Reduction {
 inline constexpr size_t kBlockBytes = 512;  // no block of results is larger
 inline constexpr int kMaxTreeDepth = 8;
 
-// destination[j][i] = scale * (((source[0][i] op source[1][i]) op source[2][i]) ...), for 0 <= i < count and every j.
-// At least one source; with one alone this is a scaled copy. Integers wrap around. Bools, which must be 0 or 1, know
-// product (and), min (and), max (or). Min and max propagate NaN; of 0.0 and -0.0 they keep the earlier.
-// Returns how many elements are done, all but with stops_at_nonfinite; nothing was written behind them.
-size_t reduce(const Reduction& reduction, const void* const* sources, int source_count, void* const* destinations,
-              int destination_count, size_t count);
-
-// destination[i] = scale * source[i], rounded once in dtype; a plain copy if scale == 1.0.
-void copy_scaled(DType dtype, void* destination, const void* source, size_t count, double scale);
-
 enum class Isa { Scalar, Avx2, Avx512 };
 const char* name(Isa isa);
 Isa best_isa();              // what this processor runs
 bool is_available(Isa isa);  // compiled in and runnable here
-Isa active_isa();            // what reduce and copy_scaled use: choose_isa(SYNCENGINE_ISA), read once
+Isa active_isa();            // choose_isa(SYNCENGINE_ISA), read once
 // The one named "scalar", "avx2" or "avx512"; the best one if `wanted` is null or empty.
 // Throws InvalidUsage if there is no such one here.
 Isa choose_isa(const char* wanted);
 
-// For tests: the same as above on a given instruction set, which must be available.
-size_t reduce_with(Isa isa, const Reduction& reduction, const void* const* sources, int source_count,
-                   void* const* destinations, int destination_count, size_t count);
-void copy_scaled_with(Isa isa, DType dtype, void* destination, const void* source, size_t count, double scale);
+// destination[j][i] = scale * (((source[0][i] op source[1][i]) op source[2][i]) ...), for 0 <= i < count and every j.
+// At least one source; with one alone this is a scaled copy. Integers wrap around. Bools, which must be 0 or 1, know
+// product (and), min (and), max (or). Min and max propagate NaN; of 0.0 and -0.0 they keep the earlier.
+// Returns how many elements are done, all but with stops_at_nonfinite; nothing was written behind them.
+// `isa`, which must be available, is for tests.
+size_t reduce(const Reduction& reduction, const void* const* sources, int source_count, void* const* destinations,
+              int destination_count, size_t count, Isa isa = active_isa());
+
+// destination[i] = scale * source[i], rounded once in dtype; a plain copy if scale == 1.0.
+void copy_scaled(DType dtype, void* destination, const void* source, size_t count, double scale,
+                 Isa isa = active_isa());
 
 // float16 and bfloat16 to and from arrays of float32: for sums that leave a kernel before they are complete.
 //

@@ -21,7 +21,7 @@ uint16_t convert(Isa isa, DType dtype, uint32_t bits) {
   std::memcpy(&value, &bits, 4);
   const uint16_t one = dtype == DType::Float16 ? 0x3c00 : 0x3f80;
   uint16_t result;
-  copy_scaled_with(isa, dtype, &result, &one, 1, value);
+  copy_scaled(dtype, &result, &one, 1, value, isa);
   return result;
 }
 
@@ -93,7 +93,7 @@ TEST(kernels_scale_every_half) {
     for (double scale : {1.0 / 3, 0.5, 1024.0, 1048576.0 / 3, std::ldexp(1.0, -14)}) {
       const auto wanted = expected({.dtype = dtype, .op = ReduceOp::Sum, .scale = scale}, {all.data()}, 65536);
       for (Isa isa : available_isas()) {
-        copy_scaled_with(isa, dtype, result.data(), all.data(), 65536, scale);
+        copy_scaled(dtype, result.data(), all.data(), 65536, scale, isa);
         CHECK_EQ(first_difference(dtype, result.data(), wanted.data(), 65536), -1);
       }
     }

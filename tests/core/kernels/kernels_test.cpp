@@ -45,7 +45,7 @@ void check_reduce(Isa isa, const Reduction& reduction, const Arrays& inputs, con
   for (size_t i = 0; i < arrays.size(); ++i) {
     if (i < in_place || i >= inputs.size()) destinations.push_back(arrays[i]->data());
   }
-  reduce_with(isa, reduction, sources.data(), inputs.size(), destinations.data(), destinations.size(), count);
+  reduce(reduction, sources.data(), inputs.size(), destinations.data(), destinations.size(), count, isa);
 
   const std::string what = describe(isa, reduction, inputs.size(), destinations.size(), count);
   for (size_t i = 0; i < arrays.size(); ++i) {
@@ -183,8 +183,7 @@ TEST(kernels_stop_before_what_is_not_finite) {
             Arrays own = make_arrays(sources, count * element_size(dtype));
             for (int s = 0; s < sources; ++s) std::copy_n(arrays[s]->data(), own[s]->bytes(), own[s]->data());
             void* destinations[] = {own[0]->data(), own[sources - 1]->data()};  // in place
-            const size_t done =
-                reduce_with(isa, reduction, const_pointers(own).data(), sources, destinations, 2, count);
+            const size_t done = reduce(reduction, const_pointers(own).data(), sources, destinations, 2, count, isa);
             CHECK(done <= bad && bad - done < (bad < count ? kernels::kBlockBytes / element_size(dtype) : 1));
             CHECK_EQ(first_difference(dtype, own[0]->data(), wanted.data(), done), -1);
             const size_t bytes = done * element_size(dtype);
@@ -212,7 +211,7 @@ TEST(kernels_stop_before_each_half_that_is_not_finite) {
           for (Isa isa : available_isas()) {
             uint16_t result = 7;
             void* destination = &result;
-            CHECK_EQ(reduce_with(isa, reduction, &source, 1, &destination, 1, 1), finite ? 1u : 0u);
+            CHECK_EQ(reduce(reduction, &source, 1, &destination, 1, 1, isa), finite ? 1u : 0u);
             CHECK_EQ(result, finite ? wanted : 7);
           }
         }
@@ -231,10 +230,10 @@ TEST(kernels_copy_scaled_matches_the_oracle) {
         fill(dtype, *arrays[0], random);
         const auto wanted = expected({.dtype = dtype, .op = ReduceOp::Max, .scale = scale}, {arrays[0]->data()}, count);
         for (Isa isa : available_isas()) {
-          copy_scaled_with(isa, dtype, arrays[1]->data(), arrays[0]->data(), count, scale);
+          copy_scaled(dtype, arrays[1]->data(), arrays[0]->data(), count, scale, isa);
           CHECK_EQ(first_difference(dtype, arrays[1]->data(), wanted.data(), count), -1);
           std::copy_n(arrays[0]->data(), arrays[0]->bytes(), arrays[2]->data());
-          copy_scaled_with(isa, dtype, arrays[2]->data(), arrays[2]->data(), count, scale);
+          copy_scaled(dtype, arrays[2]->data(), arrays[2]->data(), count, scale, isa);
           CHECK_EQ(first_difference(dtype, arrays[2]->data(), wanted.data(), count), -1);
           CHECK(arrays[1]->front_untouched() && arrays[2]->front_untouched());
         }
@@ -246,7 +245,7 @@ TEST(kernels_copy_scaled_matches_the_oracle) {
 TEST(kernels_copy_by_one_keeps_every_bit) {
   std::vector<uint32_t> source = {0x7f800001, 0xffc12345, 0x80000000, 1}, copy(4);  // a signaling NaN, a payload
   for (Isa isa : available_isas()) {
-    copy_scaled_with(isa, DType::Float32, copy.data(), source.data(), 4, 1.0);
+    copy_scaled(DType::Float32, copy.data(), source.data(), 4, 1.0, isa);
     CHECK(copy == source);
   }
 }
@@ -298,7 +297,7 @@ TEST(kernels_ignore_the_callers_floating_point_state) {
         bool unchanged;
         {
           FpStateScope scope(state);
-          reduce_with(isa, reduction, sources.data(), 3, &destination, 1, count);
+          reduce(reduction, sources.data(), 3, &destination, 1, count, isa);
           unchanged = scope.unchanged();
         }
         CHECK_EQ(first_difference(reduction.dtype, destination, wanted.data(), count), -1);
