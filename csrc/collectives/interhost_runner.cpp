@@ -1,7 +1,6 @@
 #include "collectives/runner.h"
 
 #include <cstring>
-#include <numeric>
 
 #include "kernels/reduce.h"
 
@@ -10,17 +9,6 @@ namespace syncengine {
 namespace {
 
 constexpr size_t kWidePiece = 4096;  // elements that are widened at a time: they stay in the cache
-
-void copy_out(const SpanList& spans, size_t offset, size_t bytes, std::byte* into) {
-  spans.for_each(offset, bytes,
-                 [&](std::byte* memory, size_t done, size_t length) { std::memcpy(into + done, memory, length); });
-}
-
-void copy_in(const SpanList& spans, size_t offset, size_t bytes, const std::byte* from) {
-  spans.for_each(offset, bytes, [&](std::byte* memory, size_t done, size_t length) {
-    if (memory != from + done) std::memcpy(memory, from + done, length);
-  });
-}
 
 }  // namespace
 
@@ -37,64 +25,27 @@ std::byte* InterhostRunner::output(const View& view) const {
 
 void InterhostRunner::gather_contribution(const View& view, int rank, std::byte* into) const {
   const SpanList& spans = in_slot(view, rank) ? *base(view, rank).spans : view.operation.input;
-  copy_out(spans, in_slot(view, rank) ? place(view) : view.cell.input, view.cell.bytes, into);
+  spans.copy_to(into, in_slot(view, rank) ? place(view) : view.cell.input, view.cell.bytes);
 }
 
 void InterhostRunner::gather_output(const View& view, std::byte* into) const {
-  copy_out(view.operation.output, view.cell.output, view.cell.bytes, into);
-}
-
-void InterhostRunner::fold_partial(const View& view, const InterhostStep& step, const std::vector<std::byte*>& received,
-                                   std::byte* partial) {
-  destinations_.clear();
-  fold(view, step, received, partial);
-}
-
-void InterhostRunner::fold_result(const View& view, const InterhostStep& step,
-                                  const std::vector<std::byte*>& received) {
-  fold(view, step, received, nullptr);
+  view.operation.output.copy_to(into, view.cell.output, view.cell.bytes);
 }
 
 void InterhostRunner::fold(const View& view, const InterhostStep& step, const std::vector<std::byte*>& received,
                            std::byte* partial) {
   const Operation& operation = view.operation;
   const InterhostCell& cell = view.cell;
-  size_t element = element_size(operation.dtype);
-  bool ring = operation.numerics == Numerics::Ring;
   if (operation.numerics == Numerics::Tree) find_merges(operation, step);
-  RingCut cut = operation.collective == Collective::AllReduce
-                    ? ring_cut(operation.input.bytes(), element, placement_.size)
-                    : RingCut{std::max(block_bytes(operation), element)};
-  auto add = [&](const std::byte* own, std::byte* out, size_t begin, size_t bytes) {
-    for (size_t done = 0; done < bytes;) {
-      size_t length = bytes - done;
-      order_.resize(step.fold.size());
-      std::iota(order_.begin(), order_.end(), 0);
-      if (ring) {
-        size_t position = cell.input + begin + done;
-        int chunk = cut.chunk_of(position);
-        length = std::min(length, (chunk + 1) * cut.chunk - position);
-        ring_order(chunk, placement_.size, order_);
-      }
-      destinations_.clear();
-      if (partial) {
-        destinations_.push_back(partial + (begin + done) * (view.wide ? 2 : 1));
-      } else {
-        destinations_.push_back(out + done);
-        for (int local : placement_.locals())
-          if (cell.spreading == Spreading::Peers && local != placement_.rank)
-            destinations_.push_back(base(view, local).at(place(view) + begin + done));
-      }
-      fold_piece(view, step, received, begin + done, own + done, length, order_, partial);
-      done += length;
-    }
-  };
-  operation.input.for_each(cell.input, cell.bytes, [&](std::byte* own, size_t begin, size_t bytes) {
-    if (partial) return add(own, nullptr, begin, bytes);
-    operation.output.for_each(cell.output + begin, bytes, [&](std::byte* out, size_t offset, size_t length) {
-      add(own + offset, out, begin + offset, length);
-    });
-  });
+  for_each_run(operation, static_cast<int>(step.fold.size()), cell.input, partial ? kNoOutput : cell.output, cell.bytes,
+               order_, [&](const Run& run) {
+                 destinations_.clear();
+                 destinations_.push_back(partial ? partial + run.offset * (view.wide ? 2 : 1) : run.out);
+                 for (int local : placement_.locals())
+                   if (!partial && cell.spreading == Spreading::Peers && local != placement_.rank)
+                     destinations_.push_back(base(view, local).at(place(view) + run.offset));
+                 fold_run(view, step, received, run, partial);
+               });
 }
 
 // A sum from another host stands for its ranks, whose own merges it has done; so has a sum that leaves this one.
@@ -116,33 +67,32 @@ void InterhostRunner::find_merges(const Operation& operation, const InterhostSte
   }
 }
 
-void InterhostRunner::fold_piece(const View& view, const InterhostStep& step, const std::vector<std::byte*>& received,
-                                 size_t offset, const std::byte* own, size_t bytes, const std::vector<int>& order,
-                                 std::byte* partial) {
+void InterhostRunner::fold_run(const View& view, const InterhostStep& step, const std::vector<std::byte*>& received,
+                               const Run& run, std::byte* partial) {
   sources_.clear();
   is_wide_.clear();
   ranks_.clear();
-  for (int i : order) {
+  for (int i : order_) {
     const InterhostStep::Source& source = step.fold[i];
     const bool is_raw = source.rank < 0 && step.receives[source.received].content == Content::Raw;
     ranks_.push_back(is_raw ? step.receives[source.received].rank : source.rank);
     bool prefix = source.rank < 0 && step.receives[source.received].content == Content::Partial && view.wide;
     is_wide_.push_back(prefix);
     if (source.rank < 0)
-      sources_.push_back(received[source.received] + offset * (prefix ? 2 : 1));
+      sources_.push_back(received[source.received] + run.offset * (prefix ? 2 : 1));
     else if (in_slot(view, source.rank))
-      sources_.push_back(base(view, source.rank).at(place(view) + offset));
+      sources_.push_back(base(view, source.rank).at(place(view) + run.offset));
     else
-      sources_.push_back(own);
+      sources_.push_back(run.own);
   }
-  if (view.wide) return fold_wide(view, offset, bytes, partial);
+  if (view.wide) return fold_wide(view, run.offset, run.bytes, partial);
   const Operation& operation = view.operation;
   const size_t element = element_size(operation.dtype);
   kernels::Reduction reduction{operation.dtype, operation.op, rounding_of(operation.numerics),
                                partial ? 1.0 : operation.postscale};
   if (operation.numerics == Numerics::Tree) reduction.merges = merges_.data();
-  add(view, offset, reduction, sources_.data(), destinations_.data(), static_cast<int>(destinations_.size()),
-      bytes / element);
+  add(view, run.offset, reduction, sources_.data(), destinations_.data(), static_cast<int>(destinations_.size()),
+      run.bytes / element);
 }
 
 void InterhostRunner::add(const View& view, size_t offset, const kernels::Reduction& reduction,
@@ -193,7 +143,7 @@ void InterhostRunner::fold_wide(const View& view, size_t offset, size_t bytes, s
 void InterhostRunner::spread(const View& view, const std::byte* received) const {
   const InterhostCell& cell = view.cell;
   const SpanList& output = view.operation.output;
-  if (received) copy_in(output, cell.output, cell.bytes, received);
+  if (received) output.copy_from(received, cell.output, cell.bytes);
   if (cell.spreading == Spreading::None || placement_.locals().size() == 1) return;
   auto copy_to = [&](int local) {
     const Runner::Base& to = base(view, local);

@@ -1,6 +1,7 @@
 #include "collectives/runner.h"
 
 #include <cstring>
+#include <numeric>
 
 #include "kernels/element.h"
 #include "kernels/reduce.h"
@@ -95,45 +96,52 @@ void Runner::stage(const Operation& operation, const ChunkPlan& plan) {
   }
 }
 
-bool Runner::reduce(const Operation& operation, const ChunkPlan& plan, const std::function<bool()>& stop) {
-  const Reduce& step = plan.reduce;
-  bool ring = operation.numerics == Numerics::Ring;
-  size_t element = element_size(operation.dtype);
+void for_each_run(const Operation& operation, int sources, size_t input, size_t output, size_t bytes,
+                  std::vector<int>& order, const std::function<void(const Run& run)>& visit) {
+  const bool ring = operation.numerics == Numerics::Ring;
+  const size_t element = element_size(operation.dtype);
   // A reduce-scatter's block p is the ring's chunk p; an all-reduce is cut as Gloo cuts it.
-  RingCut cut = operation.collective == Collective::AllReduce ? ring_cut(operation.input.bytes(), element, world_)
-                                                              : RingCut{std::max(block_bytes(operation), element)};
-  return in_pieces(step.bytes, stop, [&](size_t piece, size_t piece_bytes) {
-    operation.input.for_each(step.input + piece, piece_bytes, [&](std::byte* own, size_t own_offset, size_t own_bytes) {
-      operation.output.for_each(
-          step.output + piece + own_offset, own_bytes, [&](std::byte* out, size_t offset, size_t bytes) {
-            size_t begin = piece + own_offset + offset;
-            for (size_t done = 0; done < bytes;) {
-              size_t length = bytes - done;
-              order_.clear();
-              if (ring) {
-                size_t position = step.input + begin + done;
-                int chunk = cut.chunk_of(position);
-                length = std::min(length, (chunk + 1) * cut.chunk - position);
-                ring_order(chunk, world_, order_);
-              }
-              reduce_piece(operation, step, begin + done, own + offset + done, out + done, length, order_);
-              done += length;
-            }
-          });
+  const RingCut cut = operation.collective == Collective::AllReduce
+                          ? ring_cut(operation.input.bytes(), element, sources)
+                          : RingCut{std::max(block_bytes(operation), element)};
+  order.resize(sources);
+  std::iota(order.begin(), order.end(), 0);
+  auto visit_in_order = [&](std::byte* own, std::byte* out, size_t offset, size_t length) {
+    for (size_t done = 0, part = length; done < length; done += part, part = length - done) {
+      if (ring) {
+        const size_t position = input + offset + done;
+        const int chunk = cut.chunk_of(position);
+        part = std::min(part, (chunk + 1) * cut.chunk - position);
+        ring_order(chunk, sources, order);
+      }
+      visit({own + done, out ? out + done : nullptr, offset + done, part});
+    }
+  };
+  operation.input.for_each(input, bytes, [&](std::byte* own, size_t offset, size_t length) {
+    if (output == kNoOutput) return visit_in_order(own, nullptr, offset, length);
+    operation.output.for_each(output + offset, length, [&](std::byte* out, size_t skip, size_t part) {
+      visit_in_order(own + skip, out, offset + skip, part);
     });
   });
 }
 
-void Runner::reduce_piece(const Operation& operation, const Reduce& step, size_t offset, std::byte* own, std::byte* out,
-                          size_t bytes, const std::vector<int>& order) {
-  ranks_.resize(world_);
+bool Runner::reduce(const Operation& operation, const ChunkPlan& plan, const std::function<bool()>& stop) {
+  const Reduce& step = plan.reduce;
+  return in_pieces(step.bytes, stop, [&](size_t piece, size_t bytes) {
+    for_each_run(operation, world_, step.input + piece, step.output + piece, bytes, order_,
+                 [&](const Run& run) { reduce_run(operation, step, piece + run.offset, run); });
+  });
+}
+
+// In order_; `offset` is that of the run in the step.
+void Runner::reduce_run(const Operation& operation, const Reduce& step, size_t offset, const Run& run) {
   for (int i = 0; i < world_; ++i) {
-    int rank = ranks_[i] = order.empty() ? i : order[i];
+    const int rank = order_[i];
     bool from_user = rank == rank_ && !step.own_from_slot;
-    sources_[i] = from_user ? own : bases_[rank].at(step.slot + offset);
+    sources_[i] = from_user ? run.own : bases_[rank].at(step.slot + offset);
   }
   int count = 0;
-  destinations_[count++] = out;
+  destinations_[count++] = run.out;
   for (int rank = 0; rank < world_ && step.into_peers; ++rank) {
     if (rank != rank_) destinations_[count++] = bases_[rank].at(step.slot + offset);
   }
@@ -141,10 +149,10 @@ void Runner::reduce_piece(const Operation& operation, const Reduce& step, size_t
   if (operation.numerics == Numerics::Tree) reduction.merges = tree_.of(operation.leaves, world_).data();
   const size_t element = element_size(operation.dtype);
   if (const auto* nonfinite = operation.nonfinite.get()) {
-    return reduce_noting(*nonfinite, world_, nonfinite->locate(step.input + offset, bytes, element), reduction,
-                         sources_.data(), ranks_.data(), world_, destinations_.data(), count, bytes / element);
+    return reduce_noting(*nonfinite, world_, nonfinite->locate(step.input + offset, run.bytes, element), reduction,
+                         sources_.data(), order_.data(), world_, destinations_.data(), count, run.bytes / element);
   }
-  kernels::reduce(reduction, sources_.data(), world_, destinations_.data(), count, bytes / element);
+  kernels::reduce(reduction, sources_.data(), world_, destinations_.data(), count, run.bytes / element);
 }
 
 bool Runner::pull(const Operation& operation, const ChunkPlan& plan, const std::function<bool()>& stop) {

@@ -23,6 +23,17 @@ void reduce_noting(const Nonfinite& nonfinite, int world, Nonfinite::Place place
 void note_overflow(const Nonfinite& nonfinite, int world, Nonfinite::Place place, DType dtype, const std::byte* results,
                    const float* sums, size_t count);
 
+// A part of an operation that lies in one piece in its input, and in its output, and is summed in one order.
+struct Run {
+  std::byte *own, *out;  // null: there is no output
+  size_t offset, bytes;
+};
+inline constexpr size_t kNoOutput = ~size_t{0};
+// Those of `bytes` bytes from `input` on, whose results go to `output`. `order`: in which of so many `sources` are
+// added.
+void for_each_run(const Operation& operation, int sources, size_t input, size_t output, size_t bytes,
+                  std::vector<int>& order, const std::function<void(const Run& run)>& visit);
+
 class Runner {
  public:
   Runner(int rank, int world) : rank_(rank), world_(world), bases_(world), sources_(world), destinations_(world) {}
@@ -42,14 +53,13 @@ class Runner {
   bool pull(const Operation& operation, const ChunkPlan& plan, const std::function<bool()>& stop);
 
  private:
-  void reduce_piece(const Operation& operation, const Reduce& step, size_t offset, std::byte* own, std::byte* out,
-                    size_t bytes, const std::vector<int>& order);
+  void reduce_run(const Operation& operation, const Reduce& step, size_t offset, const Run& run);
 
   int rank_, world_;
   std::vector<Base> bases_;
   std::vector<const void*> sources_;
   std::vector<void*> destinations_;
-  std::vector<int> order_, ranks_;
+  std::vector<int> order_;
   TreeMerges tree_;
 };
 
@@ -78,11 +88,10 @@ class InterhostRunner {
   void gather_contribution(const View& view, int rank, std::byte* into) const;
   void gather_output(const View& view, std::byte* into) const;
 
-  // `received`: where the step's envelopes came. `partial`: of at least partial_bytes().
   static size_t partial_bytes(const View& view) { return view.wide ? view.cell.bytes * 2 : view.cell.bytes; }
-  void fold_partial(const View& view, const InterhostStep& step, const std::vector<std::byte*>& received,
-                    std::byte* partial);
-  void fold_result(const View& view, const InterhostStep& step, const std::vector<std::byte*>& received);
+  // `received`: where the step's envelopes came. `partial`: of at least partial_bytes(); null: into the output, and the
+  // local peers'.
+  void fold(const View& view, const InterhostStep& step, const std::vector<std::byte*>& received, std::byte* partial);
   // `received`: null if the bytes are in the own output already.
   void spread(const View& view, const std::byte* received) const;
 
@@ -90,9 +99,8 @@ class InterhostRunner {
   size_t place(const View& view) const { return view.direct ? view.cell.input : view.cell.slot; }
   bool in_slot(const View& view, int rank) const { return rank != placement_.rank || view.own_from_slot; }
   const Runner::Base& base(const View& view, int rank) const { return view.bases[placement_.local_index(rank)]; }
-  void fold(const View& view, const InterhostStep& step, const std::vector<std::byte*>& received, std::byte* partial);
-  void fold_piece(const View& view, const InterhostStep& step, const std::vector<std::byte*>& received, size_t offset,
-                  const std::byte* own, size_t bytes, const std::vector<int>& order, std::byte* partial);
+  void fold_run(const View& view, const InterhostStep& step, const std::vector<std::byte*>& received, const Run& run,
+                std::byte* partial);
   void find_merges(const Operation& operation, const InterhostStep& step);
   void fold_wide(const View& view, size_t offset, size_t bytes, std::byte* partial);
   // Of elements from byte `offset` of the cell on.

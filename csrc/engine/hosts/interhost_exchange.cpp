@@ -318,8 +318,8 @@ void InterhostExchange::act(InFlightChunk& chunk, size_t cell) {
     case Act::Nothing: return;
     case Act::FoldPartial:
       progress.partial = chunk.scratch.take(InterhostRunner::partial_bytes(where));
-      return runner_.fold_partial(where, step, received, progress.partial);
-    case Act::FoldResult: return runner_.fold_result(where, step, received);
+      return runner_.fold(where, step, received, progress.partial);
+    case Act::FoldResult: return runner_.fold(where, step, received, nullptr);
     case Act::Spread: return runner_.spread(where, received[0]);
   }
 }
