@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch.distributed.algorithms.join import Joinable
-from torch.nn.parallel.distributed import _BufferCommHookLocation
+from torch.nn.parallel.distributed import _BufferCommHookLocation, _find_tensors
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import _StopRecomputationError
 from torch.utils.hooks import RemovableHandle
@@ -21,7 +21,7 @@ from syncengine.parallel.buffers import Buffers
 from syncengine.parallel.devices import check_not_capturing
 from syncengine.parallel.model import Model, Switches, looks_for_unused
 from syncengine.parallel.newcomers import Newcomers
-from syncengine.parallel.outputs import tensors_in, through_sink
+from syncengine.parallel.outputs import through_sink
 from syncengine.parallel.planning import Planning
 from syncengine.parallel.reducer import ModelReducer
 from syncengine.parallel.replication import own_name, replaced_text
@@ -125,7 +125,7 @@ class Steps:
             reducer.begin_forward(False)
         if not is_recorded:
             return output
-        tensors = [output] if isinstance(output, torch.Tensor) else list(tensors_in(output))
+        tensors = list(_find_tensors(output))
         if not synchronize:
             reducer.prepare_for_local_backward(tensors, began)
             return output
