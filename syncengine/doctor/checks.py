@@ -12,7 +12,6 @@ from syncengine.doctor.facts import Facts
 FATAL, WARNING, NOTE = "fatal", "warning", "note"
 _MIB, _GIB = 2**20, 2**30
 LEAST_MEMORY = 256 * _MIB  # a rank
-LEAST_SHM = 512 * _MIB
 SPARE_DESCRIPTORS = 64  # for what else a program opens
 
 
@@ -130,16 +129,6 @@ def _patch(everyone: Sequence[Facts]) -> Iterator[Finding]:
             yield Finding("entry point", severity, ranks, f"{ranks_text(ranks)}: {why}: {lost}", remedy)
 
 
-def _kernels(everyone: Sequence[Facts]) -> Iterator[Finding]:
-    def slower(facts: Facts) -> tuple[str, str] | None:
-        used, best = facts["extension"].get("instruction_set"), facts["extension"].get("best_instruction_set")
-        return None if used is None or used == best else (used, best)
-
-    for (used, best), ranks in grouped(everyone, slower).items():
-        text = f"{ranks_text(ranks)}: SYNCENGINE_ISA chooses {used}, and the processor has {best}"
-        yield Finding("slow kernels", WARNING, ranks, text, "unset SYNCENGINE_ISA")
-
-
 def _cpus(everyone: Sequence[Facts]) -> Iterator[Finding]:
     for host in by_host(everyone):
         known = [facts for facts in host if "error" not in facts["cpus"]]
@@ -180,15 +169,6 @@ def _memory(everyone: Sequence[Facts]) -> Iterator[Finding]:
                 ranks,
                 f"{size_text(available)} of memory are left to {_plural(len(ranks), 'rank')} on {host[0]['host']}",
                 "end what else runs there, raise the limit of the cgroup (of the container), or start fewer ranks",
-            )
-        if memory.get("shm_total", LEAST_SHM) < LEAST_SHM:
-            yield Finding(
-                "small /dev/shm",
-                NOTE,
-                ranks,
-                f"/dev/shm of {host[0]['host']} has {size_text(memory['shm_total'])}: syncengine does not use it, "
-                "but torch's DataLoader with workers does",
-                "start the container with --ipc=host, or a larger --shm-size",
             )
 
 
@@ -262,7 +242,6 @@ _CHECKS = (
     _versions,
     _settings,
     _patch,
-    _kernels,
     _cpus,
     _memory,
     _descriptors,

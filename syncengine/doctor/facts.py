@@ -10,7 +10,6 @@ import resource
 import socket
 from collections.abc import Callable
 from dataclasses import fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from syncengine.config import Config
@@ -67,7 +66,6 @@ def _extension(import_error: str) -> dict[str, Any]:
         "build": _C.build_id,
         "has_cuda": _C.has_cuda,
         "has_test_hooks": _C.has_test_hooks,
-        "best_instruction_set": _C.machine()["best_instruction_set"],
         "interfaces": _C.network_interfaces(),
     }
     for name, call in (
@@ -107,9 +105,6 @@ def _cpus() -> dict[str, Any]:
 
 def _memory() -> dict[str, Any]:
     found: dict[str, Any] = {}
-    if Path("/dev/shm").is_dir():
-        shared = os.statvfs("/dev/shm")
-        found |= {"shm_free": shared.f_bavail * shared.f_frsize, "shm_total": shared.f_blocks * shared.f_frsize}
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     found["address_space"] = None if limit == resource.RLIM_INFINITY else limit
     try:

@@ -127,8 +127,6 @@ def _memory(facts: Facts) -> str:
     memory, parts = facts["memory"], []
     if "available" in memory:
         parts.append(f"{size_text(memory['available'])} available of {size_text(memory['total'])}")
-    if "shm_total" in memory:
-        parts.append(f"/dev/shm {size_text(memory['shm_free'])} free of {size_text(memory['shm_total'])}")
     if memory.get("address_space"):
         parts.append(f"ulimit -v {size_text(memory['address_space'])}")
     return "; ".join(parts)

@@ -78,12 +78,6 @@ CASES: dict[str, tuple[Any, ...]] = {
         "warning, unknown variable of [0, 1]: ranks 0, 1: SYNCENGINE_TIMOUT is set, and nothing reads it -> set "
         "SYNCENGINE_TIMEOUT instead",
     ),
-    "slow kernels": (
-        [facts(0), facts(1, extension={"instruction_set": "scalar"}), broken(2, "extension", "x: y")],
-        "fatal, extension of [2]: rank 2 on a: x -> on a: y",
-        "warning, slow kernels of [1]: rank 1: SYNCENGINE_ISA chooses scalar, and the processor has avx2 -> unset "
-        "SYNCENGINE_ISA",
-    ),
     "too many threads": (
         [facts(rank, cpus={"threads": 16}) for rank in range(4)],
         "warning, too many threads of [0, 1, 2, 3]: 4 ranks with 16 threads each on 4 CPUs of a -> set "
@@ -118,12 +112,6 @@ CASES: dict[str, tuple[Any, ...]] = {
         "raise the limit of the cgroup (of the container), or start fewer ranks",
     ),
     "enough memory": ([facts(rank, memory={"available": 512 * MIB}) for rank in range(2)],),
-    "small /dev/shm": (
-        [facts(0, memory={"shm_total": 64 * MIB})],
-        "note, small /dev/shm of [0]: /dev/shm of a has 64 MiB: syncengine does not use it, but torch's DataLoader "
-        "with workers does -> start the container with --ipc=host, or a larger --shm-size",
-    ),
-    "a /dev/shm that is just large enough": ([facts(0, memory={"shm_total": 512 * MIB})],),
     "few file descriptors": (
         [facts(0, descriptors={"limit": 76}), facts(1)],  # 10 open, 3 to connect, 64 for the rest: one more is enough
         "warning, file descriptors of [0]: rank 0 on a: ulimit -n is 76; 10 are open, and connecting takes 3 -> "
