@@ -210,7 +210,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             self._private = self._make_shard(self.param_groups, members, slices, is_common=False)
             self._private_members = members
             for piece in self._private.pieces:
-                state = self.state.get(piece.parameter) or self._private.state_of(piece)
+                state = self.state.get(piece.parameter) or self._private.optimizer.state[piece.tensor]
                 if state:  # perhaps the very tensors that were loaded
                     own = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
                     self.state[piece.parameter] = own

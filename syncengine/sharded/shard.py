@@ -172,15 +172,6 @@ class Shard:
                     self.changed.add(key)
         self._options = []
 
-    def state_of(self, piece: Piece) -> dict[str, Any]:
-        """What the optimizer keeps for this piece."""
-        state: dict[str, Any] = self.optimizer.state[piece.tensor]
-        return state
-
-    def set_state_of(self, piece: Piece, state: dict[str, Any]) -> None:
-        """Replaces it."""
-        self.optimizer.state[piece.tensor] = state
-
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """All but its parameters."""

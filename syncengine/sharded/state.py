@@ -59,7 +59,8 @@ class SharedState:
         self._memories = memories
         self._own: list[CommonMemory] = []
         self._left = 0  # bytes of the last one
-        self._is_made_once = any(map(shard.state_of, shard.pieces))  # with the optimizer; by most, in steps
+        # With the optimizer; by most, in steps.
+        self._is_made_once = any(shard.optimizer.state[piece.tensor] for piece in shard.pieces)
         self._note_whole()
 
     def digest(self) -> int:
@@ -203,7 +204,7 @@ class SharedState:
     def _describe_news(self) -> dict[str, tuple[str, Sequence[int], Sequence[int], str]]:
         news = {}
         for piece, installed in zip(self._shard.pieces, self._installed, strict=True):
-            for key, value in self._shard.state_of(piece).items():
+            for key, value in self._shard.optimizer.state[piece.tensor].items():
                 if key not in installed:
                     kind, layout = _describe(piece, key, value)
                     news[f"{piece.index} {key}"] = (kind, *layout[:2], str(layout.dtype).removeprefix("torch."))
@@ -213,7 +214,7 @@ class SharedState:
         """This rank's new values go where they belong, and the optimizer goes on with them there."""
         freed_memory = FreedMemory()
         for piece, installed in zip(self._shard.pieces, self._installed, strict=True):
-            state = self._shard.state_of(piece)
+            state = self._shard.optimizer.state[piece.tensor]
             for key in [key for key in state if key not in installed]:
                 value = state[key]
                 entry = self._entries[piece.index, key]
@@ -276,7 +277,7 @@ class SharedState:
                         self._problem = _not_elementwise(key, value)
                     value = value.detach().clone()
                 state[key] = value
-            self._shard.set_state_of(piece, state)
+            self._shard.optimizer.state[piece.tensor] = state
 
 
 def digest(entries: Mapping[str, Any], start: int = 0) -> int:
