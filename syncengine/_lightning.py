@@ -150,12 +150,6 @@ class FabricSeam(InPlaceOfDDP):
         return state
 
 
-def averaging(callbacks: Any) -> tuple[type, ...]:
-    """Those of Lightning's ``callbacks`` that write averages of the weights into the model."""
-    names = ("WeightAveraging", "StochasticWeightAveraging")  # older ones lack the first
-    return tuple(getattr(callbacks, name) for name in names if hasattr(callbacks, name))
-
-
 def register(registry: Any, strategy: type) -> None:
     """Gives a strategy its names."""
     text = f"syncengine {syncengine.__version__}: Parallel in DDP's place"

@@ -17,7 +17,7 @@ from lightning_fabric.strategies import DDPStrategy as _FabricDDP
 from pytorch_lightning import callbacks
 from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
 
-from syncengine._lightning import BeforeAverages, FabricSeam, TrainerSeam, averaging, register
+from syncengine._lightning import BeforeAverages, FabricSeam, TrainerSeam, register
 
 
 class _BeforeAverages(BeforeAverages, callbacks.Callback):  # type: ignore[misc] # mypy has no Lightning
@@ -27,7 +27,7 @@ class _BeforeAverages(BeforeAverages, callbacks.Callback):  # type: ignore[misc]
 class Strategy(TrainerSeam, DDPStrategy):  # type: ignore[misc]
     """For `Trainer(strategy=...)`: the arguments of Lightning's `DDPStrategy`."""
 
-    averaging = averaging(callbacks)
+    averaging = (callbacks.WeightAveraging, callbacks.StochasticWeightAveraging)
     before_averages = _BeforeAverages
 
 
