@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from types import TracebackType
 from typing import Any
 
@@ -15,8 +14,6 @@ from syncengine.parallel.replication import own_name
 from syncengine.parallel.rounds import Intent, tell
 from syncengine.parallel.steps import Steps
 from syncengine.parallel.watchers import forward_watchers
-
-_MANY = 1000  # forwards without this rank, after which it warns; as torch
 
 
 def leave(steps: Steps, error: Exception) -> None:
@@ -80,24 +77,16 @@ class JoinContext:
     def _follow(self) -> None:
         """Follows the others until they have joined, too."""
         communicator = self._steps.model.communicator
-        own = communicator.global_ranks[communicator.rank]
-        followed = 0
+        is_last = True
         while True:
             current = tell(communicator, Intent(trains=0.0))
             if not current.training:
                 break
             if self._throws:
-                raise InvalidUsage(f"Rank {own} exhausted all inputs.")
-            if followed == _MANY:
-                warnings.warn(
-                    f"Detected uneven input skew of greater than {_MANY}. This means that rank {own} has at least "
-                    f"{_MANY} fewer inputs than other currently-active ranks. This level of skew could lead to "
-                    "performance degradation during training.",
-                    stacklevel=3,
-                )
+                raise InvalidUsage(f"Rank {communicator.global_ranks[communicator.rank]} exhausted all inputs.")
             self._steps.shadow(current)
-            followed += 1
-        self._steps.uneven.sync_final_model(followed == 0)
+            is_last = False
+        self._steps.uneven.sync_final_model(is_last)
 
 
 def check_torch_join(process_group: Any) -> None:

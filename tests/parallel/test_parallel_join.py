@@ -187,20 +187,6 @@ def test_torchs_join_ends_with_one_model():
     both(Conv, step)
 
 
-@run_on_ranks()
-def test_a_rank_that_follows_for_long_warns_once():
-    model = syncengine.Parallel(nn.Linear(24, 2))
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        patch.setattr("syncengine.parallel.join._MANY", 2)
-        with model.join():
-            for step in range(1 + 5 * syncengine.rank()):
-                model(data(step)).sum().backward()
-    texts = [str(warning.message) for warning in seen if "uneven input skew" in str(warning.message)]
-    assert len(texts) == 1 - syncengine.rank()
-    assert all("rank 0 has at least 2 fewer inputs" in text for text in texts)
-
-
 @pytest.mark.parametrize("torchs", [True, False])
 @run_on_ranks(world=3, gloo=True)
 def test_throw_on_early_termination(torchs: bool):
