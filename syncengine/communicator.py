@@ -31,7 +31,6 @@ from syncengine.launch import (
     tell_failure,
 )
 from syncengine.launch.local import say_connected
-from syncengine.owner import is_owner, refuse_forked_child
 from syncengine.process_end import at_end, tell_peers_of_errors, tell_ranks_to_come
 from syncengine.torch_group import destroy_torch_group, ensure_torch_group, users_group
 
@@ -56,6 +55,22 @@ _default: _Default | None = None
 _successors: weakref.WeakKeyDictionary[Communicator, Communicator] = weakref.WeakKeyDictionary()  # by shrink()
 _has_tried = False  # to connect: from then on init() tells the others itself what it fails by
 _lock = threading.RLock()  # a signal handler may call shutdown() in the middle of init()
+_owner: int | None = None  # the process that may use all this, and none that is forked from it
+
+
+def refuse_forked_child() -> None:
+    """Records the process that calls this first; its forked children, which share its connections, must not."""
+    global _owner
+    _owner = _owner or os.getpid()
+    if _owner != os.getpid():
+        raise InvalidUsage(
+            "syncengine can't be used in a forked child (a DataLoader worker, say) of a process that called "
+            "syncengine.init(): start such processes before init(), or by spawn"
+        )
+
+
+def _is_owner() -> bool:
+    return _owner == os.getpid()
 
 
 def init(
@@ -236,13 +251,13 @@ def shutdown() -> None:
     global _default
     with _lock:
         current, _default = _default, None
-        if is_owner():
+        if _is_owner():
             destroy_torch_group()
         groups = [*all_group_communicators(), *given_up]
         forget_groups()
         if current is not None:
             groups.append(current.communicator)
-        for communicator in groups if is_owner() else ():
+        for communicator in groups if _is_owner() else ():
             communicator.close()
 
 
@@ -341,7 +356,7 @@ def _check_unchanged(current: _Default, given: dict[str, Any]) -> None:
 
 def _end() -> None:
     shutdown()
-    if is_owner():
+    if _is_owner():
         end_backends()  # torch leaves groups that nobody destroyed as they are
         end_packet_transports()  # while there is still an interpreter, and MPI
 
@@ -362,7 +377,7 @@ tell_ranks_to_come(lambda: _has_tried)
 
 def _made_here() -> list[Communicator]:
     """All communicators that this process has, those below backends included; in a forked child none."""
-    if not is_owner():
+    if not _is_owner():
         return []
     current = _default
     own = [] if current is None else [current.communicator]

@@ -17,12 +17,11 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from syncengine._C import Backend, Communicator, has_cuda
-from syncengine.communicator import install_hooks
+from syncengine.communicator import install_hooks, refuse_forked_child
 from syncengine.config import DEFAULT_LOG_AFTER, DEFAULT_TIMEOUT, Config
 from syncengine.connect import connect
 from syncengine.errors import InvalidUsage, SyncError
 from syncengine.launch.store import StoreExchange
-from syncengine.owner import refuse_forked_child
 
 NAME = "syncengine"
 

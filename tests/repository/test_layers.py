@@ -35,7 +35,7 @@ TORCH = re.compile(r"(torch|ATen|c10|caffe2|pybind11|Python\.h)\b")
 MODULES = {
     "syncengine": (
         "_extension errors _C config launch interhost process_end stragglers tracing connect groups torch_group "
-        "owner communicator collectives torch_backend hooks parallel sharded _joining _elastic bench report doctor "
+        "communicator collectives torch_backend hooks parallel sharded _joining _elastic bench report doctor "
         "patch __init__ __main__ horovod accelerate _lightning lightning pytorch_lightning torchft"
     ),
     "syncengine.launch": "variables slurm arrivals store mpi environment local __init__",
