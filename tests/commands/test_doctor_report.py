@@ -171,7 +171,7 @@ def test_every_documented_variable_is_known(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_part_that_fails_is_a_fact(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("os.statvfs", lambda _: 1 / 0)
+    monkeypatch.setattr("resource.getrlimit", lambda _: 1 / 0)
     found = collect_facts(Launch("single", 0, 1), "it can't be loaded: install it again")
     assert found["memory"] == {"error": "ZeroDivisionError: division by zero"}
     assert found["extension"] == {"error": "it can't be loaded: install it again"}
