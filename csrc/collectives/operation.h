@@ -35,7 +35,7 @@ enum class Numerics : uint8_t {
 };
 const char* name(Numerics numerics);  // as in init(): "rank_order"
 
-inline constexpr size_t kMaxFlagWords = 80;
+inline constexpr size_t kMaxFlagWords = 64;  // one for each rank
 
 inline constexpr int kNoRoot = -1;
 
@@ -105,8 +105,8 @@ struct Operation {
   double postscale = 1.0;  // factor on the result
   SpanList input = {};     // AllReduce, Broadcast: the same spans as output
   SpanList output = {};
-  // AllReduce: a few bits that travel with the operation's fingerprint. When it has ended, every rank has those that
-  // any rank set. At most kMaxFlagWords, the same number on all ranks.
+  // AllReduce: bits that travel with the operation's fingerprint. When it has ended, every rank has those that any rank
+  // set. At most kMaxFlagWords, the same number on all ranks.
   uint64_t* flags = nullptr;
   size_t flag_words = 0;
   uint64_t layout_hash = 0;                    // anything else that must agree between ranks (a bucket's parameters)

@@ -29,36 +29,6 @@ def test_a_parameter_used_elsewhere_gets_the_average_everywhere():
     assert model.sync_stats()["copied_bytes"]["unused"] == 2 * 4 * (24 * 24 + 24)
 
 
-@run_on_ranks()
-def test_knowing_which_parameters_were_used_costs_no_operation_of_its_own():
-    counters = syncengine.default_communicator().counters
-    for arguments in ({"find_unused_parameters": True}, {"static_graph": True}):
-        model = syncengine.Parallel(Branches(), bucket_cap_mb=0.001, forward_sync_buffers=False, **arguments)
-        for i in range(5):  # the last has its plan from before
-            before = counters()["operations"]
-            model(data(i), True).sum().backward()
-        assert counters()["operations"] - before == model.sync_stats()["buckets"] > 1, arguments
-
-
-@run_on_ranks()
-def test_more_parameters_in_a_bucket_than_travel_with_it():
-    class Sum(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.terms = nn.ParameterList([nn.Parameter(torch.ones(1)) for _ in range(many)])
-
-        def forward(self, indices: list[int]) -> torch.Tensor:
-            return sum(self.terms[i] for i in indices)
-
-    many = 4096 + 3
-    model = Sum()
-    parallel = syncengine.Parallel(model, find_unused_parameters=True, bucket_cap_mb=100)
-    parallel([0, syncengine.rank() + 1, many - 1]).backward()
-    grads = {i: parameter.grad.item() for i, parameter in enumerate(model.terms) if parameter.grad is not None}
-    assert grads == {0: 1.0, 1: 0.5, 2: 0.5, many - 1: 1.0}
-    assert parallel.sync_stats()["buckets"] == 1
-
-
 @dataclasses.dataclass
 class Pair:
     a: torch.Tensor

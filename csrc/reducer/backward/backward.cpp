@@ -26,9 +26,6 @@ void Backward::begin() {
   if (usage.observes()) usage.static_graph()->begin_observation();
   if (model_.flat) model_.flat->begin();
   asks_usage_ = usage.finds_unused() || usage.observes();
-  usage_travels_ = model_.flat == nullptr && model_.route->can_be_refused() && plan_->sparse().empty() &&
-                   !model_.options.skip_all_reduce_unused_params &&
-                   Usage::words_of(plan_->largest_bucket()) <= kMaxFlagWords;
   buckets_.reserve(plan_->buckets().size());
   for (const auto& layout : plan_->buckets()) {
     buckets_.push_back({.layout = layout, .missing = layout->parameters.size()});
@@ -58,17 +55,10 @@ void Backward::begin() {
 }
 
 void Backward::add_stamp(const Bucket& bucket, std::vector<uint64_t>& flags) const {
+  if (&bucket != vote_) return;
   const Communicator& communicator = *model_.averaging.communicator;
-  const size_t first = flags.size(), ranks = communicator.size();
-  if (&bucket != vote_ || first + ranks > kMaxFlagWords) return;
-  flags.resize(first + ranks);
-  flags[first + communicator.rank()] = model_.record.stamp;
-}
-
-void Backward::take_stamps(const Bucket& bucket, const std::vector<uint64_t>& flags) const {
-  const size_t first = usage_travels() ? Usage::words_of(bucket.layout->parameters.size()) : 0;
-  if (&bucket != vote_ || flags.size() <= first) return;
-  model_.record.step_times->compare({flags.begin() + static_cast<ptrdiff_t>(first), flags.end()});
+  flags.resize(communicator.size());
+  flags[communicator.rank()] = model_.record.stamp;
 }
 
 void Backward::trace_bucket(const Bucket& bucket, const Work::Place& place) const {
@@ -203,7 +193,7 @@ void Backward::count_collected(size_t index) {
   --missing_;
   bucket.state = skips(bucket) ? Bucket::State::Skipped : Bucket::State::Ready;
   if (&bucket != vote_) model_.route->ready(*this, bucket);
-  if (missing_ == 0 && asks_usage_ && !usage_travels_)
+  if (missing_ == 0 && asks_usage_)
     usage_work_ = model_.announce(model_.averaging.usage_slot(), model_.usage.share(), "used parameters");
 }
 

@@ -83,17 +83,13 @@ class Backward {
 
   std::vector<Bucket>& buckets() { return buckets_; }
   const Weighting& weighting() const { return told_.weighting; }
-  // With the bucket that it is about; all by itself where not every bucket is the engine's to reduce.
-  bool usage_travels() const { return asks_usage_ && usage_travels_; }
   uint64_t step() const { return model_.outcome.step(); }
   // Null: it is not asked for.
   const NonfiniteWatch* watch() const { return watch_ ? &*watch_ : nullptr; }
   // Without memory; added in the order that this backward's sums have.
   Operation operation_of(const BucketLayout& layout) const;
-  // The vote tells all ranks each one's times of the last step: this rank's go into its flags, if they fit, all come
-  // out.
+  // The vote tells all ranks each one's times of the last step: this rank's go into its flags, and all come out.
   void add_stamp(const Bucket& bucket, std::vector<uint64_t>& flags) const;
-  void take_stamps(const Bucket& bucket, const std::vector<uint64_t>& flags) const;
   // It is complete, and goes its way as the operation at this place. Does nothing if this rank is not traced.
   void trace_bucket(const Bucket& bucket, const Work::Place& place) const;
 
@@ -110,7 +106,7 @@ class Backward {
   std::shared_ptr<const BucketPlan> plan_;
   Forward told_{};  // by the forwards that it comes from
   std::optional<TreeStep> step_;
-  bool asks_usage_ = false, usage_travels_ = false;
+  bool asks_usage_ = false;
   std::vector<Bucket> buckets_;
   size_t missing_ = 0;      // buckets that have not all gradients yet
   size_t next_ = 0;         // bucket that next_in_order() comes to

@@ -1,7 +1,7 @@
 // The last steps of a model, as they were: when their parts began, and each rank's own time in them, which it tells
-// with the step behind, in a word that travels with the last dense bucket's flags, if they have room for it; a step
-// without such a bucket has an operation for it. syncengine/parallel/summary.py makes numbers of them: for the line at
-// the end of a run, for loggers, for DDP's logging data, and to say who is late.
+// with the step behind, in a word that travels with the last dense bucket's flags; a step without such a bucket has an
+// operation for it. syncengine/parallel/summary.py makes numbers of them: for the line at the end of a run, for
+// loggers, for DDP's logging data, and to say who is late.
 //
 // A step lasts from the end of one synchronized backward to the end of the next one, so it includes what the program
 // does in between. Its wait begins with the end of this rank's own backward and ends when the averages are there.

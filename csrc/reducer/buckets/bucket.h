@@ -90,7 +90,7 @@ struct BucketLayout : std::enable_shared_from_this<BucketLayout> {
 struct BucketMemory {
   std::vector<at::Tensor> gradients;  // in the layout's order, those in `small` left out
   SmallGradients small;
-  std::vector<uint64_t> flags;  // travel with the operation: see in_place_route.cpp
+  std::vector<uint64_t> flags;  // of the operation: see Backward::add_stamp
 };
 
 // A bucket in one backward.

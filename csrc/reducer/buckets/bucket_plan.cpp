@@ -96,10 +96,4 @@ bool BucketPlan::contains(const BucketPlan& other, const std::vector<Gradient>& 
   return true;
 }
 
-size_t BucketPlan::largest_bucket() const {
-  size_t largest = 0;
-  for (const auto& layout : buckets_) largest = std::max(largest, layout->parameters.size());
-  return largest;
-}
-
 }  // namespace syncengine

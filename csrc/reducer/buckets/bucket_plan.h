@@ -43,7 +43,6 @@ class BucketPlan {
   const std::vector<size_t>& sparse() const { return sparse_; }
   // Bytes of the gradients that belong into the pool.
   const gradient_memory::Sizes& pooled_sizes() const { return pooled_sizes_; }
-  size_t largest_bucket() const;  // in parameters
 
  private:
   static constexpr uint32_t kNone = ~uint32_t{0};

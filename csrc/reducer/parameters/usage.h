@@ -76,21 +76,6 @@ class Usage {
     return anywhere_;
   }
 
-  // The same as bits that travel with a bucket.
-  void add_bits(const BucketLayout& layout, std::vector<uint64_t>& flags) const {
-    const size_t first = flags.size();
-    flags.resize(first + words_of(layout.parameters.size()));
-    for (size_t k = 0; k < layout.parameters.size(); ++k) {
-      flags[first + k / 64] |= uint64_t{here_[layout.parameters[k]]} << k % 64;
-    }
-  }
-  void take_bits(const BucketLayout& layout, const uint64_t* bits) {
-    for (size_t k = 0; k < layout.parameters.size(); ++k) {
-      (*anywhere_)[layout.parameters[k]] = bits[k / 64] >> k % 64 & 1;
-    }
-  }
-  static size_t words_of(size_t parameters) { return (parameters + 63) / 64; }
-
  private:
   const bool find_unused_;
   std::optional<StaticGraph> static_graph_;

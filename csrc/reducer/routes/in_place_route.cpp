@@ -18,8 +18,6 @@ namespace {
 
 // The engine reduces a bucket where autograd has left its gradients, or copies in another dtype. Small gradients are
 // reduced as one block.
-//
-// If it is asked for, each bucket has flags that are reduced with it: a bit for each parameter that any rank has used.
 class InPlaceRoute final : public Route {
  public:
   using Route::Route;
@@ -47,13 +45,12 @@ class InPlaceRoute final : public Route {
     }
   }
 
-  void deliver(Backward& backward, Bucket& bucket) override {
+  void deliver(Backward& /*backward*/, Bucket& bucket) override {
     if (!bucket.work) return;
     const BucketLayout& layout = *bucket.layout;
     auto& [gradients, small, flags] = *bucket.memory;
     small.copy_out();
-    if (backward.usage_travels()) model_.usage.take_bits(layout, flags.data());
-    backward.take_stamps(bucket, flags);
+    if (!flags.empty()) model_.record.step_times->compare(std::move(flags));
     if (model_.averaging.travels_as) {
       at::NoGradGuard no_grad;
       for (size_t k = 0; k < layout.parameters.size(); ++k) gradient(layout.parameters[k]).copy_(gradients[k]);
@@ -90,7 +87,6 @@ class InPlaceRoute final : public Route {
     } else {
       averaging.scale_one_by_one(layout, model_.parameters.gradients(), memory->gradients, divisor);
     }
-    if (backward.usage_travels()) model_.usage.add_bits(layout, memory->flags);
     backward.add_stamp(bucket, memory->flags);
     operation.flags = memory->flags.data();
     operation.flag_words = memory->flags.size();
