@@ -16,18 +16,13 @@ namespace {
 
 constexpr uint32_t kPolynomial = 0x82f63b78;  // reflected
 
-// table[k][b]: what byte b adds when k more bytes follow it.
+// What each byte adds.
 constexpr auto kTable = [] {
-  std::array<std::array<uint32_t, 256>, 8> table{};
+  std::array<uint32_t, 256> table{};
   for (uint32_t byte = 0; byte < 256; ++byte) {
     uint32_t value = byte;
     for (int bit = 0; bit < 8; ++bit) value = value >> 1 ^ (value & 1 ? kPolynomial : 0);
-    table[0][byte] = value;
-  }
-  for (size_t k = 1; k < 8; ++k) {
-    for (size_t byte = 0; byte < 256; ++byte) {
-      table[k][byte] = table[k - 1][byte] >> 8 ^ table[0][table[k - 1][byte] & 255];
-    }
+    table[byte] = value;
   }
   return table;
 }();
@@ -50,13 +45,7 @@ __attribute__((target("sse4.2"))) uint32_t crc32c_sse42(const std::byte* data, s
 
 uint32_t crc32c_portable(const std::byte* data, size_t bytes) {
   uint32_t value = 0xffffffff;
-  auto at = [&](size_t i) { return static_cast<uint32_t>(data[i]); };
-  for (; bytes >= 8; bytes -= 8, data += 8) {
-    value = kTable[7][(value & 255) ^ at(0)] ^ kTable[6][(value >> 8 & 255) ^ at(1)] ^
-            kTable[5][(value >> 16 & 255) ^ at(2)] ^ kTable[4][value >> 24 ^ at(3)] ^ kTable[3][at(4)] ^
-            kTable[2][at(5)] ^ kTable[1][at(6)] ^ kTable[0][at(7)];
-  }
-  for (; bytes > 0; --bytes, ++data) value = value >> 8 ^ kTable[0][(value & 255) ^ at(0)];
+  for (; bytes > 0; --bytes, ++data) value = value >> 8 ^ kTable[(value ^ static_cast<uint32_t>(*data)) & 255];
   return ~value;
 }
 
