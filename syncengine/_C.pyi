@@ -250,9 +250,8 @@ class Communicator:
         """What this rank has done so far.
 
         `operations`; with several ranks also `staged_bytes`, `direct_bytes` and `one_shot_bytes` (of inputs, by path),
-        `messages` that have succeeded, `direct_messages` received directly from the sender's arena,
-        `interhost_bytes` (sent to other hosts, without the transport's own) and `sleeps` (of all communicators of this
-        process). What concerns CUDA tensors begins with `cuda_`.
+        `messages` that have succeeded, `interhost_bytes` (sent to other hosts, without the transport's own) and
+        `sleeps` (of all communicators of this process). What concerns CUDA tensors begins with `cuda_`.
         """
 
 class LocalBootstrap:

@@ -7,12 +7,6 @@
 
 namespace syncengine {
 
-namespace {
-
-constexpr size_t kPiece = 256 << 10;  // of a direct copy, between two looks at the peers
-
-}  // namespace
-
 MailboxRoute::MailboxRoute(const Group& group, std::vector<int> ranks)
     : group_(group), ranks_(std::move(ranks)), outgoing_(group.size), incoming_(group.size) {}
 
@@ -55,19 +49,14 @@ bool MailboxRoute::announce(int destination, Matcher& matcher) {
   header.tag = message.tag;
   header.fingerprint = message.fingerprint;
   header.bytes = message.memory.bytes();
-  header.offset = -1;
   bool small = header.bytes <= shm::kInlineBytes;
-  if (small)
-    message.memory.copy_to(header.content, 0, header.bytes);
-  else if (message.memory.spans().size() == 1)
-    header.offset = group_.arena->offset_of(message.memory.spans()[0].data, header.bytes);
-  int64_t offset = header.offset;
+  if (small) message.memory.copy_to(header.content, 0, header.bytes);
   box.announced.store(number + 1, std::memory_order_release);  // release: the header
   sync_point("announced a message");
   if (small)
     matcher.finish(post);
   else
-    to.announced.push_back({std::move(post), number, offset});
+    to.announced.push_back({std::move(post), number});
   return true;
 }
 
@@ -80,15 +69,10 @@ bool MailboxRoute::has_room(int destination) const {
 
 // What serve() finds something to do by.
 bool MailboxRoute::can_serve(int destination) const {
-  const Outgoing& to = outgoing_[destination];
   const shm::Inbox& box = inbox(destination, group_.rank);
-  if (box.received.load(std::memory_order_acquire) > to.served) return true;  // acquire: it reads the memory no more
-  if (box.wanted.load(std::memory_order_acquire) == to.served) return false;  // acquire: the number
-  uint64_t number = box.number.load(std::memory_order_relaxed);
-  bool direct = std::any_of(to.announced.begin(), to.announced.end(),
-                            [&](const Sent& sent) { return sent.number == number && sent.offset >= 0; });
-  uint64_t staged = outbox(group_.rank, destination).staged.load(std::memory_order_relaxed);  // its only writer
-  return !direct && staged - box.emptied.load(std::memory_order_acquire) < shm::kFragments;   // acquire: as in serve()
+  if (box.wanted.load(std::memory_order_acquire) == outgoing_[destination].served) return false;  // acquire: the number
+  uint64_t staged = outbox(group_.rank, destination).staged.load(std::memory_order_relaxed);      // its only writer
+  return staged - box.emptied.load(std::memory_order_acquire) < shm::kFragments;  // acquire: as in serve()
 }
 
 // Gives the receiver the message that it wants.
@@ -104,29 +88,22 @@ bool MailboxRoute::serve(int destination, Matcher& matcher) {
     throw Error(ErrorKind::Mismatch, group_.name(destination) + " wants a message that was not sent to it");
   size_t bytes = wanted->post.message.memory.bytes();
   bool moved = false;
-  if (wanted->offset >= 0) {
-    // acquire: it reads the memory no more
-    if (box.received.load(std::memory_order_acquire) <= to.served) return false;
-    to.done = bytes;
-  } else {
-    shm::Outbox& own = outbox(group_.rank, destination);
-    if (to.fragments == nullptr) {
-      size_t offset = group_.arena->allocate_group(kFragmentsBytes);
-      to.fragments = group_.arena->at(offset);
-      own.fragments.store(offset, std::memory_order_relaxed);  // relaxed: before the first `staged`
-    }
-    uint64_t staged = own.staged.load(std::memory_order_relaxed);  // relaxed: its only writer
-    // acquire: the slot has been read
-    while (to.done < bytes && staged - box.emptied.load(std::memory_order_acquire) < shm::kFragments) {
-      size_t length = std::min(shm::kFragmentBytes, bytes - to.done);
-      wanted->post.message.memory.copy_to(to.fragments + staged % shm::kFragments * shm::kFragmentBytes, to.done,
-                                          length);
-      to.done += length;
-      moved_bytes_ += length;
-      own.staged.store(++staged, std::memory_order_release);  // release: the bytes
-      sync_point("staged a fragment");
-      moved = true;
-    }
+  shm::Outbox& own = outbox(group_.rank, destination);
+  if (to.fragments == nullptr) {
+    size_t offset = group_.arena->allocate_group(kFragmentsBytes);
+    to.fragments = group_.arena->at(offset);
+    own.fragments.store(offset, std::memory_order_relaxed);  // relaxed: before the first `staged`
+  }
+  uint64_t staged = own.staged.load(std::memory_order_relaxed);  // relaxed: its only writer
+  // acquire: the slot has been read
+  while (to.done < bytes && staged - box.emptied.load(std::memory_order_acquire) < shm::kFragments) {
+    size_t length = std::min(shm::kFragmentBytes, bytes - to.done);
+    wanted->post.message.memory.copy_to(to.fragments + staged % shm::kFragments * shm::kFragmentBytes, to.done, length);
+    to.done += length;
+    moved_bytes_ += length;
+    own.staged.store(++staged, std::memory_order_release);  // release: the bytes
+    sync_point("staged a fragment");
+    moved = true;
   }
   if (to.done < bytes) return moved;
   to.done = 0;
@@ -146,7 +123,6 @@ bool MailboxRoute::hear(int source, Matcher& matcher) {
                         .fingerprint = header.fingerprint,
                         .bytes = header.bytes,
                         .number = from.heard,
-                        .offset = header.offset,
                         .whole = header.bytes <= shm::kInlineBytes};
   if (arrived.whole) arrived.content.assign(header.content, header.content + arrived.bytes);
   inbox(group_.rank, source).heard.store(++from.heard, std::memory_order_release);  // release: our reads
@@ -167,25 +143,13 @@ bool MailboxRoute::fetch_next(int source, Matcher& matcher) {
     box.wanted.store(box.wanted.load(std::memory_order_relaxed) + 1, std::memory_order_release);  // release: the number
     sync_point("wanted a message");
   }
-  moved |= transfer.header.offset >= 0 ? fetch_direct(source, transfer) : fetch_staged(source, transfer);
+  moved |= fetch_staged(source, transfer);
   if (transfer.done < transfer.header.bytes) return moved;
   if (group_.any_failed([](const shm::EndRecord&) { return true; })) return moved;
-  box.received.store(box.wanted.load(std::memory_order_relaxed), std::memory_order_release);  // release: our reads
-  direct_ += transfer.header.offset >= 0;
   Post post = std::move(transfer.post);
   from.transfers.pop_front();
   matcher.finish(post);
   return true;
-}
-
-bool MailboxRoute::fetch_direct(int source, Transfer& transfer) {
-  const MessageHeader& header = transfer.header;
-  const std::byte* memory = group_.memory(source, header.offset, header.bytes);
-  size_t length = std::min(kPiece, header.bytes - transfer.done);
-  transfer.post.message.memory.copy_from(memory + transfer.done, transfer.done, length);
-  transfer.done += length;
-  moved_bytes_ += length;
-  return length > 0;
 }
 
 bool MailboxRoute::fetch_staged(int source, Transfer& transfer) {
@@ -236,8 +200,7 @@ uint64_t MailboxRoute::missing(const Matcher& matcher) const {
                   inbox(group_.rank, peer).emptied.load(std::memory_order_relaxed);
     const Outgoing& to = outgoing_[peer];
     bool needed = (!to.waiting.empty() && !has_room(peer)) || (!to.announced.empty() && !can_serve(peer)) ||
-                  ((awaited >> peer & 1) && !unheard) ||
-                  (!from.transfers.empty() && from.transfers.front().header.offset < 0 && !unread);
+                  ((awaited >> peer & 1) && !unheard) || (!from.transfers.empty() && !unread);
     if (needed) members |= uint64_t{1} << peer;
   }
   return members;
@@ -278,15 +241,6 @@ std::vector<size_t> MailboxRoute::fragments() const {
           outbox(group_.rank, peer).fragments.load(std::memory_order_relaxed));  // relaxed: its only writer
   }
   return offsets;
-}
-
-void MailboxRoute::add_direct_memory(std::vector<ArenaRange>& ranges) const {
-  for (const Outgoing& to : outgoing_) {
-    for (const Sent& sent : to.announced) {
-      if (sent.offset < 0) continue;
-      ranges.push_back({static_cast<size_t>(sent.offset), sent.post.message.memory.bytes(), false});
-    }
-  }
 }
 
 }  // namespace syncengine

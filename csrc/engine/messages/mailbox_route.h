@@ -1,5 +1,5 @@
-// Messages between the ranks of one host, through the mailboxes in their shared memory: large ones straight out of the
-// sender's arena, or staged piece by piece.
+// Messages between the ranks of one host, through the mailboxes in their shared memory: large ones staged piece by
+// piece.
 //
 // A receiver asks for one message of a sender at a time. Only members that wait for messages look for them.
 //
@@ -33,8 +33,6 @@ class MailboxRoute final : public MessageRoute {
   // left nothing for it to read.
   uint64_t interest(const Matcher& matcher) const;
   uint64_t missing(const Matcher& matcher) const;
-  void add_direct_memory(std::vector<ArenaRange>& ranges) const;
-  uint64_t direct() const { return direct_; }  // messages received straight out of the sender's arena
   // Offsets of own memory of kFragmentsBytes each, which must be given back with the group.
   std::vector<size_t> fragments() const;
   static constexpr size_t kFragmentsBytes = shm::kFragments * shm::kFragmentBytes;
@@ -43,7 +41,6 @@ class MailboxRoute final : public MessageRoute {
   struct Sent {
     Post post;
     uint64_t number;
-    int64_t offset;
   };
   struct Outgoing {
     std::deque<Post> waiting;        // for room to be announced
@@ -71,7 +68,6 @@ class MailboxRoute final : public MessageRoute {
   bool announce(int destination, Matcher& matcher);
   bool serve(int destination, Matcher& matcher);
   bool fetch_next(int source, Matcher& matcher);
-  bool fetch_direct(int source, Transfer& transfer);
   bool fetch_staged(int source, Transfer& transfer);
   bool has_room(int destination) const;
   bool can_serve(int destination) const;
@@ -80,7 +76,6 @@ class MailboxRoute final : public MessageRoute {
   std::vector<int> ranks_;
   std::vector<Outgoing> outgoing_;  // by member of the group, as is what follows
   std::vector<Incoming> incoming_;
-  uint64_t direct_ = 0;
   size_t moved_bytes_ = 0;
 };
 

@@ -28,9 +28,8 @@ struct Post {
 // What is known of a message that was sent to this rank.
 struct MessageHeader {
   uint64_t channel, tag, fingerprint, bytes;
-  uint64_t number;      // by which its route fetches it
-  int64_t offset = -1;  // in the sender's arena, if it lies there
-  bool whole = false;   // `content` is all of it
+  uint64_t number;     // by which its route fetches it
+  bool whole = false;  // `content` is all of it
   std::vector<std::byte> content = {};
 };
 

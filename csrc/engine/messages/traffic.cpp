@@ -75,7 +75,6 @@ std::vector<ArenaRange> Traffic::direct_memory() const {
   std::vector<ArenaRange> offsets;
   user_lane_.add_direct_memory(offsets);
   scheduled_lane_.add_direct_memory(offsets);
-  messenger_.near().add_direct_memory(offsets);
   return offsets;
 }
 
@@ -86,7 +85,6 @@ std::map<std::string, uint64_t> Traffic::counters() const {
           {"direct_bytes", user.direct_bytes + scheduled.direct_bytes},
           {"one_shot_bytes", user.one_shot_bytes + scheduled.one_shot_bytes},
           {"messages", messenger_.messages()},
-          {"direct_messages", messenger_.near().direct()},
           {"interhost_bytes", user.interhost_bytes + scheduled.interhost_bytes + messenger_.interhost_bytes()}};
 }
 
