@@ -85,7 +85,6 @@ class InterhostRoute final : public MessageRoute {
   void send(Post post) override;
   void fetch(int source, MessageHeader header, Post receive) override;
   bool advance(Matcher& matcher, size_t& moved_bytes) override;
-  bool has_unheard() const override;
   void visit(const std::function<void(Post&)>& each) override;
   void clear() override;
   uint64_t interhost_bytes() const override { return interhost_bytes_; }

@@ -300,10 +300,6 @@ uint64_t InterhostRoute::remote_blocking_ranks(const Matcher& matcher) const {
   return members;
 }
 
-bool InterhostRoute::has_unheard() const {
-  return std::ranges::any_of(peers_, [](const auto& peer) { return !peer.second.headers.empty(); });
-}
-
 void InterhostRoute::visit(const std::function<void(Post&)>& each) {
   for (auto& [member, peer] : peers_) {
     for (Post& post : peer.waiting) each(post);

@@ -206,16 +206,6 @@ uint64_t MailboxRoute::missing(const Matcher& matcher) const {
   return members;
 }
 
-bool MailboxRoute::has_unheard() const {
-  for (int peer = 0; peer < group_.size; ++peer) {
-    // acquire: as in hear()
-    if (peer != group_.rank &&
-        outbox(peer, group_.rank).announced.load(std::memory_order_acquire) != incoming_[peer].heard)
-      return true;
-  }
-  return false;
-}
-
 void MailboxRoute::visit(const std::function<void(Post&)>& each) {
   for (Outgoing& to : outgoing_) {
     for (Post& post : to.waiting) each(post);

@@ -25,7 +25,6 @@ class MailboxRoute final : public MessageRoute {
   void send(Post post) override;
   void fetch(int source, MessageHeader header, Post receive) override;
   bool advance(Matcher& matcher, size_t& moved_bytes) override;
-  bool has_unheard() const override;
   void visit(const std::function<void(Post&)>& each) override;
   void clear() override;
 

@@ -56,7 +56,6 @@ class MessageRoute {
   // Does what can be done without waiting; adds the bytes that were copied. True if anything moved.
   virtual bool advance(Matcher& matcher, size_t& moved_bytes) = 0;
 
-  virtual bool has_unheard() const = 0;  // some member has announced what was not looked at yet
   virtual void visit(const std::function<void(Post&)>& each) = 0;  // those that it has
   virtual void clear() = 0;                                        // drops these, and what it knows of others
   virtual uint64_t interhost_bytes() const { return 0; }           // sent to other hosts

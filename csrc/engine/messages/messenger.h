@@ -33,8 +33,8 @@ class Messenger final : private MessageRoute::Matcher {
   uint64_t interest() const { return idle() ? 0 : near_->interest(*this); }
   uint64_t missing() const { return idle() ? 0 : near_->missing(*this); }
   uint64_t blocking_ranks() const { return missing(); }
-  // Once all others have left: whether a receive of any source is awaited that only a message of this rank to itself
-  // could end, since all that came is known; and fails these, with PeerLost.
+  // Once all others have left, and all that came is known: whether a receive of any source is awaited that only a
+  // message of this rank to itself could end; and fails these, with PeerLost.
   bool waits_in_vain() const;
   void give_up_receives_of_any(const std::string& reason);
   const Lane::Item* oldest() const;
