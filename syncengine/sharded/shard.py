@@ -192,16 +192,12 @@ def describe_options(groups: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def plain_data(value: Any) -> Any:
     """``value`` as numbers, texts, and lists of them; other objects in dicts."""
-    if isinstance(value, torch.Tensor):
+    if hasattr(value, "tolist"):  # a tensor, or numpy's
         return value.tolist()
     if isinstance(value, (list, tuple)):
         return list(value) if _PLAIN.issuperset(map(type, value)) else [plain_data(item) for item in value]
-    if isinstance(value, float):
-        return float(value)  # numpy.float64 is one
-    if value is None or isinstance(value, (bool, int, str)):
+    if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    if hasattr(value, "dtype") and hasattr(value, "tolist"):
-        return {"numpy": str(value.dtype), "value": value.tolist()}
     if isinstance(value, dict):
         return {"dict": {str(key): plain_data(item) for key, item in value.items()}}
     if isinstance(value, (set, frozenset)):  # texts have another order in each process
@@ -217,10 +213,5 @@ def take_option(group: dict[str, Any], key: str, value: Any) -> None:
         return
     if isinstance(here, torch.Tensor):
         here.fill_(value)
-    elif isinstance(value, dict):
-        if "numpy" in value:
-            import numpy
-
-            group[key] = numpy.asarray(value["value"], value["numpy"])[()]
-    else:
+    elif not isinstance(value, dict):
         group[key] = tuple(value) if isinstance(here, tuple) else value
