@@ -13,6 +13,7 @@ from syncengine.errors import InvalidUsage
 from syncengine.horovod.reductions import check_list, engine_op
 from syncengine.horovod.requests import Request, dtype_named
 from syncengine.horovod.streams import Operation, Stream
+from syncengine.parallel.replication import reach_of
 
 _REDUCED = ("allreduce", "grouped_allreduce", "backward of SyncBatchNorm")
 
@@ -108,7 +109,4 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     """The addresses between which it lies."""
-    first, last = tensor.data_ptr(), 0
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        last += (size - 1) * stride
-    return first, first + (last + 1) * tensor.element_size() * bool(tensor.numel())
+    return tensor.data_ptr(), tensor.data_ptr() + reach_of(tensor)

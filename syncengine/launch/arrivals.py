@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from syncengine.errors import Aborted, InvalidUsage, SyncError, Timeout
 
@@ -56,7 +56,7 @@ def as_error(failure_notice: bytes) -> SyncError:
     return known[kind](text) if kind in known else Aborted(f"another rank failed in init: {kind} {text}")
 
 
-def name_ranks(ranks: set[int]) -> str:
+def name_ranks(ranks: Collection[int]) -> str:
     """ "rank 3" or "ranks 1, 3"; the first 16 of many."""
     shown = sorted(ranks)[:16]
     rest = len(ranks) - len(shown)

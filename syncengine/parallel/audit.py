@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from syncengine.errors import InvalidUsage, Mismatch
+from syncengine.launch.arrivals import name_ranks
 from syncengine.parallel.model import Model
 from syncengine.parallel.replication import gather_bytes, is_freed
 
@@ -93,9 +94,5 @@ def _who_differs(values: Sequence[bytes], ranks: Sequence[int]) -> str:
     groups = sorted(alike.values(), key=len)
     if 2 * len(groups[-1]) > len(ranks):
         wrong = sorted(rank for group in groups[:-1] for rank in group)
-        return f"{_named(wrong)} {'differs' if len(wrong) == 1 else 'differ'} from the others"
-    return " against ".join(_named(group) for group in sorted(groups))
-
-
-def _named(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        return f"{name_ranks(wrong)} {'differs' if len(wrong) == 1 else 'differ'} from the others"
+    return " against ".join(name_ranks(group) for group in sorted(groups))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from syncengine._C import Communicator
-from syncengine.parallel.replication import check_same_on_all_ranks, check_writable
+from syncengine.parallel.replication import check_same_on_all_ranks, check_writable, reach_of
 
 Named = Sequence[tuple[str, torch.Tensor]]
 
@@ -120,8 +120,7 @@ def _sharing(named: Named) -> list[str]:
             first, start, end = i, at, 0
             if _may_overlap_itself(tensor):
                 found[i] = f", shares memory with itself, strides {tensor.stride()}"
-        reach = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        end = max(end, at + (reach + 1) * tensor.element_size())
+        end = max(end, at + reach_of(tensor))
     return found
 
 

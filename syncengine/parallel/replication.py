@@ -39,8 +39,13 @@ def is_freed(tensor: torch.Tensor) -> bool:
         there = tensor.untyped_storage().nbytes()
     except (RuntimeError, NotImplementedError):  # of classes that have none
         return False
-    reach = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return there < (tensor.storage_offset() + reach + 1) * tensor.element_size()
+    return there < tensor.storage_offset() * tensor.element_size() + reach_of(tensor)
+
+
+def reach_of(tensor: torch.Tensor) -> int:
+    """Bytes from its first element to the end of its last one."""
+    last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size() if tensor.numel() else 0
 
 
 def _why_not_dense(tensor: torch.Tensor) -> str:

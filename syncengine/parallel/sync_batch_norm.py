@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from syncengine._C import Communicator
 from syncengine.communicator import default_communicator, is_initialized
 from syncengine.errors import InvalidUsage
+from syncengine.launch.arrivals import name_ranks
 from syncengine.parallel.compiled import not_compiled
 from syncengine.parallel.groups import resolve_group
 from syncengine.torch_group import default_group
@@ -116,17 +117,13 @@ def check_all_have_batches(module: torch.nn.Module, without: Collection[int]) ->
     """Raises ``InvalidUsage`` naming a layer in training mode that would wait for one of these ranks' statistics."""
     for name, layer in module.named_modules():
         if isinstance(layer, torch.nn.SyncBatchNorm) and layer.training:
-            missing = sorted(set(without).intersection(_ranks_of(layer)))
+            missing = set(without).intersection(_ranks_of(layer))
             if missing:
                 raise InvalidUsage(
                     f"{name or 'the module'} is a SyncBatchNorm, which needs a batch of each of its ranks, but "
-                    f"{_have(missing)} run out of them in join(): pass throw_on_early_termination=True to join(), so "
-                    "that training ends on all ranks there"
+                    f"{name_ranks(missing)} {'has' if len(missing) == 1 else 'have'} run out of them in join(): pass "
+                    "throw_on_early_termination=True to join(), so that training ends on all ranks there"
                 )
-
-
-def _have(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"
 
 
 def _ranks_of(layer: torch.nn.SyncBatchNorm) -> Sequence[int]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from syncengine.errors import SyncError
+from syncengine.launch.arrivals import name_ranks
 from syncengine.tracing.events import Event, Kind, Operation, Phase, RankTrace, Trace, read
 
 _PACKAGE = "perfetto.protos.perfetto.trace.perfetto_trace_pb2"
@@ -61,7 +62,7 @@ def caveats(trace: Trace) -> list[str]:
         if not of_rank.ended:
             said.append(f"Rank {rank} has not ended its trace")
     if trace.missing:
-        said.append(f"There is nothing of rank{'s' if len(trace.missing) > 1 else ''} {_listed(trace.missing)}")
+        said.append(f"There is nothing of {name_ranks(trace.missing)}")
     for host, doubt in trace.uncertainty.items():
         if math.isinf(doubt):
             said.append(f"No operation aligns the clock of host {host}: its times are by its own clock")
@@ -165,7 +166,7 @@ class _Writer:
             return {Kind.SCHEDULED: "all have announced ", Kind.ANNOUNCED: "announces "}.get(event.kind, "") + what
         if event.kind == Kind.WAIT:
             ranks = [rank for rank in range(64) if event.detail >> rank & 1]
-            return f"waits for rank {_listed(ranks)}" if ranks else "waits"
+            return f"waits for {name_ranks(ranks)}" if ranks else "waits"
         if event.kind in (Kind.MESSAGE, Kind.TRANSFER):
             other = "any rank" if event.place == _NOTHING else f"rank {event.place}"
             return f"{event.text} {'from' if event.text == 'receive' else 'to'} {other}"
@@ -180,10 +181,6 @@ def _annotations(event: Event) -> dict[str, int | str]:
     if event.kind in (Kind.STEP, Kind.ANNOUNCED, Kind.REDUCED, Kind.MESSAGE, Kind.TRANSFER, Kind.COPY):
         return {"bytes": event.detail}
     return {}
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))
 
 
 def add_trace(commands: Any) -> None:
