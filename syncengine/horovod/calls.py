@@ -11,7 +11,7 @@ import torch
 from syncengine._C import Backend, Communicator, Work
 from syncengine.errors import InvalidUsage
 from syncengine.horovod.reductions import check_list, engine_op
-from syncengine.horovod.requests import Request, dtype_named
+from syncengine.horovod.requests import Request
 from syncengine.horovod.streams import Operation, Stream
 from syncengine.parallel.replication import reach_of
 
@@ -62,7 +62,7 @@ class Calls(Stream):
 
     def shadow(self, request: Request) -> Sequence[Work]:
         """Adds zeros to what the others reduce."""
-        kept = [torch.zeros(count, dtype=dtype_named(dtype), device="cpu") for dtype, count in request.flat]
+        kept = [torch.zeros(count, dtype=getattr(torch, dtype), device="cpu") for dtype, count in request.flat]
         if request.kind in _REDUCED:
             word = request.how
             return [self.communicator.all_reduce(flat, engine_op(flat.dtype, word), async_op=True) for flat in kept]

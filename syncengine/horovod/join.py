@@ -9,6 +9,7 @@ from syncengine.horovod.calls import Calls, table
 from syncengine.horovod.optimizer import close_unneeded
 from syncengine.horovod.process_sets import refusing, streams
 from syncengine.horovod.streams import Stream
+from syncengine.parallel.replication import own_name
 
 
 def join(device: int = -1) -> int:
@@ -34,7 +35,7 @@ def join(device: int = -1) -> int:
             errors.append(error)
             kind = type(error).__name__ if isinstance(error, SyncError) else "Aborted"
             for other in served_here:  # else their threads wait for the others
-                other.abort(f"{main.own_name} in hvd.join(): {error}", kind)
+                other.abort(f"{own_name(main.communicator)} in hvd.join(): {error}", kind)
             raise
 
     try:

@@ -76,13 +76,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def dtype_named(name: str) -> torch.dtype:
-    """As torch.float32."""
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
-
-
 def describe(tensor: torch.Tensor, any_rows: bool = False) -> str:
     """Dtype and shape; with `any_rows` but for the first dimension."""
     shape = f"(*, {', '.join(map(str, tensor.shape[1:]))})" if any_rows else str(tuple(tensor.shape))

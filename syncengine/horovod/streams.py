@@ -19,6 +19,7 @@ import torch
 from syncengine._C import Backend, Communicator, Work
 from syncengine.errors import InvalidUsage, Mismatch, SyncError
 from syncengine.horovod.requests import JOIN, REFUSED, SIZE, WAITING, Flat, Request, as_told, key_of, told
+from syncengine.parallel.replication import own_name
 
 _DUPLICATE = (
     "Requested to allreduce, allgather, or broadcast a tensor with the same name as another tensor that is currently "
@@ -80,7 +81,7 @@ class Operation:
         """Ends it and its stream for all ranks by what this one has raised in it, unless the stream has failed."""
         if not self._stream.has_failed():
             kind, reason = as_told(error)
-            self._stream.abort(f"{self._stream.own_name} in {self.request}: {reason}", kind.__name__)
+            self._stream.abort(f"{own_name(self._stream.communicator)} in {self.request}: {reason}", kind.__name__)
 
 
 class Stream:
@@ -112,11 +113,6 @@ class Stream:
         self._all_joined = False
         self._served = 0
         self._shadows: list[Work] = []
-
-    @property
-    def own_name(self) -> str:
-        """As errors call this rank."""
-        return f"rank {self.communicator.global_ranks[self.rank]}"
 
     def close(self) -> None:
         """Disconnects. No rank may still need it."""

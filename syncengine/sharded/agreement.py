@@ -11,7 +11,7 @@ import torch
 
 from syncengine._C import Communicator
 from syncengine.errors import Aborted, InvalidUsage, Mismatch
-from syncengine.parallel.replication import check_same_on_all_ranks, gather_bytes
+from syncengine.parallel.replication import check_same_on_all_ranks, gather_bytes, own_name
 
 _LONGEST_ERROR = 1000  # bytes
 _DIGEST = 24
@@ -36,7 +36,7 @@ def agree(
         return
     failed = [rank for rank, other in enumerate(everyone) if other[_DIGEST]]
     if failed:
-        me = f"rank {communicator.global_ranks[communicator.rank]}: "
+        me = f"{own_name(communicator)}: "
         texts = gather_bytes(communicator, (me + error).encode()[:_LONGEST_ERROR], _LONGEST_ERROR)
         if error:
             raise InvalidUsage(me + error)

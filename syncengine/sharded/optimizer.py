@@ -112,7 +112,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         for parameter in self.param_groups[-1]["params"]:
             if parameter.device.type not in ("cpu", "meta"):
                 raise InvalidUsage(f"ShardedOptimizer is for CPU models, but a parameter is on {parameter.device}")
-        self._sharing.look_again()
+        self._sharing.known.clear()
         self._private = None
 
     # --- Step

@@ -126,7 +126,7 @@ class Sharing:
             is_ours = False  # one from before a failure
         if is_ours and not is_alone and in_step and not self.blocks and only_makes_state(model.communicator, groups):
             return False
-        if is_ours and not self.has(model):
+        if is_ours and not any(known() is model for known in self.models):
             self.models.append(weakref.ref(model))
         if is_ours and not is_alone:
             self.members.names.update(zip(model._model.parameters, model._model.names, strict=True))
@@ -137,14 +137,6 @@ class Sharing:
             guard(model)  # of what another one shares, too
         self.known.add(model)  # after an error, which somebody may catch, the next forward asks again
         return is_ours
-
-    def has(self, model: Parallel) -> bool:
-        """Whether it updates some of its parameters."""
-        return any(known() is model for known in self.models)
-
-    def look_again(self) -> None:
-        """The optimizer has more parameters."""
-        self.known.clear()
 
     def share(self, members: Sequence[Member], groups: Groups, state: State) -> None:
         """Moves these into shared memory. Collective if there are any."""

@@ -117,7 +117,7 @@ class Update:
             self._fail(error)
             if not isinstance(error, Exception):
                 raise  # Ctrl-C
-            raise TornWeights(self._torn_text(self._own(error))) from error
+            raise TornWeights(torn_text(self._step, self._own(error))) from error
         if not self._has_news:
             self._complete()
 
@@ -177,7 +177,7 @@ class Update:
                 self._memory.tear(self._number)
                 if not isinstance(error, Exception):
                     return
-                raise TornWeights(self._torn_text(self._who(lost or behind, error))) from error
+                raise TornWeights(torn_text(self._step, self._who(lost or behind, error))) from error
             time.sleep(0.001)
 
     def _who(self, missing: Sequence[int], error: Exception) -> str:
@@ -190,9 +190,6 @@ class Update:
 
     def _own(self, error: BaseException) -> str:
         return f"{self._host.name(self._host.rank)} raised {type(error).__name__}: {error}"
-
-    def _torn_text(self, why: str) -> str:
-        return torn_text(self._step, why)
 
 
 def torn_text(step: int, why: str) -> str:
