@@ -16,10 +16,4 @@ std::string build_text(uint64_t build) {
   return text;
 }
 
-Error another_build(int peer, uint64_t theirs) {
-  return {ErrorKind::Mismatch, "rank " + std::to_string(peer) + " runs another build of syncengine (" +
-                                   build_text(theirs) + ") than this rank (" + build_text(build_id()) +
-                                   "): install the same one on all hosts"};
-}
-
 }  // namespace syncengine

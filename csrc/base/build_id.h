@@ -1,16 +1,13 @@
 // Which build this is: a hash of the sources that define what lies in shared memory and what goes over the wire, made
-// by setup.py and by tests/core/Makefile. Ranks talk only to ranks of the same build.
+// by setup.py and by tests/core/Makefile. Ranks talk only to ranks of the same build (syncengine/connect.py).
 #pragma once
 
 #include <cstdint>
 #include <string>
 
-#include "base/error.h"
-
 namespace syncengine {
 
 uint64_t build_id();
-std::string build_text(uint64_t build);          // 16 hexadecimal digits
-Error another_build(int peer, uint64_t theirs);  // Mismatch
+std::string build_text(uint64_t build);  // 16 hexadecimal digits
 
 }  // namespace syncengine

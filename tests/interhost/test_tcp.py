@@ -214,17 +214,6 @@ def test_wrong_secret_is_named_on_both_hosts(four, program):
         assert kind == "Timeout" and "somebody called as rank 1 with another secret" in text and SECRET not in text
 
 
-@needs_hosts
-def test_another_build_is_named(four, program):
-    with Job(four, program, 2) as job:
-        address = bytearray.fromhex(job.addresses[1])
-        address[4] ^= 1
-        job.addresses[1] = address.hex()
-        job.connect([0])
-        kind, _, text = job.error(0)
-        assert kind == "Mismatch" and "rank 1 runs another build of syncengine" in text
-
-
 STRANGER = """
 import socket, sys, time
 host, port, how = sys.argv[1], int(sys.argv[2]), sys.argv[3]

@@ -3,7 +3,6 @@
 #include <cstring>
 #include <new>
 
-#include "base/build_id.h"
 #include "base/error.h"
 #include "base/resources.h"
 #include "base/sync_point.h"
@@ -16,7 +15,6 @@ namespace syncengine {
 
 struct LocalBootstrap::Address {
   char magic[8] = {'s', 'y', 'n', 'c', 'e', 'n', 'g', ' '};
-  uint64_t build = build_id();
   uint64_t arena_bytes = 0;
   uint64_t block_offset = 0;
   char fd_exchange[FdExchange::kMostAddress] = {};  // with a secret: for the ranks alone
@@ -31,14 +29,8 @@ size_t arena_bytes(const Options& options, int ranks) {
 
 LocalBootstrap::Address parse(const std::string& text, int global_rank) {
   LocalBootstrap::Address address;
-  uint64_t build = 0;
-  size_t head = sizeof(address.magic) + sizeof(build);
-  if (text.size() < head || std::memcmp(text.data(), address.magic, sizeof(address.magic)) != 0)
-    throw Error(ErrorKind::InvalidUsage, rank_name(global_rank) +
-                                             " gave no address of syncengine's, or runs another build: install the "
-                                             "same one on all hosts");
-  std::memcpy(&build, text.data() + sizeof(address.magic), sizeof(build));
-  if (build != build_id() || text.size() != sizeof(address)) throw another_build(global_rank, build);
+  if (text.size() != sizeof(address) || std::memcmp(text.data(), address.magic, sizeof(address.magic)) != 0)
+    throw Error(ErrorKind::InvalidUsage, rank_name(global_rank) + " gave no address of syncengine's");
   std::memcpy(&address, text.data(), sizeof(address));
   address.fd_exchange[sizeof(address.fd_exchange) - 1] = '\0';
   address.host_key[sizeof(address.host_key) - 1] = '\0';

@@ -63,7 +63,6 @@ class Reader {
     text_.remove_prefix(count);
     return value;
   }
-  bool is_past_end() const { return !whole_; }
   bool whole() const { return whole_ && text_.empty(); }  // all was read, and nothing more was asked for
 
  private:

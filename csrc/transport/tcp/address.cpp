@@ -16,7 +16,6 @@
 #include <optional>
 #include <sstream>
 
-#include "base/build_id.h"
 #include "base/error.h"
 #include "transport/matching/frame.h"
 #include "transport/tcp/secret.h"
@@ -169,7 +168,6 @@ std::string encode(const Address& address) {
   std::string ip(address.ip.bytes.begin(), address.ip.bytes.end());
   return Writer()
       .u32(kAddressMagic)
-      .u64(build_id())
       .u8(address.ip.v6)
       .bytes(ip)
       .u16(address.port)
@@ -182,8 +180,6 @@ std::string encode(const Address& address) {
 Address decode_address(int peer, const std::string& bytes) {
   Reader reader(bytes);
   bool ours = reader.u32() == kAddressMagic;
-  if (uint64_t build = reader.u64(); ours && !reader.is_past_end() && build != build_id())
-    throw another_build(peer, build);
   Address address;
   uint8_t v6 = reader.u8();
   std::string ip = reader.bytes(address.ip.bytes.size());

@@ -69,7 +69,7 @@ struct Address {
 
 std::string encode(const Address& address);
 
-// Throws Mismatch if rank `peer` runs another build, InvalidUsage if that is no address.
+// Throws InvalidUsage if rank `peer` gave something else.
 Address decode_address(int peer, const std::string& bytes);
 
 // Throws InvalidUsage if one of two ranks (`own_rank` and `peer`) alone has a secret, or if `peer` can't be reached

@@ -32,8 +32,7 @@ namespace syncengine::tcp {
 //                                             <-   welcome
 //
 // Both proofs cover both nonces, so that nothing recorded is worth anything later. A stranger without the ticket learns
-// nothing, not even that this is a rank. The keys never travel. They are made of both addresses, with the builds: ranks
-// of different ones are strangers here, if their addresses have not told before.
+// nothing, not even that this is a rank. The keys never travel.
 //
 // Thread-safety: one thread. Failure: result(); never throws.
 

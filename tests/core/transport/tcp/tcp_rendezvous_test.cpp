@@ -226,13 +226,6 @@ TEST(tcp_signals_connect_nobody) {
   CHECK(!decided);
 }
 
-TEST(tcp_rank_of_another_build_is_named) {
-  Listeners ranks(2, kQuick);
-  ranks.addresses[1][4] ^= 2;
-  std::string text = CHECK_THROWS(ranks.connect(0), ErrorKind::Mismatch);
-  CHECK(contains(text, "rank 1 runs another build of syncengine ("));
-}
-
 TEST(tcp_rank_that_does_not_come_is_named) {
   Listeners ranks(3, kQuick);
   std::string text = CHECK_THROWS(ranks.connect(1, 0.3), ErrorKind::Timeout);

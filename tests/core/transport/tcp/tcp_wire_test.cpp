@@ -166,11 +166,7 @@ TEST(addresses_come_back) {
   address.ip = ip6(0xfd, 1, 2), address.has_secret = true;
   CHECK(decode_address(3, encode(address)) == address);
   CHECK(encode(address).size() <= 256);
-  std::string other = encode(address);
-  other[4] = 7;
-  CHECK(contains(CHECK_THROWS(decode_address(3, other), ErrorKind::Mismatch),
-                 "rank 3 runs another build of syncengine ("));
-  for (size_t bytes = 0; bytes < other.size(); ++bytes) {
+  for (size_t bytes = 0; bytes < encode(address).size(); ++bytes) {
     std::string part = encode(address).substr(0, bytes);
     CHECK(contains(CHECK_THROWS(decode_address(3, part), ErrorKind::InvalidUsage), "rank 3"));
   }
