@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from syncengine.parallel.refusal import warn_of_wrapper_around
-
 # Not torch.compiler.disable: that imports all of dynamo, for seconds, also where nothing is compiled.
 _eval_frame = torch._C._dynamo.eval_frame
 
@@ -68,8 +66,6 @@ def call_module(wrapper: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -
         # at the end would keep it there for ever.
         around = active
     if wrapper.reducer.reduces:
-        if around is not None:
-            warn_of_wrapper_around(around, wrapper)
         _thread.active = DistributedDataParallel._active_ddp_module = wrapper
     _eval_frame.set_eval_frame(_thread.callback)
     try:

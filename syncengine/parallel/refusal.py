@@ -3,7 +3,6 @@
 import math
 import sys
 import warnings
-import weakref
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -12,8 +11,6 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from syncengine.errors import InvalidUsage
-
-_warned: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 _MOST_MIB = 2**43  # bytes have 64 bits
 
@@ -112,21 +109,6 @@ def warn_of_wrapper(module: torch.nn.Module, stacklevel: int) -> None:
             f"by itself, do not wrap yours; else give it the .module of that {type(inner).__name__}.",
             UserWarning,
             stacklevel=stacklevel + 1,
-        )
-
-
-def warn_of_wrapper_around(outer: torch.nn.Module | None, model: torch.nn.Module) -> None:
-    """Warns if the DDP whose forward runs now, if any, has ``model`` as its whole module. Once for each model."""
-    if outer is None or getattr(outer.module, "_orig_mod", outer.module) is not model or model in _warned:
-        return
-    _warned.add(model)
-    if not isinstance(outer, type(model)):  # that has warned at its construction
-        warnings.warn(
-            f"a {type(outer).__name__} is around a {type(model).__name__}: both synchronize it, gradients, buffers and "
-            "no_sync() twice over, and the weights may become others than with one. If a tool wraps models by itself, "
-            f"do not wrap yours; else give it the .module of that {type(model).__name__}.",
-            UserWarning,
-            stacklevel=2,
         )
 
 
