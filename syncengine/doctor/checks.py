@@ -109,21 +109,14 @@ def _settings(everyone: Sequence[Facts]) -> Iterator[Finding]:
         yield Finding("unknown variable", WARNING, ranks, text, remedy)
 
 
-def _patch(everyone: Sequence[Facts]) -> Iterator[Finding]:
+def _entry_point(everyone: Sequence[Facts]) -> Iterator[Finding]:
     """What takes the effect from SYNCENGINE_PATCH, and from the backend's name without an import."""
-
-    def asked(facts: Facts) -> str:
-        return str(facts["variables"].get("SYNCENGINE_PATCH", ""))
-
-    for value, ranks in grouped(everyone, lambda f: None if asked(f) in ("", "0", "1") else asked(f)).items():
-        text = f"{ranks_text(ranks)}: SYNCENGINE_PATCH={value!r} is not allowed, and has no effect"
-        yield Finding("patch", WARNING, ranks, text, "give 1 or 0")
     for key, why, remedy in (
         ("switched_off", "TORCH_DEVICE_BACKEND_AUTOLOAD switches entry points off", "unset it"),
         ("installed", "this installation lacks its entry point", "install syncengine again, by pip"),
     ):
         lacking = [f for f in everyone if f["entry_point"].get(key) is (key == "switched_off")]
-        for patched, ranks in grouped(lacking, lambda f: asked(f) == "1").items():
+        for patched, ranks in grouped(lacking, lambda f: f["variables"].get("SYNCENGINE_PATCH") == "1").items():
             lost = "SYNCENGINE_PATCH=1 has no effect" if patched else "the backend is not known without an import"
             severity = WARNING if patched or key == "installed" else NOTE
             yield Finding("entry point", severity, ranks, f"{ranks_text(ranks)}: {why}: {lost}", remedy)
@@ -241,7 +234,7 @@ _CHECKS = (
     _extension,
     _versions,
     _settings,
-    _patch,
+    _entry_point,
     _cpus,
     _memory,
     _descriptors,

@@ -13,10 +13,6 @@ NO_SECRET = {"has_secret": False}
 
 # Facts of the ranks, and the findings as `said` has them.
 CASES: dict[str, tuple[Any, ...]] = {
-    "a value of SYNCENGINE_PATCH that means nothing": (
-        [facts(0, variables={"SYNCENGINE_PATCH": "yes"}), facts(1, variables={"SYNCENGINE_PATCH": "1"})],
-        "warning, patch of [0]: rank 0: SYNCENGINE_PATCH='yes' is not allowed, and has no effect -> give 1 or 0",
-    ),
     "no entry points are loaded": (
         [
             facts(0, entry_point={"switched_off": True}),
