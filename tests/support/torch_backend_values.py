@@ -43,4 +43,7 @@ def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
         return True
     if a.is_complex():
         a, b = torch.view_as_real(a), torch.view_as_real(b)
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)) if a.dim() else bool(a == b)
+    if not a.dim():
+        return bool(a == b)
+    ours, theirs = (t.clone(memory_format=torch.contiguous_format).view(torch.uint8) for t in (a, b))
+    return torch.equal(ours, theirs)

@@ -28,33 +28,12 @@ from syncengine.errors import PeerLost, SyncError
 
 # What holds on one host holds on several: by the hosts that the ranks live on, the tests of one host, by module.
 SHARED = {
-    "ab": {
-        "": ["test_premul_sum", "test_tensors_that_are_not_contiguous"],
-        "_works": ["test_works_and_futures"],
-        "_messages": ["test_messages_match_by_tag_and_in_order"],
-    },
+    "ab": {"_works": ["test_works_and_futures"], "_messages": ["test_messages_match_by_tag_and_in_order"]},
     "aba": {
-        "": [
-            "test_every_dtype_is_moved",
-            "test_bitwise_reductions",
-            "test_reduce_changes_the_destination_only",
-            "test_all_gather_of_different_sizes",
-            "test_lists_and_coalesced_calls",
-            "test_object_collectives",
-        ],
         "_groups": ["test_a_backend_is_split"],
-        "_messages": [
-            "test_send_and_receive",
-            "test_batches_and_messages_to_oneself",
-            "test_gather_and_scatter",
-            "test_all_to_all",
-        ],
+        "_messages": ["test_a_future_of_a_message_that_comes_late_does_not_hold_up_the_others"],
     },
-    "aabb": {
-        "": ["test_reductions_of_every_dtype"],
-        "_groups": ["test_groups_of_some_ranks"],
-        "_messages": ["test_receive_from_any_rank"],
-    },
+    "aabb": {"_groups": ["test_groups_of_some_ranks"], "_messages": ["test_receive_from_any_rank"]},
     "abab": {"_groups": ["test_groups_of_some_ranks"]},  # of which each lives on one host
 }
 
