@@ -58,18 +58,6 @@ def test_hooks_go_with_the_model():
     module(data()).sum().backward()
 
 
-@run_on_ranks(gloo=True)
-def test_training_can_be_wrapped_twice():
-    """Two Parallel on one module: both listen, only the one whose forward ran synchronizes."""
-    module = Mlp()
-    first, second = syncengine.Parallel(module), syncengine.Parallel(module)
-    first(data()).sum().backward()
-    expected = gradients(module)
-    module.zero_grad()
-    second(data()).sum().backward()
-    assert not different_bits(gradients(module), expected)
-
-
 @run_on_ranks()
 def test_pickled_and_copied_models_train_on():
     torch.manual_seed(1)

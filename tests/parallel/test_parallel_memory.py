@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy
 import torch
-from parallel_models import CAP, Mlp, data, flat_gradients
+from parallel_models import CAP, Mlp
 from pool import RankPool, run_on_ranks
 from random_layers import Delay
 from torch import nn
@@ -78,31 +78,6 @@ def test_memory_of_others_is_not_written():
     model(torch.zeros(1)).backward()
     assert torch.equal(module.a.grad, torch.full((64,), 0.5))
     assert (array == rank).all()
-
-
-@run_on_ranks()
-def test_a_kept_gradient_does_not_change_in_later_steps():
-    model = syncengine.Parallel(Mlp())
-    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for _step in range(4):
-        model(torch.randn(3, 24)).sum().backward()
-        kept += [(p.grad, p.grad.clone()) for p in model.parameters()]
-        model.zero_grad()
-    assert all(torch.equal(grad, copy) for grad, copy in kept)
-    assert len({grad.data_ptr() for grad, _ in kept}) == len(kept)
-
-
-@run_on_ranks()
-def test_gradients_laid_out_by_the_user_stay_there():
-    """A user who lays .grad tensors out in one flat tensor finds the averages there."""
-    torch.manual_seed(0)
-    model = syncengine.Parallel(Mlp())
-    expected = syncengine.Parallel(Mlp())
-    expected.load_state_dict(model.state_dict())
-    flat = flat_gradients(model)
-    for m in (model, expected):
-        m(data()).square().sum().backward()
-    assert torch.equal(flat, torch.cat([p.grad.flatten() for p in expected.parameters()]))
 
 
 def check_copies() -> dict[str, dict[str, int]]:

@@ -12,22 +12,6 @@ import syncengine
 from syncengine.errors import InvalidUsage
 
 
-@run_on_ranks(gloo=True)
-def test_no_sync_is_decided_at_forward():
-    def forward_inside(model: nn.Module) -> None:
-        with model.no_sync():
-            loss = model(data()).square().mean()
-        loss.backward()
-
-    def backward_inside(model: nn.Module) -> None:
-        loss = model(data()).square().mean()
-        with model.no_sync():
-            loss.backward()
-
-    both(Mlp, forward_inside)
-    both(Mlp, backward_inside)
-
-
 @run_on_ranks()
 def test_a_parameter_is_used_if_any_of_several_forwards_uses_it():
     model = syncengine.Parallel(Branches(), find_unused_parameters=True, **CAP)

@@ -15,20 +15,6 @@ from torch import nn
 import syncengine
 
 
-@run_on_ranks()
-def test_a_parameter_used_elsewhere_gets_the_average_everywhere():
-    model = syncengine.Parallel(Branches(), find_unused_parameters=True)
-    model(data(), syncengine.rank() == 0).sum().backward()
-    inner = model.module
-    assert inner.never.weight.grad is None
-    everyone = torch.empty(2, 24, 24)
-    for layer in (inner.left, inner.right, inner.stem):
-        syncengine.all_gather(everyone, layer.weight.grad)
-        assert everyone[0].any()
-        assert torch.equal(everyone[0], everyone[1])
-    assert model.sync_stats()["copied_bytes"]["unused"] == 2 * 4 * (24 * 24 + 24)
-
-
 @dataclasses.dataclass
 class Pair:
     a: torch.Tensor

@@ -80,7 +80,7 @@ class Step:
     before: str = ""  # a forward that has no backward
     calls: str = ""  # how that forward is called
     backward: str = ""  # and how its backward is run
-    penalty: bool = False  # on the gradient of the input
+    penalty: str = ""  # on the gradient of the "input" or of the "weights"
     frozen: int | None = None  # a layer
     freezes: str = "all"  # for the whole step; "after" those backwards; or on "one" rank alone
     fails: tuple[str, ...] = ()  # where, on each rank
@@ -204,7 +204,9 @@ def draw(number: int, world: int = 2, fails: bool = True) -> Program:
                 else dice.choice(["", "", "", *BEFORE, *(() if finds or once else ("pending", "grad"))]),
                 calls=dice.choice(calls) if calls and chance(0.3) else "",
                 backward=dice.choice(backwards) if backwards and chance(0.3) else "",
-                penalty=not (reentrant or sparse or {"complex", "lazy"} & has) and not static and chance(0.15),
+                penalty=dice.choice(["input", "weights"])
+                if not (reentrant or sparse or {"complex", "lazy"} & has) and not static and chance(0.15)
+                else "",
                 frozen=frozen,
                 freezes=freezes,
                 fails=which,
@@ -220,7 +222,7 @@ def draw(number: int, world: int = 2, fails: bool = True) -> Program:
         if place + 1 < len(steps) and (steps[place + 1].frozen is not None or steps[place + 1].fails):
             changes["zero"] = "none"  # what was frozen or has failed begins anew
         if step.fails:
-            changes |= {"zero": "none", "optimizes": False, "clips": False, "penalty": False, "calls": ""}
+            changes |= {"zero": "none", "optimizes": False, "clips": False, "penalty": "", "calls": ""}
             changes |= {"backward": "", "copies": False, "forwards": 1}  # buffers are sent in each forward
             changes |= {"before": ""} if step.before == "pending" else {}
         if step.penalty or step.frozen is not None:
@@ -339,11 +341,11 @@ def run_step(model: nn.Module, program: Program, number: int, rank: int) -> list
     train_layer(net, step.frozen, not freezes or step.freezes == "after")
     for k in range(step.micro + (step.uneven and rank == 0)):
         choose(number + k + 1)
-        with no_sync():
+        with no_sync():  # decided at forward
             loss = loss_of(batch())
-            if step.backward == "retained":
-                loss.square().backward(retain_graph=True)
-            loss.backward()
+        if step.backward == "retained":
+            loss.square().backward(retain_graph=True)
+        loss.backward()
     train_layer(net, step.frozen, not freezes)
     choose(number)
     try:
@@ -353,8 +355,9 @@ def run_step(model: nn.Module, program: Program, number: int, rank: int) -> list
             losses += [loss_of(batch()) for _ in range(step.forwards - 1)]
             total = sum(losses)
             if step.penalty:
-                (slope,) = torch.autograd.grad(losses[0], x, create_graph=True)
-                total = total + slope.square().sum()
+                of = [x] if step.penalty == "input" else [p for p in net.parameters() if p.requires_grad]
+                slopes = torch.autograd.grad(losses[0], of, create_graph=True, allow_unused=True)
+                total = total + sum(slope.float().square().sum() for slope in slopes if slope is not None)
             if step.before == "pending":  # as a GAN's discriminator, for another forward
                 train_layer(net, 0, False)
                 other = loss_of(batch())
@@ -425,6 +428,7 @@ def train(program: Program, wrap: Callable[..., nn.Module] | None) -> list[tuple
         models[own].register_comm_hook(None, HOOKS[program.hook])
     optimizers = {rank: OPTIMIZERS[program.optimizer](model.parameters()) for rank, model in models.items()}
     found: list[tuple[str, torch.Tensor | None]] = []
+    held: list[tuple[torch.Tensor | None, torch.Tensor | None]] = []  # gradients that nobody adds to any more
     for number, step in enumerate(program.steps):
         kept = [plain(p.grad) for p in models[own].parameters()]
         for rank, model in models.items():
@@ -441,12 +445,15 @@ def train(program: Program, wrap: Callable[..., nn.Module] | None) -> list[tuple
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             if step.optimizes:
                 optimizers[rank].step()
+            if step.zero == "none" and rank == own:
+                held += [(p.grad, plain(p.grad)) for p in model.parameters()]
             if step.zero != "kept":
                 optimizers[rank].zero_grad(set_to_none=step.zero == "none")
             if step.copies:
                 models[rank] = copy.deepcopy(model)
                 before, optimizers[rank] = optimizers[rank], OPTIMIZERS[program.optimizer](models[rank].parameters())
                 optimizers[rank].load_state_dict(before.state_dict())
+    assert wrap is not syncengine.Parallel or all(same_bits(plain(grad), then) for grad, then in held)
     net = getattr(models[own], "module", models[own])
     return found + [(name, t.detach().clone()) for name, t in [*net.named_parameters(), *net.named_buffers()]]
 
@@ -520,4 +527,6 @@ def test_the_grammar_draws_everything():
     assert {step.backward for step in steps} == {"", *BACKWARDS}
     assert {step.before for step in steps} == {"", "pending", "grad", *BEFORE}
     assert {step.copies for step in steps} == {False, True}
+    assert {step.penalty for step in steps} == {"", "input", "weights"}
+    assert any(program.hook and "find_unused_parameters" in program.options for program in programs)
     assert sum(program.is_ddps for program in programs) > 2 * CHUNK < sum(program.is_the_loops for program in programs)

@@ -6,27 +6,12 @@ import pytest
 import torch
 from parallel_models import CAP, Branches, Mlp, backwards, both, data
 from pool import run_on_ranks
+from random_layers import make_layer
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 import syncengine
 from syncengine.errors import InvalidUsage, SyncError
-
-
-class Repeated(nn.Module):
-    """One layer in three checkpoints, another in two, one in none, one unused."""
-
-    def __init__(self, reentrant: bool = True) -> None:
-        super().__init__()
-        self.reentrant = reentrant
-        self.first, self.second, self.third, self.never = (nn.Linear(24, 24) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.requires_grad_()
-        for layer in (self.first, self.second, self.first, self.second, self.first):
-            x = checkpoint(layer, x, use_reentrant=self.reentrant).tanh()
-        return self.third(x)
 
 
 @run_on_ranks(gloo=True)
@@ -36,7 +21,7 @@ def test_static_graph_can_be_set_later():
         assert model.static_graph
         backwards(model, 4)
 
-    both(Repeated, step)
+    both(lambda: nn.Sequential(nn.Linear(24, 24), make_layer("repeated")), step)
     for wrap in (syncengine.Parallel, DistributedDataParallel):
         model = wrap(nn.Linear(24, 24))
         backwards(model, 1)
@@ -45,24 +30,6 @@ def test_static_graph_can_be_set_later():
         again = wrap(nn.Linear(24, 24), static_graph=True)
         with pytest.warns(UserWarning, match="no need to set it again"):
             again._set_static_graph()
-
-
-@run_on_ranks()
-def test_the_first_iteration_has_the_averages_too():
-    torch.manual_seed(0)
-    module = Repeated()
-    expected = torch.zeros(24, 24)
-    for rank in range(2):
-        x = torch.randn(5, 24, generator=torch.Generator().manual_seed(rank))
-        module(x).square().mean().backward()
-        expected += module.first.weight.grad / 2
-        module.zero_grad()
-    model = syncengine.Parallel(module, static_graph=True)
-    for _ in range(3):
-        model.zero_grad()
-        model(data()).square().mean().backward()
-        torch.testing.assert_close(module.first.weight.grad, expected)
-        assert module.never.weight.grad is None
 
 
 @run_on_ranks()
