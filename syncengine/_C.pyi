@@ -307,6 +307,7 @@ def torch_packet_transport(
     group: ProcessGroup,
     ranks: Sequence[int],
     tag: int,
+    closed: Callable[[], object],
     by: str,
     checksum: bool,
     silence: float,
@@ -314,8 +315,8 @@ def torch_packet_transport(
 ) -> PacketTransport:
     """Made of a process group whose send and recv take CPU tensors.
 
-    `ranks`: in the group, of each rank of the job. `tag` must not be used by others there. `silence`: seconds without a
-    heartbeat after which a rank is lost; 0: never.
+    `ranks`: in the group, of each rank of the job. `tag` must not be used by others there. `closed` is called once the
+    transport is not needed any more. `silence`: seconds without a heartbeat after which a rank is lost; 0: never.
     `open_device_backend(ranks, name)` makes a c10d backend that moves CUDA tensors between these ranks
     of the job, for a `name` that is not used twice; any thread calls it, on all of these ranks. Else as
     python_packet_transport.

@@ -93,7 +93,8 @@ def connect(
             else:
                 from syncengine.interhost.torch import open_torch
 
-                transport = open_torch(rank, known_as, config.checksum, config.silence, exchange)
+                in_order = global_ranks is None  # the default communicator
+                transport = open_torch(rank, known_as, in_order, config.checksum, config.silence, exchange)
         communicator = bootstrap.connect(addresses, timeout, network, transport, lost)
         meet(known_as[rank], max(known_as) + 1, hosts[rank], config.trace, whole=global_ranks is None)
         if communicator.links:

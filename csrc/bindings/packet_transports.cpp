@@ -176,19 +176,29 @@ void bind_packet_transports(py::module_& module) {
       "By an object with step(posts) and close(in_order); `by` names it in errors.");
   module.def(
       "torch_packet_transport",
-      [](c10::intrusive_ptr<::c10d::ProcessGroup> group, std::vector<int> ranks, int tag, std::string by, bool checksum,
-         double silence, std::optional<py::function> open_device_backend) {
-        auto transport = std::make_unique<TorchPacketTransport>(std::move(group), std::move(ranks), tag);
+      [](c10::intrusive_ptr<::c10d::ProcessGroup> group, std::vector<int> ranks, int tag, py::function closed,
+         std::string by, bool checksum, double silence, std::optional<py::function> open_device_backend) {
+        auto call = std::make_shared<py::function>(std::move(closed));
+        auto on_closed = [call] {
+          py::gil_scoped_acquire gil;
+          try {
+            (*call)();
+          } catch (py::error_already_set& error) {
+            error.discard_as_unraisable("syncengine: closing what connects hosts");
+          }
+          *call = {};
+        };
+        auto transport = std::make_unique<TorchPacketTransport>(std::move(group), std::move(ranks), tag, on_closed);
         PacketTransportHandle handle{std::move(transport),
                                      {.by = std::move(by), .checksum = checksum, .silence = silence}};
         if (open_device_backend)
           handle.options.open_device_transport = device_transports_by(std::move(*open_device_backend));
         return handle;
       },
-      py::arg("group"), py::arg("ranks"), py::arg("tag"), py::arg("by"), py::arg("checksum"), py::arg("silence"),
-      py::arg("open_device_backend") = py::none(),
-      "By a process group; `ranks` are those in it, of each rank of the job; nobody else uses `tag` there. "
-      "`silence`: seconds without a sign of life after which a rank is lost. "
+      py::arg("group"), py::arg("ranks"), py::arg("tag"), py::arg("closed"), py::arg("by"), py::arg("checksum"),
+      py::arg("silence"), py::arg("open_device_backend") = py::none(),
+      "By a process group; `ranks` are those in it, of each rank of the job; nobody else uses `tag` there. `closed` is "
+      "called when it is not needed any more. `silence`: seconds without a sign of life after which a rank is lost. "
       "`open_device_backend(ranks, name)` makes a backend that moves CUDA "
       "tensors between these ranks of the job.");
   module.def("end_packet_transports", &end_packet_transports, py::call_guard<py::gil_scoped_release>(),

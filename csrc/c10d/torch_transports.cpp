@@ -190,8 +190,8 @@ class TorchPacketTransport::Lane : public std::enable_shared_from_this<Lane> {
 };
 
 TorchPacketTransport::TorchPacketTransport(c10::intrusive_ptr<::c10d::ProcessGroup> group, std::vector<int> ranks,
-                                           int tag)
-    : group_(std::move(group)), ranks_(std::move(ranks)), tag_(tag) {}
+                                           int tag, std::function<void()> closed)
+    : group_(std::move(group)), ranks_(std::move(ranks)), tag_(tag), closed_(std::move(closed)) {}
 
 TorchPacketTransport::~TorchPacketTransport() { close(false); }
 
@@ -228,6 +228,7 @@ void TorchPacketTransport::close(bool) {
   for (auto& [way, lane] : lanes_) lane->close();
   lanes_.clear();
   group_.reset();
+  closed_();
 }
 
 }  // namespace syncengine

@@ -43,13 +43,14 @@ class TorchDeviceTransport final : public DeviceTransport {
 // Packets between hosts through a torch process group that sends and receives CPU tensors: Gloo's, or another's.
 //
 // Works are waited for on one thread for each direction to each peer: c10d has no test for completion that all backends
-// support (Gloo's works are complete only once a thread has waited). The GIL is not needed. Ownership: keeps the group.
-// Else as packets::PacketTransport.
+// support (Gloo's works are complete only once a thread has waited). The GIL is not needed. Ownership: keeps the group;
+// `closed` is called last of all, on the thread that calls close(). Else as packets::PacketTransport.
 
 class TorchPacketTransport final : public packets::PacketTransport {
  public:
   // `ranks`: in the group, of each rank of the job. Nobody else uses `tag` there.
-  TorchPacketTransport(c10::intrusive_ptr<::c10d::ProcessGroup> group, std::vector<int> ranks, int tag);
+  TorchPacketTransport(c10::intrusive_ptr<::c10d::ProcessGroup> group, std::vector<int> ranks, int tag,
+                       std::function<void()> closed);
   ~TorchPacketTransport() override;
 
   bool start(std::function<void()> wake) override;
@@ -64,6 +65,7 @@ class TorchPacketTransport final : public packets::PacketTransport {
   c10::intrusive_ptr<::c10d::ProcessGroup> group_;
   std::vector<int> ranks_;
   int tag_;
+  std::function<void()> closed_;
   std::shared_ptr<Ends> ends_;
   std::map<std::pair<int, bool>, std::shared_ptr<Lane>> lanes_;
 };

@@ -1,8 +1,13 @@
-"""Packets between hosts through torch's default process group, with tags of their own, and CUDA tensors by its NCCL."""
+"""Packets between hosts through torch.distributed, and CUDA tensors by its NCCL.
+
+For the default communicator a separate process group is used, made like torch's default one; for those of other groups,
+which come in no agreed order, the default one, with separate tags.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -22,8 +27,13 @@ logger = logging.getLogger("syncengine")
 _FIRST_TAG, _TAGS = 21090, 10_000
 
 
-def open_torch(rank: int, global_ranks: list[int], checksum: bool, silence: float, meet: Meet) -> PacketTransport:
-    """See the package. `silence`: seconds without a heartbeat after which a rank is lost."""
+def open_torch(
+    rank: int, global_ranks: list[int], in_order: bool, checksum: bool, silence: float, meet: Meet
+) -> PacketTransport:
+    """See the package. `in_order`: all ranks of the job open it, and nothing else meanwhile.
+
+    `silence`: seconds without a heartbeat after which a rank is lost.
+    """
     backend = _backend()
     if max(global_ranks) >= dist.get_world_size():
         raise InvalidUsage(
@@ -31,6 +41,7 @@ def open_torch(rank: int, global_ranks: list[int], checksum: bool, silence: floa
             f"{max(global_ranks) + 1}: initialize torch.distributed with all ranks, or give interhost='tcp'"
         )
     number = agree_on_number(global_ranks, dist.get_world_size(), meet)
+    group, closed = dist.distributed_c10d._get_default_group(), _nothing
     open_nccl = _nccl_opener(rank, global_ranks)
     if has_cuda:
         logger.log(
@@ -38,10 +49,22 @@ def open_torch(rank: int, global_ranks: list[int], checksum: bool, silence: floa
             "CUDA tensors between hosts go %s",
             "through pinned memory" if open_nccl is None else "by nccl",
         )
-    group, tag = dist.distributed_c10d._get_default_group(), _FIRST_TAG + number % _TAGS
+    if in_order and len(global_ranks) == dist.get_world_size():  # what new_group needs
+        group = dist.new_group(backend=backend)
+        closed = functools.partial(_destroy, group)
+    tag = _FIRST_TAG + number % _TAGS
     return torch_packet_transport(
-        group, global_ranks, tag, f"torch.distributed, {backend}", checksum, silence, open_nccl
+        group, global_ranks, tag, closed, f"torch.distributed, {backend}", checksum, silence, open_nccl
     )
+
+
+def _nothing() -> None:
+    pass
+
+
+def _destroy(group: dist.ProcessGroup) -> None:
+    with contextlib.suppress(AssertionError, ValueError):  # the program has destroyed all groups
+        dist.destroy_process_group(group)
 
 
 def _backend() -> str:

@@ -119,6 +119,21 @@ def test_below_the_torch_backend(pool: RankPool) -> None:
     run(pool, backend_over_gloo, "aab")
 
 
+def init_twice(hosts):
+    for _ in range(2):
+        start(hosts)
+        groups = len(dist.distributed_c10d._world.pg_map)
+        tensor = torch.ones(10)
+        syncengine.all_reduce(tensor)
+        assert tensor.eq(2).all()
+        syncengine.shutdown()
+    return groups
+
+
+def test_shutdown_gives_the_group_back(pool: RankPool) -> None:
+    assert run(pool, init_twice, "ab") == [2, 2]  # the program's and ours
+
+
 def leave_in_the_middle(hosts):
     """An exit without shutdown(), with a model still there."""
     start(hosts)
