@@ -95,7 +95,13 @@ def connect(
 
                 in_order = global_ranks is None  # the default communicator
                 transport = open_torch(rank, known_as, in_order, config.checksum, config.silence, exchange)
-        communicator = bootstrap.connect(addresses, timeout, network, transport, lost)
+
+        def why_lost() -> str:
+            if max(hosts) > 0:  # on this host processes are watched
+                exchange.check()
+            return lost() if lost is not None else ""
+
+        communicator = bootstrap.connect(addresses, timeout, network, transport, why_lost)
         meet(known_as[rank], max(known_as) + 1, hosts[rank], config.trace, whole=global_ranks is None)
         if communicator.links:
             logger.log(logging.INFO if rank == 0 else logging.DEBUG, "between hosts: %s", communicator.links)

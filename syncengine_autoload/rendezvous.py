@@ -96,13 +96,17 @@ class Rendezvous:
             if changed:
                 self._enter(payload)
                 complete = self._collect()
-        if self._session is not None and self._session.check(["failed"]):
-            self._told = self._session.get("failed")
-            self._raise_what_is_told()
+        self.check()
         if complete and not self.met:
             self.met = True
             self._remember(self._members)  # nothing of those that have signed in since
         return complete
+
+    def check(self) -> None:
+        """Raises Failed once a rank has failed with which this one takes part."""
+        if self._session is not None and self._session.check(["failed"]):
+            self._told = self._session.get("failed")
+            self._raise_what_is_told()
 
     def begin_round(self, payload: bytes) -> None:
         """After a complete one: the next, of the same ranks. Then gather()."""

@@ -50,6 +50,9 @@ class Exchange(Protocol):
         store, it ends only when also those have heard who have not come yet, or after 30 s; so it does in any case
         where `error` is what another rank has told in init."""
 
+    def check(self) -> None:
+        """Between calls: raises as they do, if a rank has failed. Does not wait."""
+
     def superseded(self) -> bool:
         """Whether a rank is known to have opened the next exchange of these ranks. Does not wait."""
 

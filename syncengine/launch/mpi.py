@@ -127,10 +127,7 @@ class MPIExchange:
             if left and comm.Iprobe(tag=self._failed) and (left := pending()):  # again: all it sent before is here now
                 if not self._met and self._is_over():
                     raise _Over
-                text = bytearray(4096)
-                status = MPI.Status()
-                comm.Recv([text, MPI.BYTE], tag=self._failed, status=status)
-                raise as_error(bytes(text[: status.Get_count(MPI.BYTE)]))
+                self.check()
             return left
 
         what = "join (did its process call syncengine.init?)"
@@ -152,6 +149,13 @@ class MPIExchange:
                 return False
             time.sleep(0.001)
         return True
+
+    def check(self) -> None:
+        """See Exchange."""
+        if self._comm.Iprobe(tag=self._failed):
+            text, status = bytearray(4096), self._mpi.Status()
+            self._comm.Recv([text, self._mpi.BYTE], tag=self._failed, status=status)
+            raise as_error(bytes(text[: status.Get_count(self._mpi.BYTE)]))
 
     def superseded(self) -> bool:
         """See Exchange."""

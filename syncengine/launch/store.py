@@ -110,6 +110,14 @@ class StoreExchange:
             wait_for_ranks(missing, self._what, self._timeout, self._log_after)
         return [self.arrived[name] for name in self._names]
 
+    def check(self) -> None:
+        """See Exchange."""
+        with contextlib.suppress(dist.DistError):  # the store is gone: whoever needs its process notices
+            try:
+                self._meeting.check()
+            except Failed as failed:
+                raise as_error(failed.notice) from None
+
     def superseded(self) -> bool:
         """See Exchange."""
         with contextlib.suppress(dist.DistError):  # no store, no other exchange
