@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "collectives/order.h"
+#include "collectives/runner.h"
 
 namespace syncengine::cuda {
 
@@ -102,44 +102,23 @@ class Sequence {
 
   void reduce() {
     const Reduce& step = plan_.reduce;
-    const bool ring = operation_.numerics == Numerics::Ring;
-    // A reduce-scatter's block p is the ring's chunk p; an all-reduce is cut as Gloo cuts it.
-    const size_t element = element_size(operation_.dtype);
-    const RingCut cut = operation_.collective == Collective::AllReduce
-                            ? ring_cut(operation_.input.bytes(), element, site_.world)
-                            : RingCut{std::max(block_bytes(operation_), element)};
-    operation_.input.for_each(step.input, step.bytes, [&](std::byte* own, size_t own_offset, size_t own_bytes) {
-      operation_.output.for_each(step.output + own_offset, own_bytes, [&](std::byte* out, size_t offset, size_t bytes) {
-        for (size_t done = 0; done < bytes;) {
-          size_t begin = own_offset + offset + done, length = bytes - done;
-          order_.clear();
-          if (ring) {
-            const size_t position = step.input + begin;
-            const int chunk = cut.chunk_of(position);
-            length = std::min(length, (chunk + 1) * cut.chunk - position);
-            ring_order(chunk, site_.world, order_);
-          }
-          reduce_piece(begin, own + offset + done, out + done, length);
-          done += length;
-        }
-      });
-    });
+    for_each_run(operation_, site_.world, step.input, step.output, step.bytes, order_,
+                 [&](const Run& run) { reduce_run(step, run); });
   }
 
-  void reduce_piece(size_t offset, std::byte* own, std::byte* out, size_t bytes) {
-    const Reduce& step = plan_.reduce;
+  void reduce_run(const Reduce& step, const Run& run) {
     ReduceArgs args{.source_count = site_.world, .scale = operation_.postscale, .gate = gate()};
     looked_ = true;
-    args.count = bytes / element_size(operation_.dtype);
+    args.count = run.bytes / element_size(operation_.dtype);
     for (int i = 0; i < site_.world; ++i) {
-      const int rank = order_.empty() ? i : order_[i];
+      const int rank = order_[i];
       const bool from_user = rank == site_.rank && !step.own_from_slot;
       args.ranks[i] = static_cast<int8_t>(rank);
-      args.sources[i] = from_user ? own : at(rank, step.slot + offset);
+      args.sources[i] = from_user ? run.own : at(rank, step.slot + run.offset);
     }
-    args.notes = notes_of(operation_, site_.world, step.input + offset, bytes);
-    args.destinations[args.destination_count++] = out;
-    if (step.into_own_slot) args.destinations[args.destination_count++] = at(site_.rank, step.slot + offset);
+    args.notes = notes_of(operation_, site_.world, step.input + run.offset, run.bytes);
+    args.destinations[args.destination_count++] = run.out;
+    if (step.into_own_slot) args.destinations[args.destination_count++] = at(site_.rank, step.slot + run.offset);
     steps_.reduce(
         {.dtype = operation_.dtype,
          .op = operation_.op,
