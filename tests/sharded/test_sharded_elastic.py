@@ -73,7 +73,7 @@ def train(kills: dict[Any, Any], file: str = "") -> tuple[str, list[int], list[s
                     torch.save({**{n: o.state_dict() for n, o in named.items()}, "steps": SAVED}, file)  # noqa: B023
 
         try:
-            syncengine.elastic(steps, step=finished, **named)
+            syncengine.elastic(steps, step=finished, patience=120.0, **named)
             break
         except TornWeights as error:
             torn.append(str(error))
