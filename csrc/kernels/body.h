@@ -51,40 +51,54 @@ struct Native {
   }
 };
 
-// `kMantissaBits` of those that lie in memory.
-template <class Isa, class Format, int kMantissaBits>
+template <class Isa>
 struct Half {
   using Stored = typename HalfConversions<Isa::kVectorBytes>::Words;
   using Value = typename HalfConversions<Isa::kVectorBytes>::Pair;
   using Scale = float;
   static constexpr size_t kElementBytes = 2;
   static constexpr bool kFloating = true;
+};
+
+template <class Isa>
+struct BFloat16 : Half<Isa> {
+  using typename Half<Isa>::Stored, typename Half<Isa>::Value;
+  using Conversions = HalfConversions<Isa::kVectorBytes>;
+  SYNCENGINE_INLINE static Value widen(Stored x) { return Conversions::from_bfloat16(x); }
+  SYNCENGINE_INLINE static Stored narrow(Value x) { return Conversions::to_bfloat16(x); }
+
+  // What becomes NaN or infinite has the greatest bits, but for the sign. This is known before they are narrowed, which
+  // has to look for no NaN then.
+  template <int kVectors>
+  SYNCENGINE_INLINE static bool narrow_finite(const Value (&x)[kVectors], Stored (&narrowed)[kVectors]) {
+    using Words = Vector<uint32_t, Isa::kVectorBytes>;
+    Words most{};
+    for (int v = 0; v < kVectors; ++v) {
+      most = larger(most, (Words)x[v].low << 1);
+      most = larger(most, (Words)x[v].high << 1);
+      narrowed[v] = Conversions::finite_to_bfloat16(x[v]);
+    }
+    return !Isa::any(most >> 1 > Words{} + 0x7f7f7fff, ~0u);
+  }
+};
+
+template <class Isa>
+struct Float16 : Half<Isa> {
+  using typename Half<Isa>::Stored, typename Half<Isa>::Value;
+  SYNCENGINE_INLINE static Value widen(Stored x) { return Isa::from_float16(x); }
+  SYNCENGINE_INLINE static Stored narrow(Value x) { return Isa::to_float16(x); }
 
   template <int kVectors>
   SYNCENGINE_INLINE static bool narrow_finite(const Value (&x)[kVectors], Stored (&narrowed)[kVectors]) {
     using Words = Vector<uint16_t, Isa::kVectorBytes>;
     Words most{};
     for (int v = 0; v < kVectors; ++v) {
-      narrowed[v] = Format::narrow(x[v]);
+      narrowed[v] = narrow(x[v]);
       most = larger(most, (Words)narrowed[v] & 0x7fff);
     }
     // One more in the exponent of what is not finite carries into the place of its sign.
-    return !Isa::any((Vector<uint32_t, Isa::kVectorBytes>)(most + (1 << kMantissaBits)), 0x80008000);
+    return !Isa::any((Vector<uint32_t, Isa::kVectorBytes>)(most + (1 << 10)), 0x80008000);
   }
-};
-
-template <class Isa>
-struct BFloat16 : Half<Isa, BFloat16<Isa>, 7> {
-  using typename Half<Isa, BFloat16, 7>::Stored, typename Half<Isa, BFloat16, 7>::Value;
-  SYNCENGINE_INLINE static Value widen(Stored x) { return HalfConversions<Isa::kVectorBytes>::from_bfloat16(x); }
-  SYNCENGINE_INLINE static Stored narrow(Value x) { return HalfConversions<Isa::kVectorBytes>::to_bfloat16(x); }
-};
-
-template <class Isa>
-struct Float16 : Half<Isa, Float16<Isa>, 10> {
-  using typename Half<Isa, Float16, 10>::Stored, typename Half<Isa, Float16, 10>::Value;
-  SYNCENGINE_INLINE static Value widen(Stored x) { return Isa::from_float16(x); }
-  SYNCENGINE_INLINE static Stored narrow(Value x) { return Isa::to_float16(x); }
 };
 
 struct Sum {

@@ -76,6 +76,11 @@ struct HalfConversions {
     return (round_to_bfloat16(x.low) >> 16) | (round_to_bfloat16(x.high) & 0xffff0000);
   }
 
+  // Of floats that stay finite: without a look for NaN.
+  SYNCENGINE_INLINE static Words finite_to_bfloat16(Pair x) {
+    return (rounded_to_bfloat16(x.low) >> 16) | (rounded_to_bfloat16(x.high) & 0xffff0000);
+  }
+
   SYNCENGINE_INLINE static Pair from_float16(Words x) {
     return {float16_to_float32(x & 0xffff), float16_to_float32(x >> 16)};
   }
@@ -86,8 +91,11 @@ struct HalfConversions {
  private:
   // The result is in the upper 16 bits. Not by AVX512-BF16's instruction, which flushes subnormals.
   SYNCENGINE_INLINE static Words round_to_bfloat16(Floats x) {
+    return x != x ? (Words)x | 0x00400000 : rounded_to_bfloat16(x);
+  }
+  SYNCENGINE_INLINE static Words rounded_to_bfloat16(Floats x) {
     const Words bits = (Words)x;
-    return x != x ? bits | 0x00400000 : bits + 0x7fff + ((bits >> 16) & 1);
+    return bits + 0x7fff + ((bits >> 16) & 1);
   }
 
   SYNCENGINE_INLINE static Floats float16_to_float32(Words half) {
