@@ -135,6 +135,7 @@ def lose(dead: list[int], stopped: list[int], hosts: str) -> tuple[int, int]:
             ddp(torch.ones(2, 8) * (1 + dist.get_rank())).sum().backward()
 
     step()
+    leave_together(4)
     if was in dead + stopped:
         os.kill(os.getpid(), signal.SIGKILL if was in dead else signal.SIGSTOP)
     with pytest.raises(SyncError):
