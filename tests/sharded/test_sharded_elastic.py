@@ -55,7 +55,7 @@ def train(kills: dict[Any, Any], file: str = "") -> tuple[str, list[int], list[s
             batches.step = elastic.step
             for step in elastic.steps(STEPS):
                 die(step, "begin")
-                if "wait" in kills and step == 6 and syncengine.rank() == 0 and syncengine.size() == 2:
+                if "wait" in kills and step == 6 and syncengine.rank() == 0 and syncengine.world_size() == 2:
                     deadline = time.monotonic() + 90  # for another one to come
                     while not elastic._door.somebody_waits() and time.monotonic() < deadline:
                         time.sleep(0.1)
@@ -85,7 +85,7 @@ def disturbed(kills: dict[Any, Any], file: str = "") -> Outcome:
     for rank, fault in kills.items():
         if isinstance(fault, str):
             set_fault(rank, fault)
-    return suffer(lambda step: train(kills, file), timeout=60.0)
+    return suffer(lambda step: train(kills, file), timeout=100.0)
 
 
 def values(ranks: Ranks, left: list[int]) -> list[Any]:
