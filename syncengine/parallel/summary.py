@@ -53,11 +53,11 @@ class Numbers(NamedTuple):
 
     @property
     def wait_ms(self) -> float:
-        """That of the time for which this rank waits for averages in it."""
+        """That of the time for which this rank waits for averages, in the same steps."""
         return self._median_ms("wait", "end")
 
     def _median_ms(self, begin: str, end: str) -> float:
-        lasted = (self.times[end] - self.times[begin])[self.times[begin] != 0]
+        lasted = (self.times[end] - self.times[begin])[(self.times["before"] != 0) & (self.times[begin] != 0)]
         return float(np.median(lasted)) / 1e6 if len(lasted) else 0.0
 
 

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from parallel_models import data
 from pool import RankPool, Ranks, run_on_ranks
@@ -169,18 +170,19 @@ def test_stats_of_one_rank_have_the_same_keys(pool: RankPool):
 
 @run_on_ranks()
 def test_what_is_exposed_is_a_part_of_backward():
-    """Rank 1 comes late to each backward. Of this rank: medians of its waits, of what backward takes, and of steps."""
+    """Rank 1 comes late to each backward. Of this rank: medians of its waits, of what backward takes, and of steps. The
+    first step, which takes longest, has no beginning."""
     model = syncengine.Parallel(nn.Linear(24, 100))
     spent = []
-    for i in range(9):
+    for i in range(2):
         loss = model(data(i)).sum()
         if syncengine.rank() == 1:
-            time.sleep(0.02)
+            time.sleep(0.02 if i else 0.2)
         begin = time.perf_counter_ns()
         loss.backward()
         spent.append(time.perf_counter_ns() - begin)
     numbers = numbers_of(model.reducer.step_times())
-    assert 0 < numbers.wait_ms <= sorted(spent)[len(spent) // 2] / 1e6
+    assert 0 < numbers.wait_ms <= np.median(spent[1:]) / 1e6
     assert numbers.step_ms >= numbers.wait_ms
 
 
