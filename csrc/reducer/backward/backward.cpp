@@ -33,7 +33,7 @@ void Backward::begin() {
   if (!model_.options.nonfinite.empty()) {
     const Communicator& communicator = *model_.averaging.communicator;
     const int world = communicator.size();
-    watch_.emplace(*plan_, model_.parameters.gradients(),
+    watch_.emplace(plan_, model_.parameters.gradients(),
                    model_.flat ? model_.flat->words_for_nonfinite() : host_words_for_nonfinite(world), world,
                    model_.route->can_be_refused() && plan_->sparse().empty() && !communicator.spans_hosts());
   }

@@ -23,32 +23,26 @@ const char* text_of(Nonfinite::Kind kind) {
 
 }  // namespace
 
-NonfiniteWatch::NonfiniteWatch(const BucketPlan& plan, const std::vector<Gradient>& gradients, Nonfinite words,
-                               int world, bool seen)
-    : world_(world), words_(std::move(words)) {
+NonfiniteWatch::NonfiniteWatch(std::shared_ptr<const BucketPlan> plan, const std::vector<Gradient>& gradients,
+                               Nonfinite words, int world, bool seen)
+    : plan_(std::move(plan)), gradients_(gradients), world_(world), words_(std::move(words)) {
   words_.anywhere = seen ? std::make_shared<bool>(false) : nullptr;
   std::fill_n(words_.words.get(), world + 1, Nonfinite::kNothing);
-  uint64_t next = 0;
-  for (const auto& layout : plan.buckets()) {
-    begins_.push_back(next);
-    for (size_t i : layout->parameters) {
-      starts_.emplace_back(next, i);
-      next += gradients[i].parameter().nbytes() / element_size(layout->dtype);
-    }
-  }
 }
 
 std::shared_ptr<const Nonfinite> NonfiniteWatch::of(const BucketLayout& layout) const {
   auto nonfinite = std::make_shared<Nonfinite>(words_);
-  nonfinite->begin = begins_[layout.index];
+  nonfinite->begin = uint64_t{layout.index} << kPlaceBits;
   return nonfinite;
 }
 
 bool NonfiniteWatch::look(size_t parameter, const at::Tensor& values, int rank) const {
   if (all_finite(values)) return true;
-  const auto start = std::find_if(starts_.begin(), starts_.end(), [&](auto& at) { return at.second == parameter; });
+  const BucketLayout& layout = *plan_->buckets()[plan_->bucket_of(parameter)];
+  uint64_t element = uint64_t{layout.index} << kPlaceBits;
+  for (size_t k = 0; k < plan_->position_of(parameter); ++k) element += count_elements(layout, layout.parameters[k]);
   uint64_t& word = words_.words[rank];
-  word = std::min(word, Nonfinite::pack(start->first, kind_of(values)));
+  word = std::min(word, Nonfinite::pack(element, kind_of(values)));
   return false;
 }
 
@@ -97,11 +91,17 @@ std::string NonfiniteWatch::hear(Communicator& communicator, const ModelNames& n
          "step";
 }
 
-// Gradients of no elements begin where the next one does.
+size_t NonfiniteWatch::count_elements(const BucketLayout& layout, size_t parameter) const {
+  return gradients_[parameter].parameter().nbytes() / element_size(layout.dtype);
+}
+
 size_t NonfiniteWatch::parameter_at(uint64_t element) const {
-  const auto next =
-      std::upper_bound(starts_.begin(), starts_.end(), element, [](uint64_t at, auto& s) { return at < s.first; });
-  return std::prev(next)->second;
+  const BucketLayout& layout = *plan_->buckets()[element >> kPlaceBits];
+  size_t place = element & ((uint64_t{1} << kPlaceBits) - 1);
+  size_t k = 0;
+  for (; place >= count_elements(layout, layout.parameters[k]); ++k)
+    place -= count_elements(layout, layout.parameters[k]);
+  return layout.parameters[k];
 }
 
 }  // namespace syncengine

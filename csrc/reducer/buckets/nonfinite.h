@@ -5,8 +5,8 @@
 // all say the same. No rank puts averages into .grad before that has ended. Where all ranks are on one host, each sees
 // with the results of a bucket whether any rank has noted something, and if none has, nothing is left to tell.
 //
-// Ownership: its backward's; operations hold the words. Thread-safety: the reducer's lock, or the one thread that is at
-// the backward's end. Failure: what the communicator throws.
+// Ownership: its backward's; operations hold the words. The gradients outlive it. Thread-safety: the reducer's lock, or
+// the one thread that is at the backward's end. Failure: what the communicator throws.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,7 +15,6 @@
 #include <cstdint>
 #include <memory>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "collectives/operation.h"
@@ -29,7 +28,8 @@ namespace syncengine {
 class NonfiniteWatch {
  public:
   // `words`: to be noted in, one for each rank and one more. `seen`: by all ranks, in the operations themselves.
-  NonfiniteWatch(const BucketPlan& plan, const std::vector<Gradient>& gradients, Nonfinite words, int world, bool seen);
+  NonfiniteWatch(std::shared_ptr<const BucketPlan> plan, const std::vector<Gradient>& gradients, Nonfinite words,
+                 int world, bool seen);
 
   // For the operation that reduces this bucket.
   std::shared_ptr<const Nonfinite> of(const BucketLayout& layout) const;
@@ -48,12 +48,15 @@ class NonfiniteWatch {
   std::string hear(Communicator& communicator, const ModelNames& names, uint64_t step) const;
 
  private:
+  // An element is called by its bucket and its place there.
+  static constexpr int kPlaceBits = 40;
+  size_t count_elements(const BucketLayout& layout, size_t parameter) const;
   size_t parameter_at(uint64_t element) const;
 
+  const std::shared_ptr<const BucketPlan> plan_;
+  const std::vector<Gradient>& gradients_;
   const int world_;
   Nonfinite words_;
-  std::vector<std::pair<uint64_t, size_t>> starts_;  // what the first element of each parameter is called, ascending
-  std::vector<uint64_t> begins_;                     // the same of each bucket
   std::shared_ptr<std::vector<uint64_t>> told_;
   std::shared_ptr<Work> work_;
 };
