@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from syncengine.errors import InvalidUsage, Mismatch
+from syncengine.errors import Mismatch
 from syncengine.launch.arrivals import name_ranks
 from syncengine.parallel.model import Model
-from syncengine.parallel.replication import gather_bytes, is_freed
+from syncengine.parallel.replication import is_freed
 
 _NAMED = 3  # parameters in a message
-
-
-def check_audit(every: Any) -> None:
-    """Raises ``InvalidUsage`` unless it is a number of steps, or 0."""
-    if isinstance(every, bool) or not isinstance(every, int) or every < 0:
-        raise InvalidUsage(
-            f"audit={every!r} is not allowed: give after how many steps to compare ranks, or 0 for never"
-        )
 
 
 class Audit:
@@ -38,22 +28,20 @@ class Audit:
         Not in a join context, where ranks have different numbers of forwards. Raises ``Mismatch`` on all ranks, naming
         parameters and ranks, if the bits of a parameter are not the same on all of them.
         """
-        if not self.every or in_join:
+        if in_join:
             return
         forwards, self._forwards = self._forwards, self._forwards + 1
         if forwards == 0 or forwards % self.every:
             return
         model = self._model
         sums = _checksums(model.parameters)
-        digest = hashlib.sha256(sums).digest()
-        if len(set(gather_bytes(model.communicator, digest, len(digest)))) == 1:
+        everyone = torch.empty((model.communicator.size, len(sums)), dtype=torch.int64, device="cpu")
+        model.communicator.all_gather(everyone, sums)
+        differ = (everyone != sums).any(0).nonzero().flatten().tolist()
+        if not differ:
             return
-        # In this forward all ranks have seen that, so all of them tell their checksums.
-        by_rank = [_words(everything) for everything in gather_bytes(model.communicator, sums, len(sums))]
-        of_parameter = list(zip(*by_rank, strict=True))
-        differ = [i for i, values in enumerate(of_parameter) if len(set(values)) > 1]
         ranks = model.communicator.global_ranks
-        named = [f"{model.names[i]} ({_who_differs(of_parameter[i], ranks)})" for i in differ[:_NAMED]]
+        named = [f"{model.names[i]} ({_who_differs(everyone[:, i].tolist(), ranks)})" for i in differ[:_NAMED]]
         more = f" and {len(differ) - _NAMED} others" if len(differ) > _NAMED else ""
         raise Mismatch(
             f"audit of {model} after {forwards} synchronized forwards: ranks have different bits in "
@@ -63,32 +51,27 @@ class Audit:
         )
 
 
-def _checksums(tensors: Sequence[torch.Tensor]) -> bytes:
-    """Eight bytes for each: the sum of its elements' bits, as integers. One bit that differs always changes them."""
+def _checksums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of each one's elements' bits, as integers. One bit that differs always changes it."""
     with torch.inference_mode():
-        sums = [_sum_of_bits(tensor) for tensor in tensors]
-        return bytes(torch.stack(sums).cpu().view(torch.uint8).tolist())
+        return torch.stack([_sum_of_bits(tensor) for tensor in tensors]).cpu()
 
 
 def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     if is_freed(tensor):
         return torch.zeros((), dtype=torch.int64, device=tensor.device)
-    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)  # in the order of elements, whatever the strides
-    if flat.is_complex():
-        flat = torch.view_as_real(flat)
-    return flat.view(_INTEGERS[flat.element_size()]).sum(dtype=torch.int64)
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    if plain.is_complex():
+        plain = torch.view_as_real(plain)
+    return plain.view(_INTEGERS[plain.element_size()]).sum(dtype=torch.int64)
 
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
 
 
-def _words(data: bytes) -> list[bytes]:
-    return [data[i : i + 8] for i in range(0, len(data), 8)]
-
-
-def _who_differs(values: Sequence[bytes], ranks: Sequence[int]) -> str:
+def _who_differs(values: Sequence[int], ranks: Sequence[int]) -> str:
     """ "rank 2 differs from the others", or which ranks have what, where no majority says who is wrong."""
-    alike: dict[bytes, list[int]] = defaultdict(list)
+    alike: dict[int, list[int]] = defaultdict(list)
     for rank, value in zip(ranks, values, strict=True):
         alike[value].append(rank)
     groups = sorted(alike.values(), key=len)

@@ -25,8 +25,12 @@ def check_arguments(device_ids: Any, bucket_cap_mb: float | None, bucket_cap_mb_
         raise InvalidUsage(f"bucket_cap_mb_list must be positive numbers of MiB, but is {bucket_cap_mb_list!r}")
 
 
-def check_nonfinite(nonfinite: Any) -> None:
-    """Raises ``InvalidUsage`` unless it is "raise", "warn" or None."""
+def check_looks(audit: Any, nonfinite: Any) -> None:
+    """Raises ``InvalidUsage`` unless ``audit`` is a number of steps or 0, and ``nonfinite`` "raise", "warn" or None."""
+    if isinstance(audit, bool) or not isinstance(audit, int) or audit < 0:
+        raise InvalidUsage(
+            f"audit={audit!r} is not allowed: give after how many steps to compare ranks, or 0 for never"
+        )
     if nonfinite not in (None, "raise", "warn"):
         raise InvalidUsage(
             f'nonfinite={nonfinite!r} is not allowed: give "raise" or "warn", or None to look at nothing'

@@ -14,7 +14,7 @@ from torch.distributed.algorithms.join import Joinable
 from syncengine._C import Communicator, ReducerOptions
 from syncengine.communicator import shrink
 from syncengine.errors import InvalidUsage
-from syncengine.parallel.audit import Audit, check_audit
+from syncengine.parallel.audit import Audit
 from syncengine.parallel.broadcast import broadcast_named, describe_layout
 from syncengine.parallel.buffers import Buffers, choose_buffer_sync, named_state
 from syncengine.parallel.compiled import call_module, is_active, not_compiled
@@ -37,7 +37,7 @@ from syncengine.parallel.planning import Planning
 from syncengine.parallel.reducer import ModelReducer, NoReducer
 from syncengine.parallel.refusal import (
     check_arguments,
-    check_nonfinite,
+    check_looks,
     check_parameters,
     check_weight,
     refuse_delayed,
@@ -108,8 +108,7 @@ class Parallel(ForTools):
     ) -> None:
         check_group(process_group)
         check_arguments(device_ids, bucket_cap_mb, bucket_cap_mb_list)
-        check_audit(audit)
-        check_nonfinite(nonfinite)
+        check_looks(audit, nonfinite)
         refuse_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
         if check_reduction:
             warn_of_check_reduction(stacklevel=2)

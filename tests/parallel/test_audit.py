@@ -138,11 +138,11 @@ def count_operations(every: int) -> list[dict[str, int]]:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_a_comparison_is_one_operation_of_32_bytes_a_rank(pool: RankPool, world: int):
+def test_a_comparison_is_one_operation(pool: RankPool, world: int):
     for found in pool.run(count_operations, 3, world=world):
         for i, counted in enumerate(found, 2):
             due = i % 3 == 0
-            assert counted == {"operations": int(due), "staged_bytes": 32 * due, "messages": 0}, i
+            assert counted == {"operations": int(due), "staged_bytes": 8 * 10 * due, "messages": 0}, i
     assert all(not any(counted.values()) for found in pool.run(count_operations, 0) for counted in found)
 
 
@@ -169,19 +169,18 @@ def test_it_is_not_given_by_position():
 def test_each_bit_counts(dtype: torch.dtype):
     values = torch.arange(6).to(dtype).view(2, 3)
     before = _checksums([values, values.t(), values[:, :1], values[:0], torch.tensor(1.5)])
-    assert len(before) == 40
-    assert before[:8] == _checksums([values.clone()])
-    assert before[8:16] == _checksums([values.t().contiguous()])  # in the order of elements
+    assert before.shape == (5,)
+    assert before[0] == before[1] == _checksums([values.t().contiguous()])  # whatever the strides
     parts = torch.view_as_real(values) if values.is_complex() else values
     bits = 1 if dtype == torch.bool else 8 * parts.element_size()
     for bit in range(bits):
         changed = parts.clone()
         flip(changed.view(torch.uint8) if dtype == torch.bool else changed, 4, bit)
-        assert _checksums([changed]) != _checksums([parts])
+        assert (_checksums([changed]) != _checksums([parts])).all()
 
 
 def test_a_majority_says_who_is_wrong():
-    assert _who_differs([b"a", b"b", b"a"], [0, 1, 2]) == "rank 1 differs from the others"
-    assert _who_differs([b"a", b"b", b"a", b"c", b"a"], [0, 2, 4, 6, 8]) == "ranks 2, 6 differ from the others"
-    assert _who_differs([b"a", b"b", b"b", b"a"], [0, 1, 2, 3]) == "ranks 0, 3 against ranks 1, 2"
-    assert _who_differs([b"a", b"b", b"c"], [0, 1, 2]) == "rank 0 against rank 1 against rank 2"
+    assert _who_differs([0, 1, 0], [0, 1, 2]) == "rank 1 differs from the others"
+    assert _who_differs([0, 1, 0, 2, 0], [0, 2, 4, 6, 8]) == "ranks 2, 6 differ from the others"
+    assert _who_differs([0, 1, 1, 0], [0, 1, 2, 3]) == "ranks 0, 3 against ranks 1, 2"
+    assert _who_differs([0, 1, 2], [0, 1, 2]) == "rank 0 against rank 1 against rank 2"
