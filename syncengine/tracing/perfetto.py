@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 import itertools
 import math
 import os
@@ -14,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from syncengine.errors import SyncError
+from syncengine.errors import InvalidUsage, SyncError
 from syncengine.launch.arrivals import name_ranks
 from syncengine.tracing.events import Event, Kind, Operation, Phase, RankTrace, Trace, read
 
@@ -39,13 +38,11 @@ _ROWS = {
 }
 
 
-def is_installed() -> bool:
-    """Whether the package is."""
-    return importlib.util.find_spec("perfetto") is not None
-
-
 def write(directory: str | os.PathLike[str], path: str | os.PathLike[str]) -> str:
-    """Makes the file ``path`` of the trace in ``directory``; returns what there is to say of it."""
+    """Makes the file ``path`` of the trace in ``directory``; returns what there is to say of it.
+
+    Raises ``InvalidUsage`` without a trace, and without Perfetto's package.
+    """
     trace = read(directory)
     partial = Path(f"{path}.{os.getpid()}")
     partial.write_bytes(serialize(trace))
@@ -73,7 +70,11 @@ def caveats(trace: Trace) -> list[str]:
 
 def serialize(trace: Trace) -> bytes:
     """As Perfetto's protobuf ``Trace``."""
-    data: bytes = _Writer(importlib.import_module(_PACKAGE), trace).file.SerializeToString()
+    try:
+        proto = importlib.import_module(_PACKAGE)
+    except ModuleNotFoundError as error:
+        raise InvalidUsage("this needs the package perfetto: pip install perfetto") from error
+    data: bytes = _Writer(proto, trace).file.SerializeToString()
     return data
 
 
@@ -197,9 +198,6 @@ def add_trace(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace, _arguments: Sequence[str]) -> int:
-    if not is_installed():
-        print("syncengine trace: this needs the package perfetto: pip install perfetto", file=sys.stderr)
-        return 2
     try:
         print(write(options.directory, options.out or Path(options.directory, "trace.pftrace")))
     except SyncError as error:

@@ -10,27 +10,19 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from syncengine._C import start_trace, stop_trace, trace_now, trace_path
 from syncengine.errors import InvalidUsage
 from syncengine.process_end import at_end
 from syncengine.tracing.events import is_complete
-from syncengine.tracing.perfetto import is_installed, write
+from syncengine.tracing.perfetto import write
 
 EVENTS = 1 << 16  # that a rank keeps, of 64 bytes
 MERGED = "trace.pftrace"
 
 
-class _Job(NamedTuple):
-    rank: int
-    size: int
-    host: int
-
-
-_job: _Job | None = None  # of this process, once it has met others
+_job: dict[str, int] | None = None  # rank, size and host of this process, once it has met others
 _traced: tuple[Path, Path, int] | None = None  # directory, merged file, process
-_ends: bool = False  # this process's end ends its trace
 
 
 def meet(rank: int, size: int, host: int, directory: str, whole: bool) -> None:
@@ -39,8 +31,8 @@ def meet(rank: int, size: int, host: int, directory: str, whole: bool) -> None:
     Begins a trace if ``directory`` is not empty, unless there is one.
     """
     global _job
-    if whole or _job is None or size > _job.size:
-        _job = _Job(rank, size, host)
+    if whole or _job is None or size > _job["size"]:
+        _job = {"rank": rank, "size": size, "host": host}
     if directory and not trace_path():
         begin(directory)
 
@@ -49,7 +41,7 @@ def begin(
     directory: str | os.PathLike[str], steps: int | None = None, events: int = EVENTS, merged: Path | None = None
 ) -> None:
     """See ``trace``; ends with ``end``, or with the process. ``merged``: where the file of all ranks goes."""
-    global _traced, _ends
+    global _traced
     if _job is None:
         raise InvalidUsage("a trace is of connected ranks: call syncengine.init() before it")
     if steps is not None and steps < 1:
@@ -62,18 +54,16 @@ def begin(
     except OSError as error:
         raise InvalidUsage(f"the trace can't be written to {folder}: {error}; give another directory") from error
     about = {
-        **_job._asdict(),
+        **_job,
         "hostname": os.uname().nodename,
         "pid": os.getpid(),
         "command": shlex.join(sys.orig_argv)[:4096],
         "epoch_ns": time.time_ns(),
         "clock_ns": trace_now(),
     }
-    start_trace(str(folder / f"rank-{_job.rank}.ring"), events, json.dumps(about), steps or 0)
+    start_trace(str(folder / f"rank-{_job['rank']}.ring"), events, json.dumps(about), steps or 0)
     _traced = folder, merged or folder / MERGED, os.getpid()
-    if not _ends:
-        _ends = True
-        at_end(end)
+    at_end(end)
 
 
 def end() -> None:
@@ -84,14 +74,15 @@ def end() -> None:
         return
     stop_trace()
     folder, merged, _ = traced
-    if not is_complete(folder, _job.size):
+    if not is_complete(folder, _job["size"]):
         return  # by this rank; or some are on hosts with another disk
-    if is_installed():
+    try:
         said = write(folder, merged)
-    else:
-        said = f"{folder} (`pip install perfetto`, then `python -m syncengine trace {folder}` makes one file of it)"
+    except InvalidUsage as error:
+        said = f"{folder}; `python -m syncengine trace {folder}` makes one file of it, but {error}"
     if sys.stderr is not None:
-        print(f"syncengine: the trace of {_job.size} rank{'s' if _job.size > 1 else ''} is in {said}", file=sys.stderr)
+        ranks = "1 rank" if _job["size"] == 1 else f"{_job['size']} ranks"
+        print(f"syncengine: the trace of {ranks} is in {said}", file=sys.stderr)
 
 
 @contextlib.contextmanager
