@@ -8,15 +8,16 @@ from collections.abc import Sequence
 
 from syncengine.bench import add_bench
 from syncengine.doctor import add_doctor
+from syncengine.errors import SyncError
 from syncengine.launch.local import add_run
 from syncengine.report import add_report
 from syncengine.tracing.perfetto import add_trace
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one of the commands; returns its exit code."""
+    """Runs one of the commands; returns its exit code: 2 for one that can't run, with the error on stderr."""
     parser = argparse.ArgumentParser(prog="syncengine", description="Gradient synchronization for PyTorch.")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(title="commands", required=True, dest="command", metavar="COMMAND")
     add_doctor(commands)
     add_bench(commands)
     add_run(commands)
@@ -24,7 +25,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_report(commands)
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = parser.parse_args(given)
-    code: int = options.run(options, given)
+    try:
+        code: int = options.run(options, given)
+    except (SyncError, OSError) as error:
+        print(f"syncengine {options.command}: {error}", file=sys.stderr, flush=True)
+        return 2
     return code
 
 

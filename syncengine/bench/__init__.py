@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from syncengine.bench.collectives import COLLECTIVES
 from syncengine.bench.measure import measure, open_gloo
 from syncengine.bench.options import add_options, check, sizes
 from syncengine.bench.report import Table, as_json
-from syncengine.errors import SyncError
+from syncengine.errors import InvalidUsage, SyncError
 from syncengine.launch import find_launch
 from syncengine.launch.local import check_ranks, run_local_ranks
 
@@ -40,31 +39,24 @@ def add_bench(commands: Any) -> None:
 
 def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Measures, or starts ranks that do; returns the exit code."""
-    try:
-        check(options)
-        launch = find_launch()
-        if launch.kind != "single":
-            check_ranks(options.ranks, launch)
-            return _run_rank(options)
+    check(options)
+    launch = find_launch()
+    if launch.kind == "single":
         if options.ranks is None:
-            print(
-                "syncengine bench: this is one process, and there is nothing to measure: give --ranks N, or start it "
-                "by a launcher (torchrun --nproc-per-node N -m syncengine bench)",
-                file=sys.stderr,
+            raise InvalidUsage(
+                "this is one process, and there is nothing to measure: give --ranks N, or start it by a launcher "
+                "(torchrun --nproc-per-node N -m syncengine bench)"
             )
-            return 2
         return run_local_ranks(options.ranks, arguments)
-    except SyncError as error:
-        return _cannot_run(f"{type(error).__name__}: {error}")
+    check_ranks(options.ranks, launch)
+    try:
+        return _run_rank(options)
+    except SyncError:
+        raise
     except (MemoryError, OSError, RuntimeError) as error:  # torch's and Gloo's
         text = (str(error).splitlines() or [type(error).__name__])[0]
         short = isinstance(error, MemoryError) or "allocate memory" in text
-        return _cannot_run(f"{text}: {'give a smaller -e' if short else _EXAMINE}")
-
-
-def _cannot_run(reason: str) -> int:
-    print(f"syncengine bench: {reason}", file=sys.stderr, flush=True)
-    return 2
+        raise InvalidUsage(f"{text}: {'give a smaller -e' if short else _EXAMINE}") from error
 
 
 def _run_rank(options: argparse.Namespace) -> int:

@@ -138,14 +138,9 @@ def _run(options: argparse.Namespace, _: Sequence[str]) -> int:
     wrong = "--restart needs --keep-going" if options.restart and not options.keep_going else ""
     wrong = "-n must be at least 1" if options.ranks < 1 else wrong if options.script else "name a script"
     if wrong:
-        print(f"syncengine run: {wrong}", file=sys.stderr)
-        return 2
+        raise InvalidUsage(wrong)
     script = [*(["-m"] if options.module else []), *options.script]
-    try:
-        return run_script(options.ranks, script, options.keep_going, options.restart)
-    except InvalidUsage as error:
-        print(f"syncengine run: {error}", file=sys.stderr)
-        return 2
+    return run_script(options.ranks, script, options.keep_going, options.restart)
 
 
 def check_ranks(count: int | None, launch: Launch) -> None:

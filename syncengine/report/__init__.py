@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -43,16 +42,12 @@ def add_report(commands: Any) -> None:
 def run(options: argparse.Namespace, _arguments: Sequence[str]) -> int:
     """Writes the page, or prints JSON; returns the exit code."""
     directories: list[Path] = options.directories
-    try:
-        if len(directories) > 2:
-            raise InvalidUsage(f"give one directory or two, not {len(directories)}")
-        if options.json:
-            print(json.dumps(_as_dict([analyze(read(directory)) for directory in directories]), indent=2))
-        else:
-            print(*write_report(*directories, out=options.out), sep="\n")
-    except (InvalidUsage, OSError) as error:
-        print(f"syncengine report: {error}", file=sys.stderr)
-        return 2
+    if len(directories) > 2:
+        raise InvalidUsage(f"give one directory or two, not {len(directories)}")
+    if options.json:
+        print(json.dumps(_as_dict([analyze(read(directory)) for directory in directories]), indent=2))
+    else:
+        print(*write_report(*directories, out=options.out), sep="\n")
     return 0
 
 

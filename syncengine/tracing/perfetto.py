@@ -7,13 +7,12 @@ import importlib
 import itertools
 import math
 import os
-import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from syncengine.errors import InvalidUsage, SyncError
+from syncengine.errors import InvalidUsage
 from syncengine.launch.arrivals import name_ranks
 from syncengine.tracing.events import Event, Kind, Operation, Phase, RankTrace, Trace, read
 
@@ -198,9 +197,5 @@ def add_trace(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace, _arguments: Sequence[str]) -> int:
-    try:
-        print(write(options.directory, options.out or Path(options.directory, "trace.pftrace")))
-    except SyncError as error:
-        print(f"syncengine trace: {error}", file=sys.stderr)
-        return 2
+    print(write(options.directory, options.out or Path(options.directory, "trace.pftrace")))
     return 0
