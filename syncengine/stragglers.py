@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 PHASES = ("input", "forward", "backward", "optimizer")  # those that are a rank's own, as base/phase_clock.h orders them
-_WHERE = {
-    "input": "before forward begins: look at its input",
+WHERE = {  # and, behind the colon, what to do
+    "input": "before forward begins: look at its input (DataLoader workers, prefetching, where its data lies)",
     "forward": "in forward: look at the sizes of its batches, and at what else its processor has to do",
     "backward": "in backward: look at the sizes of its batches, and at what else its processor has to do",
     "optimizer": "in the optimizer: look at what it alone does between steps (logging, checkpoints)",
@@ -28,7 +28,7 @@ class Late:
 
     def text(self, steps: str, by: str) -> str:
         """A sentence without its period, which names ``steps``, and how late the rank is."""
-        return f"rank {self.rank} is late in {self.late_percent:.0f} % of {steps}, by {by}, {_WHERE[self.phase]}"
+        return f"rank {self.rank} is late in {self.late_percent:.0f} % of {steps}, by {by}, {WHERE[self.phase]}"
 
 
 def compare(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from syncengine.report.analysis import PHASES_SHOWN, Analysis, ms_text
+from syncengine.stragglers import WHERE
 
 
 @dataclass(frozen=True)
@@ -16,19 +17,12 @@ class Advice:
     percent: float
 
 
-_AGAINST = {
-    "input": "give it more DataLoader workers, prefetch, or put its data where the others have theirs",
-    "forward": "deal batches by their length, or take what else runs off its processor",
-    "backward": "deal batches by their length, or take what else runs off its processor",
-    "optimizer": "do on all ranks in turn, or beside training, what it does between steps",
-}
-
-
 def advise(of: Analysis) -> list[Advice]:
     """What to try, most gain first. Each says what its estimate assumes."""
     found: list[tuple[float, str]] = []
     if of.late is not None:
-        found.append((of.late.late_ms, f"Make rank {of.late.rank} as fast as the others: {_AGAINST[of.late.phase]}."))
+        remedy = WHERE[of.late.phase].partition(": ")[2]
+        found.append((of.late.late_ms, f"Make rank {of.late.rank} as fast as the others: {remedy}."))
     if of.overlap:
         worst = max(of.overlap.values(), key=lambda o: o.exposed)
         last = min(1.0, (1 << 20) / max(1, of.reduced_bytes)) * worst.reducing  # of a bucket of 1 MiB

@@ -96,7 +96,8 @@ def test_the_verdict_is_a_sentence():
     job = Job(ranks=4, steps=31, delay=lambda rank, phase, step: 41.0 if (rank, phase) == (1, Phase.INPUT) else 0.0)
     analysis = analyze(make(job))
     assert analysis.verdict == (
-        "Rank 1 is late in 100 % of the steps, by 41 ms, before forward begins: look at its input."
+        "Rank 1 is late in 100 % of the steps, by 41 ms, before forward begins: look at its input (DataLoader workers, "
+        "prefetching, where its data lies)."
     )
     first = advise(analysis)[0]
     assert first.text.startswith("Make rank 1 as fast as the others")
