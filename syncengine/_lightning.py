@@ -1,6 +1,6 @@
 """What the strategies for ``lightning`` and for ``pytorch_lightning`` have in common; imports neither.
 
-Those are separate trees of the same classes, so each mixin here stands before the DDPStrategy of either.
+Those are separate trees of the same classes, so each mixin here is put before the DDPStrategy of either.
 """
 
 from __future__ import annotations
@@ -60,16 +60,10 @@ class BeforeAverages:
             unload(module)
 
     def on_validation_epoch_start(self, trainer: Any, module: torch.nn.Module) -> None:
-        """WeightAveraging puts the averages there."""
+        """WeightAveraging puts the averages there; at the end it takes them away, but for that of training."""
         unload(module)
 
-    def on_validation_epoch_end(self, trainer: Any, module: torch.nn.Module) -> None:
-        """And takes them away."""
-        unload(module)
-
-    def on_train_end(self, trainer: Any, module: torch.nn.Module) -> None:
-        """The averages stay."""
-        unload(module)
+    on_validation_epoch_end = on_train_end = on_validation_epoch_start
 
 
 class TrainerSeam(InPlaceOfDDP):
@@ -150,14 +144,21 @@ class FabricSeam(InPlaceOfDDP):
         return state
 
 
-def register(registry: Any, strategy: type) -> None:
-    """Gives a strategy its names."""
+def make(module: str, callbacks: Any, strategies: Any, fabric: Any) -> tuple[Any, Any]:
+    """The strategies for ``Trainer`` and for ``Fabric`` of one tree, of which these are packages; gives them names.
+
+    They are attributes of ``module``.
+    """
+    own = {"__module__": module, "__doc__": "Takes the arguments of Lightning's `DDPStrategy`."}
+    averaging = {
+        "averaging": (callbacks.WeightAveraging, callbacks.StochasticWeightAveraging),
+        "before_averages": type("BeforeAverages", (BeforeAverages, callbacks.Callback), own),
+    }
+    of_trainer = type("Strategy", (TrainerSeam, strategies.DDPStrategy), own | averaging)
+    of_fabric = type("FabricStrategy", (FabricSeam, fabric.DDPStrategy), own)
     text = f"syncengine {syncengine.__version__}: Parallel in DDP's place"
-    registry.register(NAME, strategy, description=text, override=True)
-    registry.register(
-        UNUSED,
-        strategy,
-        description=f"{text}, with find_unused_parameters",
-        override=True,
-        find_unused_parameters=True,
-    )
+    for registry, strategy in ((strategies.StrategyRegistry, of_trainer), (fabric.STRATEGY_REGISTRY, of_fabric)):
+        registry.register(NAME, strategy, description=text, override=True)
+        unused = f"{text}, with find_unused_parameters"
+        registry.register(UNUSED, strategy, description=unused, override=True, find_unused_parameters=True)
+    return of_trainer, of_fabric

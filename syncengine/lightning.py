@@ -12,28 +12,9 @@ arguments of Lightning's `DDPStrategy`, and pass those of DDP on to `Parallel`. 
 `process_group_backend` says otherwise.
 """
 
-from lightning.fabric.strategies import STRATEGY_REGISTRY
-from lightning.fabric.strategies import DDPStrategy as _FabricDDP
-from lightning.pytorch import callbacks
-from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.fabric import strategies as fabric
+from lightning.pytorch import callbacks, strategies
 
-from syncengine._lightning import BeforeAverages, FabricSeam, TrainerSeam, register
+from syncengine._lightning import make
 
-
-class _BeforeAverages(BeforeAverages, callbacks.Callback):  # type: ignore[misc] # mypy has no Lightning
-    pass
-
-
-class Strategy(TrainerSeam, DDPStrategy):  # type: ignore[misc]
-    """For `Trainer(strategy=...)`: the arguments of Lightning's `DDPStrategy`."""
-
-    averaging = (callbacks.WeightAveraging, callbacks.StochasticWeightAveraging)
-    before_averages = _BeforeAverages
-
-
-class FabricStrategy(FabricSeam, _FabricDDP):  # type: ignore[misc]
-    """For `Fabric(strategy=...)`: the arguments of Lightning's `DDPStrategy` for Fabric."""
-
-
-register(StrategyRegistry, Strategy)
-register(STRATEGY_REGISTRY, FabricStrategy)
+Strategy, FabricStrategy = make(__name__, callbacks, strategies, fabric)
