@@ -73,20 +73,18 @@ def numbers_of(times: StepTimes) -> Numbers:
 
 _followed: list[_Followed] = []
 _timed_optimizers: list[Any] = []  # torch's handles of the hooks on all optimizers
-_pid: int | None = None  # whose end is the run's: forked children inherit all this
+os.register_at_fork(after_in_child=_followed.clear)  # whose end is not the run's
 
 
 def follow(model: Model, times: StepTimes) -> None:
     """At the end of this process, rank 0 may say how the steps of this model went. Optimizers' steps are timed."""
-    global _pid
     if not _timed_optimizers:
         _timed_optimizers.append(register_optimizer_step_pre_hook(begin_optimizer))
         _timed_optimizers.append(register_optimizer_step_post_hook(end_optimizer))
     communicator = model.communicator
     if communicator.size == 1 or communicator.global_ranks[communicator.rank] != 0 or not wants_summary():
         return
-    if _pid is None:
-        _pid = os.getpid()
+    if not _followed:
         at_end(_print_line)
     if len(_followed) >= _MOST_MODELS:
         _followed.remove(min(_followed, key=lambda one: one.times.summary()[0]))
@@ -95,7 +93,7 @@ def follow(model: Model, times: StepTimes) -> None:
 
 
 def _print_line() -> None:
-    if _pid != os.getpid() or hasattr(sys, "last_value"):
+    if not _followed or hasattr(sys, "last_value"):
         return  # `last_value`: an uncaught error ends the program
     one = max(_followed, key=lambda one: one.times.summary()[0])
     communicator = one.communicator()
