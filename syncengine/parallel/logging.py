@@ -33,9 +33,9 @@ class Logger:
     def __init__(self, model: ForTools) -> None:
         self._model = weakref.ref(model)
         self._strings: dict[str, str] = {}
-        self._numbers: dict[str, int] = {}
+        self.numbers: dict[str, int] = {}  # that are no facts about the model as it is now
         self._forwards = 0  # that synchronize
-        self._sample_rate = 100
+        self.sample_rate = 100
 
     def _get_ddp_logging_data(self) -> SimpleNamespace:
         """``strs_map`` and ``ints_map``, as torch's."""
@@ -48,14 +48,14 @@ class Logger:
             numbers.update(_times(numbers_of(model.reducer.step_times()).times))
             if text := _error_of(model):
                 strings["error"], numbers["has_error"] = text, 1
-                self._numbers["iteration"] = self._forwards
-        return SimpleNamespace(strs_map={**strings, **self._strings}, ints_map={**numbers, **self._numbers})
+                self.numbers["iteration"] = self._forwards
+        return SimpleNamespace(strs_map={**strings, **self._strings}, ints_map={**numbers, **self.numbers})
 
     def set_error_and_log(self, text: str) -> None:
         """Notes an error."""
         self._strings["error"] = text
-        self._numbers["has_error"] = 1
-        self._numbers["iteration"] = self._forwards
+        self.numbers["has_error"] = 1
+        self.numbers["iteration"] = self._forwards
 
     def note_forward(self) -> None:
         """Before each that synchronizes. As DDP: ``iteration`` is how many there were before the last one timed."""
@@ -63,20 +63,8 @@ class Logger:
         self._forwards = before + 1
         if before and before % WINDOW == 0 and (model := self._model()) is not None and model.communicator.rank == 0:
             warn_of_straggler(model.reducer, model.communicator.global_ranks, str(model._model))
-        if 0 < before <= 10 or (before and before % self._sample_rate == 0):
-            self._numbers["iteration"] = before
-
-    def _set_sample_rate(self, rate: int) -> None:
-        self._sample_rate = rate
-
-    def _set_uneven_input_join(self) -> None:
-        self._numbers["join_uneven_inputs"] = 1
-
-    def _set_static_graph(self) -> None:
-        self._numbers["static_graph"] = 1
-
-    def _set_comm_hook_name(self, name: str) -> None:
-        self._strings["comm_hook"] = name
+        if 0 < before <= 10 or (before and before % self.sample_rate == 0):
+            self.numbers["iteration"] = before
 
 
 def _error_of(model: ForTools) -> str:
@@ -111,6 +99,8 @@ def _construction(model: ForTools) -> tuple[dict[str, str], dict[str, int]]:
     }
     if model.static_graph:
         numbers["static_graph"] = 1
+    for hook, _ in model._comm_hooks:
+        strings["comm_hook"] = getattr(hook, "__qualname__", str(hook))
     return strings, numbers
 
 

@@ -159,7 +159,7 @@ class ForTools(DistributedDataParallel):
 
     def _expect_join(self, divide_by_initial_world_size: bool) -> None:
         self._uneven.divide_by_initial_world_size = divide_by_initial_world_size
-        self.logger._set_uneven_input_join()
+        self.logger.numbers["join_uneven_inputs"] = 1
 
     def register_comm_hook(self, state: Any, hook: Hook) -> None:
         """Calls ``hook(state, bucket)`` instead of the all-reduce, as in DDP; torch's own hooks work.
@@ -187,7 +187,6 @@ class ForTools(DistributedDataParallel):
     def _install_hook(self, state: Any, hook: Hook | dist.BuiltinCommHookType) -> None:
         if self._reduces:
             self.reducer.install_hook(state, hook)
-            self.logger._set_comm_hook_name(getattr(hook, "__qualname__", str(hook)))
         else:  # with one rank; but a hook may do more than to communicate
             self._compose(hooks=[(hook, state)])
 
@@ -209,7 +208,6 @@ class ForTools(DistributedDataParallel):
             return
         self.reducer.set_static_graph()
         self.static_graph = self._options.static_graph = True
-        self.logger._set_static_graph()
         if self.find_unused_parameters:
             warn_of_find_unused(stacklevel=3)
         self._planning.start_over(self._planning.planner.follows_ddp)
@@ -231,7 +229,7 @@ class ForTools(DistributedDataParallel):
         """Of ``iteration`` in ``_get_ddp_logging_data``, after the first 10; times are of the last 1024 steps."""
         if sample_rate < 1:
             self._log_and_throw(InvalidUsage, "DDP runtime logging sample rate should be equal or greater than 1")
-        self.logger._set_sample_rate(sample_rate)
+        self.logger.sample_rate = sample_rate
 
     def _update_process_group(self, new_process_group: Any) -> None:
         """From now on gradients are averaged over another group. Ranks that are not in it stay as they are."""
