@@ -1,25 +1,9 @@
 """The first module that the package imports: it says what to do if the extension is missing or can't be loaded."""
 
 import importlib.util
-import struct
 from pathlib import Path
 
 import torch
-
-
-def check_is_whole(file: str) -> None:
-    """Raises ``ImportError`` if an ELF file ends before its table of sections, which linkers put at the end.
-
-    Loaded, it would kill Python by SIGBUS as soon as something touches what is not there.
-    """
-    with Path(file).open("rb") as opened:
-        head = opened.read(64)
-    if len(head) < 64 or head[:5] != b"\x7fELF\2":  # the loader says so, or it is for 32 bits
-        return
-    (table,), (entry, entries) = struct.unpack_from("=Q", head, 40), struct.unpack_from("=HH", head, 58)
-    size = Path(file).stat().st_size
-    if size < table + entry * entries:
-        raise ImportError(f"the file is cut off: it has {size} bytes of {table + entry * entries}")
 
 
 def check_extension() -> None:
@@ -30,7 +14,6 @@ def check_extension() -> None:
     found = importlib.util.find_spec("syncengine._C")
     if found is not None:
         try:
-            check_is_whole(str(found.origin))
             importlib.import_module("syncengine._C")
         except (ImportError, OSError) as error:
             raise ImportError(

@@ -42,11 +42,6 @@ def of_another_build(extension: bytes) -> bytes:
     return extension.replace(number, struct.pack("<Q", 0x0123456789ABCDEF))
 
 
-def truncated(extension: bytes) -> bytes:
-    """As by a full disk: the loader would map what is not there, and die of SIGBUS."""
-    return extension[: len(extension) // 2]
-
-
 def test_an_extension_that_cannot_be_loaded(programs: RankPool, tmp_path: Path):
     environ = copy_of_package(tmp_path, damaged)
     result = alone(programs, "doctor", "--json", environ=environ)
@@ -59,17 +54,12 @@ def test_an_extension_that_cannot_be_loaded(programs: RankPool, tmp_path: Path):
     assert "can't be imported: ImportError: syncengine's extension" in other.stderr
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"), [(of_another_torch, "undefined symbol"), (truncated, "the file is cut off")]
-)
-def test_the_text_says_why_it_cannot_be_loaded(
-    programs: RankPool, tmp_path: Path, change: Callable[[bytes], bytes], reason: str
-):
-    environ = copy_of_package(tmp_path, change)
+def test_the_text_says_why_it_cannot_be_loaded(programs: RankPool, tmp_path: Path):
+    environ = copy_of_package(tmp_path, of_another_torch)
     text = alone(programs, "doctor", environ=environ)
     assert text.returncode == 2, text.stderr
     assert f"{Path(_C.__file__).name} can't be loaded: " in text.stdout
-    assert reason in text.stdout
+    assert "undefined symbol" in text.stdout
     assert "Traceback" not in text.stdout + text.stderr
 
 
