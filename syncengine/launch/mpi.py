@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
@@ -19,7 +18,6 @@ _FIRST_TAG, _EXCHANGES = 21091, 1000
 _PURPOSES = ("init", "doctor/facts", "doctor/outcomes", "doctor/leave")  # each has numbers and tags of its own
 _opened: dict[str, int] = dict.fromkeys(_PURPOSES, 0)  # how many for each
 
-_SHOWN = 0.1  # seconds in which MPI shows what has arrived
 _unfinished: list[Any] = []  # sends that nobody waits for: MPI may read their buffers until the process ends
 _failed_tags: set[int] = set()  # of exchanges that failed here, whose messages may still come
 
@@ -56,15 +54,10 @@ def is_running() -> bool:
     return module is not None and module.Is_initialized() and not module.Is_finalized()
 
 
-class _Over(Exception):
-    """The exchange has failed before this rank came, and others have begun the next."""
-
-
 class MPIExchange:
     """An all-gather of small byte strings over COMM_WORLD. Each call on one rank meets the same call on all others.
 
-    A rank's n-th exchange for a `purpose` meets the n-th of the others. A rank that comes to one that is over, since a
-    rank has failed in it and others have begun the next, takes part in that, and counts as they do from then on.
+    A rank's n-th exchange for a `purpose` meets the n-th of the others, and raises what has ended that for them.
     """
 
     def __init__(self, rank: int, world_size: int, timeout: float, log_after: float, purpose: str = "init") -> None:
@@ -74,8 +67,10 @@ class MPIExchange:
         self._rank, self._peers = rank, [peer for peer in range(world_size) if peer != rank]
         self._timeout, self._log_after = timeout, log_after
         self.arrived: dict[int, bytes] = {}
-        self._purpose, self._met = purpose, False
-        self._take_number(_opened[purpose])
+        self._met, number = False, _opened[purpose]
+        _opened[purpose] = number + 1
+        self._tag, self._failed = _tags(purpose, number)
+        self._tags_of_next = _tags(purpose, number + 1)
         really = self._comm.Get_rank(), self._comm.Get_size()
         if really != (rank, world_size):
             raise InvalidUsage(
@@ -87,27 +82,16 @@ class MPIExchange:
         """See Exchange."""
         if len(payload) > MAX_PAYLOAD:
             raise InvalidUsage(f"a payload of {len(payload)} bytes is more than the exchange's {MAX_PAYLOAD}")
-        while True:
-            try:
-                self.arrived = {}
-                self._gather(payload, self.arrived)
-                if not self._met:  # each has this rank's: so nobody had given up before, and left what was gathered
-                    self._gather(b"", {})
-            except _Over:
-                self._take_number(self._number + 1)
-            else:
-                self._met = True
-                self._clear_away()
-                return [self.arrived[peer] for peer in sorted(self.arrived)]
-
-    def _take_number(self, number: int) -> None:
-        self._number = number
-        _opened[self._purpose] = number + 1
-        self._tag, self._failed = _tags(self._purpose, number)
-        self._tags_of_next = _tags(self._purpose, number + 1)
+        self.arrived = {}
+        self._gather(payload, self.arrived)
+        if not self._met:  # each has this rank's: so nobody had given up before, and left what was gathered
+            self._gather(b"", {})
+        self._met = True
+        self._clear_away()
+        return [self.arrived[peer] for peer in sorted(self.arrived)]
 
     def _gather(self, payload: bytes, values: dict[int, bytes]) -> None:
-        """Puts every rank's payload into `values`. Raises _Over if others are in the next exchange before all met."""
+        """Puts every rank's payload into `values`."""
         # Point to point, not one collective: only so a timeout can tell who is missing.
         MPI, comm, peers = self._mpi, self._comm, self._peers
         buffers = {peer: bytearray(MAX_PAYLOAD) for peer in peers}
@@ -125,8 +109,6 @@ class MPIExchange:
         def missing() -> set[int]:
             left = pending()
             if left and comm.Iprobe(tag=self._failed) and (left := pending()):  # again: all it sent before is here now
-                if not self._met and self._is_over():
-                    raise _Over
                 self.check()
             return left
 
@@ -140,15 +122,6 @@ class MPIExchange:
                     receive.Cancel()
                     receive.Wait()
             raise
-
-    def _is_over(self) -> bool:
-        """Whether others have begun the next one since it failed. MPI may not show all at once that has arrived."""
-        deadline = time.monotonic() + _SHOWN
-        while not self.superseded():
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.001)
-        return True
 
     def check(self) -> None:
         """See Exchange."""

@@ -60,14 +60,14 @@ def test_torchrun(when):
 
 TOLD = "Aborted: rank 1 failed in init: ValueError: the disk is full"
 AWAY = "Timeout: rank 1 did not join (did its process call syncengine.init?) within 1 s"
+MET = [f"[b'{word} 0', b'{word} 1']" for word in ("next", "last")]
 EXCHANGES = {
     "told": [[TOLD, TOLD], ["told", "told"]],
     "stale": [[AWAY, "[b'new 0', b'new 1']"], ["away", "[b'new 0', b'new 1']"]],
     "untaken": [[AWAY], ["took it"]],
     "ahead": [["ahead", "[b'new 0', b'new 1']"], ["True", "[b'new 0', b'new 1']"]],
     "anew": [["Aborted: a bad day"] * 3] * 2,
-    "late": [[f"[b'{word} 0', b'{word} 1']" for word in ("late", "next", "last")]] * 2,
-    "init_late": [["2", "2"]] * 2,
+    "late": [MET, [f"Aborted: rank 0 failed in init: ValueError: the {n}" for n in ("first", "second", "third")] + MET],
 }
 
 

@@ -117,7 +117,8 @@ def anew() -> list[str]:
 
 
 def late() -> list[str]:
-    """Rank 1 comes when rank 0 has failed in three exchanges, and waits in the fourth. Then they count alike."""
+    """Rank 1 comes when rank 0 has failed in three exchanges, and waits in the fourth: it hears of each."""
+    answers = []
     if RANK == 0:
         for reason in ("the first", "the second"):
             exchange().fail(ValueError(reason))
@@ -126,20 +127,8 @@ def late() -> list[str]:
         own.fail(ValueError("the third"))
     else:
         wait_for_begin_of(3)
-    return [ended(lambda: exchange()(f"{word} {RANK}".encode())) for word in ("late", "next", "last")]  # noqa: B023
-
-
-def init_late() -> list[str]:
-    """The same, in init()."""
-    if RANK == 0:
-        ended(lambda: syncengine.init(timeout=20, arena_bytes=4096))
-    else:
-        wait_for_begin_of(1)
-    sizes = []
-    for _ in range(2):
-        sizes.append(ended(lambda: syncengine.init(timeout=20).size))
-        syncengine.shutdown()
-    return sizes
+        answers = [ended(lambda: exchange()(b"late")) for _ in range(3)]
+    return answers + [ended(lambda: exchange()(f"{word} {RANK}".encode())) for word in ("next", "last")]  # noqa: B023
 
 
 def jobs() -> list[str]:
@@ -150,7 +139,7 @@ def jobs() -> list[str]:
     return []
 
 
-CASES = {case.__name__: case for case in (init_again, told, stale, untaken, ahead, anew, late, init_late, jobs)}
+CASES = {case.__name__: case for case in (init_again, told, stale, untaken, ahead, anew, late, jobs)}
 
 if __name__ == "__main__":
     for name in sys.argv[1:]:
