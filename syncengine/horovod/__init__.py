@@ -3,7 +3,7 @@
 The interface is that of horovod.torch 0.28; docs/horovod.md compares them call by call.
 """
 
-from importlib import import_module as _import_module
+import sys as _sys
 from types import ModuleType as _Module
 
 from syncengine.errors import InvalidUsage as _InvalidUsage
@@ -94,9 +94,12 @@ _REFUSED = {
 __all__ = [name for name, value in globals().items() if name[0] != "_" and not isinstance(value, _Module)]
 
 
+# Horovod's modules, from which scripts import, have all that `hvd` has.
+functions = mpi_ops = _sys.modules[__name__]
+_sys.modules.update({f"{__name__}.functions": functions, f"{__name__}.mpi_ops": mpi_ops})
+
+
 def __getattr__(name: str) -> _Module:
-    if name in ("functions", "mpi_ops"):  # they import from here
-        return _import_module(f"{__name__}.{name}")
     if name in _REFUSED:
         raise _InvalidUsage(f"{__name__} has no {name}: {_REFUSED[name]}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

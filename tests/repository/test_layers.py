@@ -47,7 +47,7 @@ MODULES = {
     "syncengine.horovod": (
         "reductions requests streams handles calls process_sets timeline process collective allreduce gather "
         "broadcast scatter sync_batch_norm gradient_stream gradients parameters optimizer objects join elastic "
-        "__init__ functions mpi_ops"
+        "__init__"
     ),
     "syncengine.sharded": (
         "agreement kinds memory weights movable shard state claims block update sharing writing joining optimizer "
