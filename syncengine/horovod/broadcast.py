@@ -6,35 +6,30 @@ import torch
 
 from syncengine.horovod.allreduce import average_of
 from syncengine.horovod.calls import Calls, as_bytes
-from syncengine.horovod.collective import Call, Tensors, perform
+from syncengine.horovod.collective import Call, Tensors, perform, taking
 from syncengine.horovod.process import rank
-from syncengine.horovod.process_sets import ProcessSet, global_process_set
 from syncengine.horovod.reductions import assign, in_order, plain
 from syncengine.horovod.requests import describe
 from syncengine.horovod.streams import Plan
 
 
-def broadcast_async(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet | None = global_process_set
-) -> int:
+@taking("name process_set")
+def broadcast_async(call: Call, tensor: torch.Tensor, root_rank: int) -> int:
     """Starts to copy rank `root_rank`'s `tensor`, of the same shape and dtype on all ranks, into a new one.
 
     Returns a handle for `poll` and `synchronize`.
     """
-    return perform(Call("broadcast", name, process_set, watched=True), [tensor], _prepare, None, root_rank)
-
-
-def broadcast_async_(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet | None = global_process_set
-) -> int:
-    """As `broadcast_async`, but in place; no other operation may use the tensor until `synchronize`."""
-    call = Call("broadcast", name, process_set, watched=True, in_place=True)
     return perform(call, [tensor], _prepare, None, root_rank)
 
 
-def broadcast(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet | None = global_process_set
-) -> torch.Tensor:
+@taking("name process_set")
+def broadcast_async_(call: Call, tensor: torch.Tensor, root_rank: int) -> int:
+    """As `broadcast_async`, but in place; no other operation may use the tensor until `synchronize`."""
+    return perform(call, [tensor], _prepare, None, root_rank)
+
+
+@taking("name process_set")
+def broadcast(call: Call, tensor: torch.Tensor, root_rank: int) -> torch.Tensor:
     """A copy of rank `root_rank`'s `tensor`.
 
     Gradients flow through it: the root gets their average over all ranks, as in Horovod, the others zeros.
@@ -44,14 +39,13 @@ def broadcast(
         reduced = average_of(call, [of_copy])
         return reduced if rank() == root_rank else list(map(torch.zeros_like, reduced))
 
-    return perform(Call("broadcast", name, process_set), [tensor], _prepare, gradient, root_rank)
+    return perform(call, [tensor], _prepare, gradient, root_rank)
 
 
-def broadcast_(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet | None = global_process_set
-) -> torch.Tensor:
+@taking("name process_set")
+def broadcast_(call: Call, tensor: torch.Tensor, root_rank: int) -> torch.Tensor:
     """Copies rank `root_rank`'s values into `tensor`, and returns it."""
-    return perform(Call("broadcast", name, process_set, in_place=True), [tensor], _prepare, None, root_rank)
+    return perform(call, [tensor], _prepare, None, root_rank)
 
 
 def _prepare(stream: Calls, call: Call, tensors: Tensors, root_rank: int) -> Plan:

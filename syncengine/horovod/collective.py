@@ -61,7 +61,7 @@ class Call:
         return replace(self, name=None, op=op, average=None, compression=Compression.none)
 
 
-def taking(order: str) -> Callable[[Callable[[Call, Any], Result]], Callable[..., Result]]:
+def taking(order: str) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
     """Makes a function of a call and of what it is about into one of Horovod's: of that and of the fields in `order`.
 
     The function's name says what it does: the kind, then `_async` if it returns a handle, `_` if it works in place.
@@ -69,23 +69,25 @@ def taking(order: str) -> Callable[[Callable[[Call, Any], Result]], Callable[...
     names = order.split()
     defaults = {field.name: field.default for field in fields(Call)}
 
-    def decorate(function: Callable[[Call, Any], Result]) -> Callable[..., Result]:
+    def decorate(function: Callable[..., Result]) -> Callable[..., Result]:
         signature = inspect.signature(function)
-        _, about = signature.parameters.values()
+        _, *about = signature.parameters.values()
+        own = [parameter.name for parameter in about]
         kind, *watched = function.__name__.rstrip("_").split("_async")
-        in_place, grouped = function.__name__.endswith("_"), about.name == "tensors"
+        in_place, grouped = function.__name__.endswith("_"), own[0] == "tensors"
         variant: dict[str, Any] = {"watched": bool(watched), "in_place": in_place, "grouped": grouped}
-        allowed = {about.name, *names}
+        allowed = {*own, *names}
 
         @functools.wraps(function)
         def call(*given: Any, **named: Any) -> Result:
-            if len(given) > len(allowed) or not named.keys() <= allowed or (not given and about.name not in named):
-                raise TypeError(f"{function.__name__} takes {about.name}, {', '.join(names)}")
-            of, *rest = given or (named.pop(about.name),)
-            return function(Call(kind, **variant, **dict(zip(names, rest, strict=False)), **named), of)
+            if len(given) > len(allowed) or not named.keys() <= allowed:
+                raise TypeError(f"{function.__name__} takes {', '.join([*own, *names])}")
+            of = {name: named.pop(name) for name in own if name in named}
+            options = dict(zip(names, given[len(own) :], strict=False))
+            return function(Call(kind, **variant, **options, **named), *given[: len(own)], **of)
 
-        kept = [inspect.Parameter(name, about.kind, default=defaults[name]) for name in names]
-        call.__signature__ = signature.replace(parameters=[about, *kept])  # type: ignore[attr-defined]
+        kept = [inspect.Parameter(name, about[0].kind, default=defaults[name]) for name in names]
+        call.__signature__ = signature.replace(parameters=[*about, *kept])  # type: ignore[attr-defined]
         return call
 
     return decorate

@@ -52,24 +52,18 @@ def grouped_allgather(call: Call, tensors: Tensors) -> list[torch.Tensor]:
     return _allgather(call, tensors)
 
 
-def alltoall_async(
-    tensor: torch.Tensor,
-    splits: Splits = None,
-    name: str | None = None,
-    process_set: ProcessSet | None = global_process_set,
-) -> int:
+@taking("name process_set")
+def alltoall_async(call: Call, tensor: torch.Tensor, splits: Splits = None) -> int:
     """Starts to send rank r the r-th part of `tensor` along its first dimension: `splits[r]` rows, or equal parts.
 
     The result is a pair: the rows from every rank in rank order, and how many each has sent. Returns a handle.
     """
-    return perform(Call("alltoall", name, process_set, watched=True), [tensor], _exchanging, None, splits, [])
+    return perform(call, [tensor], _exchanging, None, splits, [])
 
 
+@taking("name process_set")
 def alltoall(
-    tensor: torch.Tensor,
-    splits: Splits = None,
-    name: str | None = None,
-    process_set: ProcessSet | None = global_process_set,
+    call: Call, tensor: torch.Tensor, splits: Splits = None
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """The rows that every rank sends this one, in rank order; if `splits` is given, also how many each has sent.
 
@@ -78,9 +72,9 @@ def alltoall(
     counts: list[torch.Tensor] = []
 
     def gradient(_: Call, of_rows: torch.Tensor) -> Tensors:
-        return [alltoall(of_rows, counts[0].tolist(), process_set=process_set)[0]]
+        return [alltoall(of_rows, counts[0].tolist(), process_set=call.process_set)[0]]
 
-    whole: Any = perform(Call("alltoall", name, process_set), [tensor], _exchanging, gradient, splits, counts)
+    whole: Any = perform(call, [tensor], _exchanging, gradient, splits, counts)
     return whole if splits is None else (whole, counts[0])
 
 

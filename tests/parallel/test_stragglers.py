@@ -19,7 +19,7 @@ from torch import nn
 import syncengine
 import syncengine.hooks
 from syncengine.parallel.summary import LEAST_COMPARED, WINDOW
-from syncengine.stragglers import _WHERE, PHASES, compare
+from syncengine.stragglers import PHASES, WHERE, compare
 
 DELAY = 0.04  # seconds
 STEPS = LEAST_COMPARED + 5
@@ -188,7 +188,7 @@ def test_rank_0_warns_once_in_100_steps(pool: RankPool, phase: str):
         assert said is not None, text
         assert int(said[1]) > 66
         assert abs(float(said[2]) - 10) <= max(2 * found["ranks"][0]["late_ms"], 5), text
-        assert said[3] == _WHERE[phase]
+        assert said[3] == WHERE[phase]
 
 
 def balanced(runs: int) -> list[Any]:
