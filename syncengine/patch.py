@@ -10,7 +10,7 @@ import torch
 from syncengine._C import has_cuda
 from syncengine.parallel import Parallel
 from syncengine.parallel.devices import check_buffers_on, check_device_ids, device_of
-from syncengine.parallel.mixed_precision import check_mixed_precision
+from syncengine.parallel.mixed_precision import compression
 from syncengine.parallel.model import named_parameters
 from syncengine.parallel.refusal import check_arguments, check_parameters, refuse_delayed
 
@@ -49,7 +49,7 @@ def refusal(args: tuple[Any, ...], kwargs: dict[str, Any], ranks: int) -> str | 
         device = device_of(named.items())
         check_device_ids(device, arguments["device_ids"], arguments["output_device"])
         if arguments["mixed_precision"] is not None:
-            check_mixed_precision(arguments["mixed_precision"], [*named.values()])
+            compression(arguments["mixed_precision"], [*named.values()])
         if device.type == "cuda":
             buffers = {name: buffer for name, buffer in module.named_buffers() if name not in ignored}
             check_buffers_on(device, buffers)

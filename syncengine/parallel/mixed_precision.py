@@ -27,12 +27,11 @@ class MixedPrecision:
     """Applies the settings to one module. Raises ``InvalidUsage``, before anything is changed, if they can't be met."""
 
     def __init__(self, settings: _MixedPrecision, module: nn.Module) -> None:
-        _check(settings)
         named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
         ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
         self._ignored = {tensor for name, tensor in named if name in ignored}
+        self.compress = compression(settings, filter(self._takes_part, module.parameters()))
         self.dtype: torch.dtype | None = settings.param_dtype
-        self.compress = _compression(settings, filter(self._takes_part, module.parameters()))
         self._casts = True
         self._handles: list[RemovableHandle] = []
         self._calls: list[nn.Module] = []  # of modules, the outermost first
@@ -135,13 +134,11 @@ def _renew_flat_weights(module: nn.Module) -> None:
             submodule._flat_weights = [getattr(submodule, name, None) for name in submodule._flat_weights_names]
 
 
-def check_mixed_precision(settings: Any, parameters: Iterable[nn.Parameter]) -> None:
-    """Raises ``InvalidUsage`` for settings that can't be met."""
-    _check(settings)
-    _compression(settings, parameters)
+def compression(settings: Any, parameters: Iterable[nn.Parameter]) -> Compress | None:
+    """That of gradients; None if they are averaged in the parameters' own dtype.
 
-
-def _check(settings: Any) -> None:
+    Raises ``InvalidUsage`` for settings that can't be met.
+    """
     if not isinstance(settings, _MixedPrecision):
         raise InvalidUsage(
             f"mixed_precision={settings!r} is not a torch.nn.parallel.distributed._MixedPrecision: that, or None"
@@ -150,10 +147,6 @@ def _check(settings: Any) -> None:
         dtype = getattr(settings, name)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise InvalidUsage(f"mixed_precision: {name}={dtype!r} is not a floating-point dtype")
-
-
-def _compression(settings: _MixedPrecision, parameters: Iterable[nn.Parameter]) -> Compress | None:
-    """The compression of gradients; None if they are averaged in the parameters' own dtype."""
     dtype = settings.reduce_dtype or settings.param_dtype
     own = {parameter.dtype for parameter in parameters if parameter.requires_grad}
     if dtype is None or own <= {dtype}:
