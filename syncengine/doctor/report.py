@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from syncengine.doctor.checks import NOTE, Finding, by_host, ranks_text, size_text
+from syncengine.doctor.checks import NOTE, Finding, by_host, grouped, ranks_text, size_text
 from syncengine.doctor.facts import Facts
 from syncengine.launch import Launch
 
@@ -54,7 +54,7 @@ def _lines(
     where = f" on {len(hosts)} host{'' if len(hosts) == 1 else 's'}" if len(everyone) == launch.world_size else ""
     lines = [f"syncengine doctor: {ranks}{where}{by}", ""]
     for title, of_rank in _ROWS:
-        lines += _row(title, [(facts["rank"], of_rank(facts)) for facts in everyone])
+        lines += _row(title, everyone, of_rank)
     firsts = [host[0] for host in hosts]
     for title, of_host in _HOST_ROWS:
         texts = [of_host(facts) for facts in firsts]
@@ -75,13 +75,10 @@ def _lines(
     return lines
 
 
-def _row(title: str, texts: list[tuple[int, str]]) -> list[str]:
+def _row(title: str, everyone: Sequence[Facts], of_rank: Callable[[Facts], str]) -> list[str]:
     """One line if the ranks are alike, else one for each kind."""
-    kinds: dict[str, list[int]] = {}
-    for rank, text in texts:
-        if text:
-            kinds.setdefault(text, []).append(rank)
-    if len(kinds) == 1 and len(next(iter(kinds.values()))) == len(texts):
+    kinds = grouped(everyone, lambda facts: of_rank(facts) or None)
+    if any(len(ranks) == len(everyone) for ranks in kinds.values()):
         return _titled(title, list(kinds))
     return _titled(title, [f"{ranks_text(ranks)}: {text}" for text, ranks in kinds.items()])
 
