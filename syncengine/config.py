@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 NUMERICS = ("rank_order", "ring", "fast")
 INTERHOST = ("tcp", "mpi", "torch")
 MOST_SOCKETS = 16
+MOST_RANKS = 64  # that can be connected
 LEAST_SILENCE = 1.0  # seconds: four heartbeats
 GRADIENT_MEMORY = ("arena", "torch")
 

@@ -8,13 +8,12 @@ from typing import Any
 import torch
 
 from syncengine._C import has_cuda
+from syncengine.config import MOST_RANKS
 from syncengine.parallel import Parallel
 from syncengine.parallel.devices import check_buffers_on, check_device_ids, device_of
 from syncengine.parallel.mixed_precision import compression
 from syncengine.parallel.model import named_parameters
 from syncengine.parallel.refusal import check_arguments, check_parameters, refuse_delayed
-
-MOST_RANKS = 64
 
 # Arguments that say yes or no, and of which kind they may be; the others are checked by what reads them.
 _FLAGS: dict[str, tuple[type, ...]] = {

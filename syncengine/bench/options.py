@@ -25,7 +25,6 @@ DTYPES = {
 OPS = ("sum", "prod", "min", "max", "avg")
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
-_MOST_RANKS = 64
 
 
 def size(text: str) -> int:
@@ -74,8 +73,6 @@ def check(options: argparse.Namespace) -> None:
         raise InvalidUsage(f"-e {options.maxbytes} is less than -b {options.minbytes}: give the larger size with -e")
     if options.op == "avg" and not DTYPES[options.dtype].is_floating_point:
         raise InvalidUsage(f"avg has no meaning for {options.dtype}: give a floating -d, or -o sum")
-    if options.ranks is not None and not 2 <= options.ranks <= _MOST_RANKS:
-        raise InvalidUsage(f"--ranks {options.ranks}: give 2 to {_MOST_RANKS}")
 
 
 def sizes(options: argparse.Namespace) -> list[int]:

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from syncengine.config import MOST_RANKS
 from syncengine.errors import InvalidUsage
 from syncengine.launch.environment import Launch
 
@@ -51,8 +52,10 @@ def ticket_of(name: int) -> str:
 def run_local_ranks(count: int, arguments: Sequence[str]) -> int:
     """Runs this same command, with `arguments`, as `count` ranks, which share the cores unless OMP_NUM_THREADS
     is set; returns the exit code of the first rank that has another than 0. A signal that ends this process ends them.
-    Raises InvalidUsage if ranks can't meet on this machine.
+    Raises InvalidUsage if ranks can't meet on this machine, or can't be so many.
     """
+    if not 2 <= count <= MOST_RANKS:
+        raise InvalidUsage(f"--ranks {count}: give 2 to {MOST_RANKS}")
     script = Path(sys.argv[0])  # `python -m syncengine`, or the script that pip made of it
     command = ["-m", "syncengine"] if script.name in ("__main__.py", "-m") else [str(script)]
     with _ranks(count, [*command, *arguments]) as (running, *_):

@@ -290,7 +290,13 @@ def test_it_knows_when_it_is_the_program():
     assert _arguments_of_command("train.py", ["python", "train.py", *rest]) is None
 
 
-@pytest.mark.parametrize("arguments", [["--ranks", "65"], ["--ranks", "1"], ["--timeout", "soon"], ["--timeout", "0"]])
+@pytest.mark.parametrize("ranks", ["65", "1"])
+def test_too_many_and_too_few_ranks_are_a_finding(ranks: str, capfd: pytest.CaptureFixture[str]):
+    assert main(["doctor", "--ranks", ranks]) == 2
+    assert f"1. --ranks {ranks} (training can't run)\n   remedy: give 2 to 64" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["--ranks", "two"], ["--timeout", "soon"], ["--timeout", "0"]])
 def test_wrong_arguments_are_refused(arguments: list[str], capfd: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as ended:
         main(["doctor", *arguments])
