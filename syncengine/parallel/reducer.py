@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from syncengine._C import NodeNumber, Reducer, ReducerOptions, StepTimes
 from syncengine.errors import InvalidUsage
 from syncengine.hooks import Compress
 from syncengine.parallel.model import Model, Switches, looks_for_unused
-from syncengine.parallel.planning import Planning
 
 
 class NoReducer:
@@ -52,7 +51,7 @@ class NoReducer:
     def _nothing(self, *_: Any) -> None:
         pass
 
-    end_step = plan_with = weigh_with = set_static_graph = _delay_all_reduce = _nothing
+    end_step = set_static_graph = _delay_all_reduce = _nothing
     _check_reducer_finalized = _remove_autograd_hooks = _nothing
 
 
@@ -61,26 +60,17 @@ class ModelReducer(Reducer):
 
     reduces = True
 
-    def __init__(self, model: Model, options: ReducerOptions) -> None:
+    def __init__(self, model: Model, options: ReducerOptions, wrapper: Any) -> None:
         super().__init__(model.parameters, str(model), model.names, model.communicator, model.sparse, options)
         self.hooks: list[tuple[Any, Any]] = []  # on communication, each with its state: at most one
         self._options = options
-        self._planning: weakref.ref[Planning]  # which refers to this
-        self._average_with_weights: weakref.WeakMethod[Callable[[], None]]
+        self._parallel = weakref.ref(wrapper)  # which refers to this
 
-    def plan_with(self, planning: Planning) -> None:
-        """Before anything else."""
-        self._planning = weakref.ref(planning)
-
-    def weigh_with(self, average_with_weights: Callable[[], None]) -> None:
-        """The same; a method, which makes the next backward's average the one that weight() has asked for."""
-        self._average_with_weights = weakref.WeakMethod(average_with_weights)
-
-    def _planned(self) -> Planning:
-        planning = self._planning()
-        if planning is None:
+    def _wrapper(self) -> Any:
+        wrapper = self._parallel()
+        if wrapper is None:
             raise InvalidUsage("the Parallel of this reducer is gone: keep the model as long as you use its reducer")
-        return planning
+        return wrapper
 
     def install_hook(self, state: Any, hook: Any) -> None:
         """From now on buckets go through ``hook``; the engine does itself what it can."""
@@ -92,13 +82,13 @@ class ModelReducer(Reducer):
             self.set_compression(hook.dtype, hook.divides_first)
         else:
             self.set_comm_hook(state, hook)
-            self._planned().start_over(follows_ddp=True)  # the hook sees the buckets
+            self._wrapper()._planning.start_over(follows_ddp=True)  # the hook sees the buckets
         self.hooks = [(hook, state)]
 
     def _rebuild_buckets(self) -> bool:
         """Plans new buckets if it is time to; returns whether it was. Collective."""
-        planning = self._planned()
-        needed = self.begin_forward(True) or planning.plan is None
+        planning = self._wrapper()._planning
+        needed: bool = self.begin_forward(True) or planning.plan is None
         if needed:
             planning.renew()
         return needed
@@ -108,8 +98,7 @@ class ModelReducer(Reducer):
     ) -> list[torch.Tensor]:
         """The next backward will average, whatever the forward before it was told. Collective."""
         self._rebuild_buckets()
-        if average_with_weights := self._average_with_weights():
-            average_with_weights()
+        self._wrapper()._uneven.average_with_weights()
         return super().prepare_for_backward(outputs, began)
 
     def _check_reducer_finalized(self) -> None:
@@ -124,7 +113,7 @@ class ModelReducer(Reducer):
 
         None unless unused ones are looked for, as in DDP. Here collective.
         """
-        model = self._planned().model
+        model = self._wrapper()._model
         if not looks_for_unused(self._options):
             return None
         used = set(self.ready_order())

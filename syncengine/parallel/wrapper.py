@@ -41,7 +41,6 @@ from syncengine.parallel.refusal import (
     check_parameters,
     check_weight,
     refuse_delayed,
-    warn_of_check_reduction,
     warn_of_find_unused,
     warn_of_wrapper,
 )
@@ -111,7 +110,12 @@ class Parallel(ForTools):
         check_looks(audit, nonfinite)
         refuse_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
         if check_reduction:
-            warn_of_check_reduction(stacklevel=2)
+            warnings.warn(
+                "The `check_reduction` argument in `DistributedDataParallel` module is deprecated. Please avoid using "
+                "it.",
+                FutureWarning,
+                stacklevel=2,
+            )
         if static_graph and find_unused_parameters:
             warn_of_find_unused(stacklevel=2)
         warn_of_wrapper(module, stacklevel=2)
@@ -175,16 +179,14 @@ class Parallel(ForTools):
             check_buffers_on(self.device, not_ignored(self.module.named_buffers(), self.parameters_to_ignore))
         self._options = options = self._reducer_options()
         if hooks or (model.parameters and (self.communicator.size > 1 or self._nonfinite)):
-            reducer = ModelReducer(model, options)
+            reducer = ModelReducer(model, options, self)
             follow(model, reducer.step_times())
         else:
             reducer = cast(ModelReducer, NoReducer(self._switches))
         self.reducer = self._optimizers.reducer = reducer
         self._planning = planning = Planning(model, reducer, options, self._caps, number)
-        reducer.plan_with(planning)
         self._buffer_sync = buffers = Buffers(model, self._switches, reducer, self.parameters_to_ignore)
         self._uneven = UnevenInputs(model, self._switches, reducer, buffers)
-        reducer.weigh_with(self._uneven.average_with_weights)
         new = Newcomers(model, self.parameters_to_ignore)
         audit = Audit(model, self._audit_every)
         self._steps = Steps(
