@@ -5,7 +5,6 @@ Nothing else changes. On CPUs under torchrun the process group is syncengine's, 
 
 from __future__ import annotations
 
-import importlib
 import os
 from typing import Any
 
@@ -57,9 +56,9 @@ def log_stragglers(trainer: Any) -> None:
     It adds a callback, whose numbers are ``step_ms``, ``exposed_sync_ms``, ``latest_rank`` and ``latest_rank_ms`` of
     ``Parallel.stats()``, under ``syncengine/``. Nothing is logged where the model is no ``Parallel``.
     """
-    transformers = importlib.import_module("transformers")  # which may be missing: Accelerate does without
+    from transformers import TrainerCallback  # which may be missing: Accelerate does without
 
-    class Stragglers(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+    class Stragglers(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             model = trainer.model_wrapped
             if control.should_log and isinstance(model, Parallel) and (numbers := for_loggers(model.stats())):

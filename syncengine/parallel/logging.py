@@ -46,7 +46,8 @@ class Logger:
         if model._reduces:
             _add_runtime(model, strings, numbers)
             numbers.update(_times(numbers_of(model.reducer.step_times()).times))
-            if text := _error_of(model):
+            error = model.communicator.exception()
+            if text := f"{type(error).__name__}: {error}" if error else model.reducer.last_error():  # of backward, too
                 strings["error"], numbers["has_error"] = text, 1
                 self.numbers["iteration"] = self._forwards
         return SimpleNamespace(strs_map={**strings, **self._strings}, ints_map={**numbers, **self.numbers})
@@ -65,12 +66,6 @@ class Logger:
             warn_of_straggler(model.reducer, model.communicator.global_ranks, str(model._model))
         if 0 < before <= 10 or (before and before % self.sample_rate == 0):
             self.numbers["iteration"] = before
-
-
-def _error_of(model: ForTools) -> str:
-    """Also of a backward, in autograd's hands."""
-    error = model.communicator.exception()
-    return model.reducer.last_error() if error is None else f"{type(error).__name__}: {error}"
 
 
 def _construction(model: ForTools) -> tuple[dict[str, str], dict[str, int]]:

@@ -46,7 +46,7 @@ class MicroBatches:
     Raises ``InvalidUsage`` for what can't be the same at any number of ranks, and ``Mismatch`` where ranks differ.
     """
 
-    def __init__(self, model: ForTools, loader: DataLoader[Any], total: int, seed: int = 0) -> None:
+    def __init__(self, model: ForTools, loader: DataLoader[Any], *, total: int, seed: int = 0) -> None:
         if not isinstance(model, ForTools):
             raise InvalidUsage(f"micro_batches() takes a syncengine.Parallel, not a {type(model).__name__}: wrap it")
         self._model, self._loader, self._total, self._seed = model, loader, total, seed
@@ -222,9 +222,7 @@ class MicroBatches:
         return DataLoader(dataset, batch_sampler=self._places(step), **options)
 
 
-def micro_batches(model: ForTools, loader: DataLoader[Any], *, total: int, seed: int = 0) -> MicroBatches:
-    """The steps of training ``model``, each of ``total`` micro-batches: see ``MicroBatches``."""
-    return MicroBatches(model, loader, total, seed)
+micro_batches = MicroBatches
 
 
 class _SeededDataset:

@@ -42,7 +42,8 @@ class BackwardOptimizers:
             if shared is not None:
                 self._step_after_reduction(parameter, lambda p: shared.step_param(p, p.grad))
             else:
-                self._step_after_reduction(parameter, _stepper(optimizer([parameter], *args, **kwargs)))
+                own = optimizer([parameter], *args, **kwargs)
+                self._step_after_reduction(parameter, lambda _, own=own: own.step())  # type: ignore[misc]
 
     def adopt(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Makes the optimizers of torch's ``_apply_optimizer_in_backward`` wait for averages, and drop gradients then.
@@ -84,7 +85,3 @@ def _step_and_drop(parameter: torch.nn.Parameter) -> None:
     for optimizer in parameter._in_backward_optimizers:  # type: ignore[attr-defined]
         optimizer.step()
     parameter.grad = None
-
-
-def _stepper(optimizer: torch.optim.Optimizer) -> Callable[[torch.nn.Parameter], Any]:
-    return lambda parameter: optimizer.step()

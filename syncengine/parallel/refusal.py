@@ -81,15 +81,6 @@ def check_parameters(named: Mapping[str, torch.Tensor]) -> None:
         )
 
 
-def warn_of_check_reduction(stacklevel: int) -> None:
-    """As DDP."""
-    warnings.warn(
-        "The `check_reduction` argument in `DistributedDataParallel` module is deprecated. Please avoid using it.",
-        FutureWarning,
-        stacklevel=stacklevel + 1,
-    )
-
-
 def warn_of_find_unused(stacklevel: int) -> None:
     """As DDP: with ``static_graph`` the argument has no effect."""
     warnings.warn(
