@@ -17,8 +17,7 @@ import torch.distributed as dist
 from syncengine._C import Communicator
 from syncengine.communicator import connect_beside, replace_default
 from syncengine.connect import Connection
-from syncengine.errors import InvalidUsage, Mismatch, PeerLost, SyncError, Timeout
-from syncengine.launch.arrivals import name_ranks
+from syncengine.errors import InvalidUsage, Mismatch, PeerLost, SyncError, Timeout, name_ranks
 from syncengine.launch.local import CAME, ENDED, JOIN, MEET, PLACE, ticket_of
 from syncengine.launch.store import StoreExchange
 

@@ -3,6 +3,8 @@
 A text names the rank, parameter, bucket or variable at fault, and what to do about it.
 """
 
+from collections.abc import Iterable
+
 
 class SyncError(RuntimeError):
     """Base of all errors of syncengine.
@@ -37,3 +39,16 @@ class NotFinite(SyncError, FloatingPointError):
 
 class TornWeights(SyncError):
     """A rank has ended in the middle of an update of weights that all share: continue from a checkpoint."""
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """As texts name them: "rank 3", "ranks 0-3, 5"."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    parts = [f"{a}" if a == b else f"{a}-{b}" if b > a + 1 else f"{a}, {b}" for a, b in runs]
+    many = len(runs) > 1 or (runs and runs[0][0] != runs[0][1])
+    return f"rank{'s' if many else ''} {', '.join(parts)}"

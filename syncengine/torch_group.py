@@ -18,10 +18,9 @@ import torch.distributed as dist
 
 from syncengine._C import Communicator
 from syncengine.connect import Connection, reachable_address
-from syncengine.errors import InvalidUsage
+from syncengine.errors import InvalidUsage, name_ranks
 from syncengine.groups import backend_communicator
 from syncengine.launch import Launch, launch_store
-from syncengine.launch.arrivals import name_ranks
 from syncengine.launch.variables import number
 
 _MOST_BYTES = 4096  # of what rank 0 tells

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from syncengine.doctor.facts import Facts
+from syncengine.errors import name_ranks
 
 FATAL, WARNING, NOTE = "fatal", "warning", "note"
 _MIB, _GIB = 2**20, 2**30
@@ -24,19 +25,6 @@ class Finding:
     ranks: list[int]
     text: str
     remedy: str
-
-
-def ranks_text(ranks: Iterable[int]) -> str:
-    """ "rank 3", "ranks 0-3, 5"."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    parts = [f"{a}" if a == b else f"{a}-{b}" if b > a + 1 else f"{a}, {b}" for a, b in runs]
-    many = len(runs) > 1 or (runs and runs[0][0] != runs[0][1])
-    return f"rank{'s' if many else ''} {', '.join(parts)}"
 
 
 def grouped(everyone: Sequence[Facts], key: Callable[[Facts], Any]) -> dict[Any, list[int]]:
@@ -78,20 +66,20 @@ def _extension(everyone: Sequence[Facts]) -> Iterator[Finding]:
     for error, ranks in grouped(everyone, lambda f: f["extension"].get("error")).items():
         hosts = ", ".join(dict.fromkeys(f["host"] for f in everyone if f["rank"] in ranks))
         what, remedy = split_remedy(error)
-        yield Finding("extension", FATAL, ranks, f"{ranks_text(ranks)} on {hosts}: {what}", f"on {hosts}: {remedy}")
+        yield Finding("extension", FATAL, ranks, f"{name_ranks(ranks)} on {hosts}: {what}", f"on {hosts}: {remedy}")
     for name, title in (("shared_memory", "shared memory"), ("host_key", "the host"), ("instruction_set", "kernels")):
         for error, ranks in grouped(everyone, lambda f, name=name: f["extension"].get(f"{name}_error")).items():  # type: ignore[misc]
             what, remedy = split_remedy(error)
             if name == "shared_memory":  # the kernel's word is the last one there
                 what, remedy = error, "raise this process's limits (ulimit -f, ulimit -v, memory of the cgroup)"
-            yield Finding(title, FATAL, ranks, f"{ranks_text(ranks)}: {what}", remedy)
+            yield Finding(title, FATAL, ranks, f"{name_ranks(ranks)}: {what}", remedy)
 
 
 def _versions(everyone: Sequence[Facts]) -> Iterator[Finding]:
     for package in ("syncengine", "torch", "python"):
         groups = grouped(everyone, lambda f, package=package: f["versions"].get(package))  # type: ignore[misc]
         if len(groups) > 1:
-            sides = "; ".join(f"{ranks_text(ranks)}: {version}" for version, ranks in groups.items())
+            sides = "; ".join(f"{name_ranks(ranks)}: {version}" for version, ranks in groups.items())
             others = sorted(rank for group in list(groups.values())[1:] for rank in group)
             text = f"ranks differ in their version of {package}: {sides}"
             yield Finding(f"versions of {package}", WARNING, others, text, f"install the same {package} on all hosts")
@@ -100,12 +88,12 @@ def _versions(everyone: Sequence[Facts]) -> Iterator[Finding]:
 def _settings(everyone: Sequence[Facts]) -> Iterator[Finding]:
     for error, ranks in grouped(everyone, lambda f: f["settings"].get("error")).items():
         what, remedy = split_remedy(error.removeprefix("InvalidUsage: "))
-        yield Finding("settings", FATAL, ranks, f"{ranks_text(ranks)}: {what}", remedy)
+        yield Finding("settings", FATAL, ranks, f"{name_ranks(ranks)}: {what}", remedy)
     unknown = {pair for facts in everyone for pair in facts["unknown_variables"].items()}
     for name, meant in sorted(unknown):
         ranks = [facts["rank"] for facts in everyone if name in facts["unknown_variables"]]
         remedy = f"set {meant} instead" if meant else f"unset {name}, or see docs/configuration.md for the right name"
-        text = f"{ranks_text(ranks)}: {name} is set, and nothing reads it"
+        text = f"{name_ranks(ranks)}: {name} is set, and nothing reads it"
         yield Finding("unknown variable", WARNING, ranks, text, remedy)
 
 
@@ -119,7 +107,7 @@ def _entry_point(everyone: Sequence[Facts]) -> Iterator[Finding]:
         for patched, ranks in grouped(lacking, lambda f: f["variables"].get("SYNCENGINE_PATCH") == "1").items():
             lost = "SYNCENGINE_PATCH=1 has no effect" if patched else "the backend is not known without an import"
             severity = WARNING if patched or key == "installed" else NOTE
-            yield Finding("entry point", severity, ranks, f"{ranks_text(ranks)}: {why}: {lost}", remedy)
+            yield Finding("entry point", severity, ranks, f"{name_ranks(ranks)}: {why}: {lost}", remedy)
 
 
 def _cpus(everyone: Sequence[Facts]) -> Iterator[Finding]:
@@ -187,7 +175,7 @@ def _descriptors(everyone: Sequence[Facts]) -> Iterator[Finding]:
         best = 1024
         while best < 2 * (now + needed + SPARE_DESCRIPTORS):
             best *= 2
-        text = f"{ranks_text(ranks)} on {host}: ulimit -n is {limit}; {now} are open, and connecting takes {needed}"
+        text = f"{name_ranks(ranks)} on {host}: ulimit -n is {limit}; {now} are open, and connecting takes {needed}"
         starved = limit < now + needed or len(everyone) < everyone[0]["world_size"]  # then it may be why none came
         severity = FATAL if starved else WARNING
         yield Finding("file descriptors", severity, ranks, text, f"raise ulimit -n to {best}")
@@ -200,7 +188,7 @@ def _hosts(everyone: Sequence[Facts]) -> Iterator[Finding]:
         apart = [host for host in hosts if host[0]["host"] == name]
         wanted = any("SYNCENGINE_HOST_ID" in facts["variables"] for host in apart for facts in host)
         if len(apart) > 1 and not wanted and all(host_of(host[0])[1] for host in apart):
-            sides = " and ".join(ranks_text(facts["rank"] for facts in host) for host in apart)
+            sides = " and ".join(name_ranks(facts["rank"] for facts in host) for host in apart)
             yield Finding(
                 "separate hosts",
                 WARNING,
@@ -212,7 +200,7 @@ def _hosts(everyone: Sequence[Facts]) -> Iterator[Finding]:
     secrets = [facts["settings"].get("has_secret") for facts in everyone]
     if len(hosts) > 1 and not all(secrets):
         ranks = [facts["rank"] for facts, secret in zip(everyone, secrets, strict=True) if not secret]
-        text = f"{ranks_text(ranks)}: {len(hosts)} hosts, and no secret by which ranks know each other"
+        text = f"{name_ranks(ranks)}: {len(hosts)} hosts, and no secret by which ranks know each other"
         remedy = "set SYNCENGINE_SECRET on all ranks, if others can reach this network"
         yield Finding("no secret", NOTE, ranks, text, remedy)
 
@@ -221,12 +209,12 @@ def _cuda(everyone: Sequence[Facts]) -> Iterator[Finding]:
     lacks = [f["rank"] for f in everyone if f["cuda"].get("devices") and f["extension"].get("has_cuda") is False]
     if lacks:
         text = (
-            f"{ranks_text(lacks)}: torch sees GPUs, but this syncengine was built without CUDA: it trains on CPUs only"
+            f"{name_ranks(lacks)}: torch sees GPUs, but this syncengine was built without CUDA: it trains on CPUs only"
         )
         yield Finding("no CUDA", WARNING, lacks, text, "install syncengine again where nvcc is on the PATH")
     tests = [f["rank"] for f in everyone if f["extension"].get("has_test_hooks")]
     if tests:
-        text = f"{ranks_text(tests)}: this build is for syncengine's own tests, with fault injection, and slower"
+        text = f"{name_ranks(tests)}: this build is for syncengine's own tests, with fault injection, and slower"
         yield Finding("test build", NOTE, tests, text, "build without SYNCENGINE_TEST_HOOKS")
 
 

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from syncengine.doctor.checks import FATAL, WARNING, Finding, by_host, find_all, missing_ranks, ranks_text, split_remedy
+from syncengine.doctor.checks import FATAL, WARNING, Finding, by_host, find_all, missing_ranks, split_remedy
+from syncengine.errors import name_ranks
 
 
 def examine(options: argparse.Namespace, arguments: Sequence[str]) -> int:
@@ -95,9 +96,9 @@ def _failures(outcomes: dict[int, Any], missing: set[int], several_hosts: bool) 
         what, remedy = (error, _REMEDIES[kind]) if kind in _REMEDIES else split_remedy(error)
         if several_hosts and kind in ("Timeout", "PeerLost"):
             remedy = _PORTS
-        found.append(Finding("self-test", FATAL, ranks, f"{ranks_text(ranks)}: {kind}: {what}", remedy))
+        found.append(Finding("self-test", FATAL, ranks, f"{name_ranks(ranks)}: {kind}: {what}", remedy))
     if missing:
-        text = f"{ranks_text(missing)} did not come back from the self-test"
+        text = f"{name_ranks(missing)} did not come back from the self-test"
         found.append(Finding("self-test", FATAL, sorted(missing), text, _REMEDIES["PeerLost"]))
     return found
 

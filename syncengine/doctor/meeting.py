@@ -6,9 +6,8 @@ import contextlib
 import json
 from typing import Any, NamedTuple
 
-from syncengine.errors import SyncError, Timeout
+from syncengine.errors import SyncError, Timeout, name_ranks
 from syncengine.launch import Exchange, Launch, open_exchange
-from syncengine.launch.arrivals import name_ranks
 
 _LOG_AFTER = 5.0
 _LEAVE_TIMEOUT = 5.0

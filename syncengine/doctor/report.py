@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from syncengine.doctor.checks import NOTE, Finding, by_host, grouped, ranks_text, size_text
+from syncengine.doctor.checks import NOTE, Finding, by_host, grouped, size_text
 from syncengine.doctor.facts import Facts
+from syncengine.errors import name_ranks
 from syncengine.launch import Launch
 
 _STATUS = {0: "fine", 1: "findings", 2: "can't run"}
@@ -80,7 +81,7 @@ def _row(title: str, everyone: Sequence[Facts], of_rank: Callable[[Facts], str])
     kinds = grouped(everyone, lambda facts: of_rank(facts) or None)
     if any(len(ranks) == len(everyone) for ranks in kinds.values()):
         return _titled(title, list(kinds))
-    return _titled(title, [f"{ranks_text(ranks)}: {text}" for text, ranks in kinds.items()])
+    return _titled(title, [f"{name_ranks(ranks)}: {text}" for text, ranks in kinds.items()])
 
 
 def _titled(title: str, texts: list[str]) -> list[str]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
-from syncengine.errors import Aborted, InvalidUsage, SyncError, Timeout
+from syncengine.errors import Aborted, InvalidUsage, SyncError, Timeout, name_ranks
 
 logger = logging.getLogger("syncengine")
 
@@ -54,10 +54,3 @@ def as_error(failure_notice: bytes) -> SyncError:
     kinds: list[type[SyncError]] = [SyncError, *SyncError.__subclasses__()]
     known = {error.__name__: error for error in kinds}
     return known[kind](text) if kind in known else Aborted(f"another rank failed in init: {kind} {text}")
-
-
-def name_ranks(ranks: Collection[int]) -> str:
-    """ "rank 3" or "ranks 1, 3"; the first 16 of many."""
-    shown = sorted(ranks)[:16]
-    rest = len(ranks) - len(shown)
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, shown))}{f' and {rest} more' if rest else ''}"

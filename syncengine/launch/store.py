@@ -10,8 +10,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from syncengine.errors import Aborted, InvalidUsage, PeerLost
-from syncengine.launch.arrivals import as_error, failure_notice, is_of_all, name_ranks, wait_for_ranks
+from syncengine.errors import Aborted, InvalidUsage, PeerLost, name_ranks
+from syncengine.launch.arrivals import as_error, failure_notice, is_of_all, wait_for_ranks
 from syncengine_autoload.rendezvous import Failed, Rendezvous
 
 # What rank 0 serves is kept until the process ends: the others may still be reading.

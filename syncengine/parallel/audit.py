@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from syncengine.errors import Mismatch
-from syncengine.launch.arrivals import name_ranks
+from syncengine.errors import Mismatch, name_ranks
 from syncengine.parallel.model import Model
 from syncengine.parallel.replication import is_freed
 

@@ -14,8 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncengine._C import Communicator
 from syncengine.communicator import default_communicator, is_initialized
-from syncengine.errors import InvalidUsage
-from syncengine.launch.arrivals import name_ranks
+from syncengine.errors import InvalidUsage, name_ranks
 from syncengine.parallel.compiled import not_compiled
 from syncengine.parallel.groups import resolve_group
 from syncengine.torch_group import default_group

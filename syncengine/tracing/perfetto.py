@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from syncengine.errors import InvalidUsage
-from syncengine.launch.arrivals import name_ranks
+from syncengine.errors import InvalidUsage, name_ranks
 from syncengine.tracing.events import Event, Kind, Operation, Phase, RankTrace, Trace, read
 
 _PACKAGE = "perfetto.protos.perfetto.trace.perfetto_trace_pb2"

@@ -27,11 +27,11 @@ from syncengine import _C
 from syncengine.__main__ import main
 from syncengine.config import Config
 from syncengine.doctor import examination
-from syncengine.doctor.checks import FATAL, NOTE, WARNING, Finding, find_all, ranks_text, size_text, split_remedy
+from syncengine.doctor.checks import FATAL, NOTE, WARNING, Finding, find_all, size_text, split_remedy
 from syncengine.doctor.facts import collect_facts
 from syncengine.doctor.report import HOW_TO_START, print_report
 from syncengine.doctor.rescue import _arguments_of_command
-from syncengine.errors import InvalidUsage
+from syncengine.errors import InvalidUsage, name_ranks
 from syncengine.launch import Launch
 from syncengine.launch.environment import detect
 
@@ -272,8 +272,8 @@ def test_a_launchers_errors_have_a_remedy(environ: dict[str, str]):
 
 
 def test_texts():
-    assert ranks_text([3]) == "rank 3"
-    assert ranks_text([5, 0, 1, 2, 7, 8]) == "ranks 0-2, 5, 7, 8"
+    assert name_ranks([3]) == "rank 3"
+    assert name_ranks([5, 0, 1, 2, 7, 8]) == "ranks 0-2, 5, 7, 8"
     assert size_text(3 * 2**29) == "1.5 GiB"
     assert size_text(2**30) == "1.0 GiB"
     assert size_text(MIB) == "1 MiB"
