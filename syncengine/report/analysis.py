@@ -188,15 +188,14 @@ def exposed_buckets(steps: Sequence[Mapping[int, Sequence[Reduction]]]) -> list[
 
 
 def _copies(trace: Trace, numbers: Collection[int]) -> dict[str, float]:
-    most: dict[str, float] = {}
+    most: Counter[str] = Counter()
     for of_rank in trace.ranks.values():
         sums: Counter[str] = Counter()
         for event in of_rank.events:
             if event.kind == Kind.COPY and event.place in numbers:
                 sums[event.text] += event.detail
-        for reason, size in sums.items():
-            most[reason] = max(most.get(reason, 0.0), size / len(numbers))
-    return dict(sorted(most.items(), key=lambda item: -item[1]))
+        most |= sums
+    return {reason: size / len(numbers) for reason, size in most.most_common()}
 
 
 def ms_text(value: float) -> str:
