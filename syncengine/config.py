@@ -136,10 +136,6 @@ def _seconds(value: Any, name: str, least: float | None = None) -> float:
     return parsed
 
 
-def _silence(value: Any, name: str) -> float:
-    return _seconds(value, name, LEAST_SILENCE)
-
-
 def _whole(most: int, allowed: str) -> Callable[[Any, str], int]:
     def parse(value: Any, name: str) -> int:
         try:
@@ -183,7 +179,7 @@ _PARSE: dict[str, Callable[[Any, str], Any]] = {
     "interface": _text,
     "sockets": _whole(MOST_SOCKETS, f"from 1 to {MOST_SOCKETS}"),
     "checksum": _flag,
-    "silence": _silence,
+    "silence": lambda value, name: _seconds(value, name, LEAST_SILENCE),
     "secret": _secret,
     "secret_file": _secret,
     "trace": _text,
