@@ -49,12 +49,13 @@ def run_self_test(timeout: float) -> dict[str, Any]:
             break
     wrong["gradients of Parallel"] = _wrong_gradients(communicator)
     elapsed = time.monotonic() - begin
+    timed = communicator.empty([_TIMED_BYTES // 4], torch.float32).zero_()
     outcome = {
         "collectives": rounds * len(cases),
         "seconds": elapsed,
         "wrong": {name: count for name, count in wrong.items() if count},
         "barrier_us": _median_us(communicator, communicator.barrier),
-        "all_reduce_us": _time_all_reduce(communicator),
+        "all_reduce_us": _median_us(communicator, lambda: communicator.all_reduce(timed)),
         "all_reduce_bytes": _TIMED_BYTES,
         "links": communicator.links,
     }
@@ -84,11 +85,6 @@ def _wrong_gradients(communicator: Communicator) -> int:
     model(torch.full((1, 300), float(2 * communicator.rank))).sum().backward()
     assert linear.weight.grad is not None
     return count_wrong(linear.weight.grad, torch.full((20 * 300,), float(size - 1)))
-
-
-def _time_all_reduce(communicator: Communicator) -> float:
-    tensor = communicator.empty([_TIMED_BYTES // 4], torch.float32).zero_()
-    return _median_us(communicator, lambda: communicator.all_reduce(tensor))
 
 
 def _median_us(communicator: Communicator, call: Callable[[], object]) -> float:
