@@ -68,16 +68,14 @@ def check_same_on_all_ranks(
 
     ``what`` is subject and verb ("... differs"); ``advice`` ends the text. Collective.
     """
-    text = "\n".join(lines).encode()
-    head = hashlib.sha256(text).digest() + len(text).to_bytes(8, "little")
-    heads = gather_bytes(communicator, head, len(head))
-    if all(other == head for other in heads):
+    text = "\n".join(lines)
+    digest = hashlib.sha256(text.encode()).digest()
+    if set(gather_bytes(communicator, digest, len(digest))) == {digest}:
         return
-    longest = max(int.from_bytes(other[-8:], "little") for other in heads)
-    texts = gather_bytes(communicator, text, longest)
-    expected = _lines(texts[0])
+    texts = gather_texts(communicator, text)
+    expected = texts[0].split("\n")
     for rank, other_text in enumerate(texts):
-        other = _lines(other_text)
+        other = other_text.split("\n")
         if other == expected:
             continue
         at = next(
@@ -127,5 +125,10 @@ def gather_bytes(communicator: Communicator, data: bytes, size: int) -> list[byt
     return list(map(bytes, everyone.view(communicator.size, size).tolist()))
 
 
-def _lines(padded: bytes) -> list[str]:
-    return padded.rstrip(b"\0").decode().split("\n")
+def gather_texts(communicator: Communicator, text: str) -> list[str]:
+    """Every rank's ``text``, of any length. Collective."""
+    data = text.encode()
+    sizes = gather_bytes(communicator, len(data).to_bytes(8, "little"), 8)
+    lengths = [int.from_bytes(size, "little") for size in sizes]
+    texts = gather_bytes(communicator, data, max(lengths))
+    return [other[:length].decode() for other, length in zip(texts, lengths, strict=True)]

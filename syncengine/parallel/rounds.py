@@ -14,7 +14,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 
 from syncengine._C import Communicator
 from syncengine.errors import Aborted, Mismatch
-from syncengine.parallel.replication import gather_bytes
+from syncengine.parallel.replication import gather_texts
 
 
 class Intent(NamedTuple):
@@ -87,7 +87,6 @@ class Round(NamedTuple):
                     )
 
 
-_LONGEST_ERROR = 1024  # bytes
 _MOMENT = 1.0  # seconds
 
 
@@ -118,7 +117,7 @@ def tell(communicator: Communicator, intent: Intent, error: str = "") -> Round:
     communicator.all_gather(everyone, own)
     intents = [Intent(*row) for row in everyone.view(communicator.size, -1).tolist()]
     if leaving := [rank for rank, other in enumerate(intents) if other.leaves]:
-        texts = gather_bytes(communicator, error.encode()[:_LONGEST_ERROR], _LONGEST_ERROR)
+        texts = gather_texts(communicator, error)
         if not intent.leaves:
-            raise Aborted(texts[leaving[0]].rstrip(b"\0").decode(errors="ignore"))
+            raise Aborted(texts[leaving[0]])
     return Round(intents, communicator.global_ranks)

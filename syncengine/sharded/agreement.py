@@ -11,9 +11,8 @@ import torch
 
 from syncengine._C import Communicator
 from syncengine.errors import Aborted, InvalidUsage, Mismatch
-from syncengine.parallel.replication import check_same_on_all_ranks, gather_bytes, own_name
+from syncengine.parallel.replication import check_same_on_all_ranks, gather_bytes, gather_texts, own_name
 
-_LONGEST_ERROR = 1000  # bytes
 _DIGEST = 24
 
 
@@ -37,21 +36,17 @@ def agree(
     failed = [rank for rank, other in enumerate(everyone) if other[_DIGEST]]
     if failed:
         me = f"{own_name(communicator)}: "
-        texts = gather_bytes(communicator, (me + error).encode()[:_LONGEST_ERROR], _LONGEST_ERROR)
+        texts = gather_texts(communicator, me + error)
         if error:
             raise InvalidUsage(me + error)
-        raise Aborted(texts[failed[0]].rstrip(b"\0").decode(errors="ignore"))
+        raise Aborted(texts[failed[0]])
     check_same_on_all_ranks(communicator, what, describe(), advise())
     raise Mismatch(f"{what} between ranks. {advise()}")
 
 
 def gather_json(communicator: Communicator, value: Any) -> list[Any]:
     """Every rank's value: texts, numbers, lists and dicts of them. Collective."""
-    data = json.dumps(value).encode()
-    sizes = gather_bytes(communicator, len(data).to_bytes(8, "little"), 8)
-    lengths = [int.from_bytes(size, "little") for size in sizes]
-    texts = gather_bytes(communicator, data, max(lengths))
-    return [json.loads(text[:length]) for text, length in zip(texts, lengths, strict=True)]
+    return list(map(json.loads, gather_texts(communicator, json.dumps(value))))
 
 
 def only_makes_state(communicator: Communicator, groups: Sequence[Mapping[str, Any]]) -> bool:
