@@ -104,7 +104,7 @@ def broadcast_named(
 
 
 def _sharing(named: Named) -> list[str]:
-    """Where tensors share memory with others, or twice with themselves. This must be the same on all ranks.
+    """Where tensors share memory with others. This must be the same on all ranks.
 
     Otherwise one of two elements in the same place would be lost. Tensors that only interleave count, too.
     """
@@ -118,17 +118,5 @@ def _sharing(named: Named) -> list[str]:
             found[first] = found[first] or f", shares memory with {name}, strides {before.stride()}"
         else:
             first, start, end = i, at, 0
-            if _may_overlap_itself(tensor):
-                found[i] = f", shares memory with itself, strides {tensor.stride()}"
         end = max(end, at + reach_of(tensor))
     return found
-
-
-def _may_overlap_itself(tensor: torch.Tensor) -> bool:
-    reach = 0
-    for stride, extent in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if extent > 1:
-            if stride <= reach:
-                return True
-            reach += stride * (extent - 1)
-    return False
