@@ -18,7 +18,7 @@ from syncengine.tracing.events import Event, Kind, Operation, Phase, RankTrace, 
 _PACKAGE = "perfetto.protos.perfetto.trace.perfetto_trace_pb2"
 _NOTHING = (1 << 64) - 1  # trace::kNobody
 
-# The rows of a rank, in the order in which they are shown.
+# The rows of a rank, in the order in which they are shown; last those of other kinds.
 _ROWS = {
     Kind.STEP: "steps",
     Kind.PHASE: "steps",
@@ -30,9 +30,6 @@ _ROWS = {
     Kind.WAIT: "waits",
     Kind.MESSAGE: "messages",
     Kind.TRANSFER: "between hosts",
-    Kind.COPY: "notes",
-    Kind.ERROR: "notes",
-    Kind.NOTE: "notes",
 }
 
 
@@ -108,8 +105,8 @@ class _Writer:
         parent = self._track(process=process, child_ordering=self._proto.TrackDescriptor.EXPLICIT)
         rows: dict[str, list[Event]] = defaultdict(list)
         for event in of_rank.events:
-            rows[_ROWS[event.kind]].append(event)
-        for order, name in enumerate(dict.fromkeys(_ROWS.values())):
+            rows[_ROWS.get(event.kind, "notes")].append(event)
+        for order, name in enumerate(dict.fromkeys([*_ROWS.values(), "notes"])):
             yield from self._row(rows[name], name=name, parent_uuid=parent, sibling_order_rank=order)
 
     def _row(self, events: Sequence[Event], **about: Any) -> Iterator[Any]:
