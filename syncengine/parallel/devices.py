@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch._utils import _get_device_index
-from torch.distributed.utils import _to_kwargs
 
 from syncengine.errors import InvalidUsage
 
@@ -75,13 +74,3 @@ def check_not_capturing(model: str) -> None:
             f"{model}: its buckets are not final yet, and can't change while a CUDA graph is captured: run 3 steps "
             "that synchronize before, and do not freeze or unfreeze parameters in between"
         )
-
-
-def move_inputs(
-    inputs: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What DDP does with ``device_ids``: tensors, also in containers, go to the module's device."""
-    if not inputs and not kwargs:
-        return inputs, kwargs
-    moved, moved_kwargs = _to_kwargs(inputs, kwargs, device, False)
-    return moved[0], moved_kwargs[0]

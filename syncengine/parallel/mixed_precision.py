@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.utils import _cast_forward_inputs
 from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.hooks import RemovableHandle
 
@@ -55,11 +54,6 @@ class MixedPrecision:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_casts": False}
-
-    def cast_inputs(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Floating-point tensors, also in containers, get ``param_dtype``."""
-        (inputs, kwargs), _ = _cast_forward_inputs(self.dtype, inputs, kwargs)  # as two: one may be called `dtype`
-        return inputs, kwargs
 
     def around(self, call: Callable[[], Any]) -> Any:
         """What the wrapper's ``call`` of the module returns; however it ends, the parameters are back in place.

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 from torch.distributed.algorithms.join import Joinable
+from torch.distributed.utils import _cast_forward_inputs, _to_kwargs
 
 from syncengine._C import Communicator, ReducerOptions
 from syncengine.communicator import shrink
@@ -18,7 +19,7 @@ from syncengine.parallel.audit import Audit
 from syncengine.parallel.broadcast import broadcast_named, describe_layout
 from syncengine.parallel.buffers import Buffers, choose_buffer_sync, named_state
 from syncengine.parallel.compiled import call_module, is_active, not_compiled
-from syncengine.parallel.devices import check_buffers_on, check_device_ids, device_of, move_inputs
+from syncengine.parallel.devices import check_buffers_on, check_device_ids, device_of
 from syncengine.parallel.groups import (
     Group,
     check_group,
@@ -277,12 +278,13 @@ class Parallel(ForTools):
             self._optimizers.adopt(self._model.parameters)
         for watcher in forward_watchers:
             watcher(self)
-        if self.device_ids:
-            inputs, kwargs = move_inputs(inputs, kwargs, self.device)
+        if self.device_ids and (inputs or kwargs):
+            (inputs,), (kwargs,) = _to_kwargs(inputs, kwargs, self.device, False)
         if self._mixed_precision is None:
             call = partial(call_module, self, inputs, kwargs)
         else:
-            inputs, kwargs = self._mixed_precision.cast_inputs(inputs, kwargs)
+            # As two: one may be called `dtype`.
+            (inputs, kwargs), _ = _cast_forward_inputs(self._mixed_precision.dtype, inputs, kwargs)
             call = partial(self._mixed_precision.around, partial(call_module, self, inputs, kwargs))
         return self._steps.forward(call, self) if self.reducer.reduces else call()
 
