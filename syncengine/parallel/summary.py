@@ -132,17 +132,16 @@ def stats_of(reducer: ModelReducer, ranks: list[int], rank: int) -> dict[str, fl
     numbers = numbers_of(reducer.step_times())
     found, _ = _compare(numbers, ranks)
     latest = max(found, key=lambda each: found[each]["late_ms"], default=0)
-    nobody = dict.fromkeys((f"{what}_ms" for what in ("late", *PHASES)), 0.0)
-    own, theirs = found.get(ranks[rank], nobody), found.get(latest, nobody)
+    own, theirs = found.get(ranks[rank], {}), found.get(latest, {})
     return {
         "steps": numbers.steps,
         "step_ms": numbers.step_ms,
         "exposed_sync_ms": numbers.wait_ms,
         "exposed_sync_percent": _percent(numbers.wait_ms, numbers.step_ms),
-        "late_ms": own["late_ms"],
-        **{f"late_{phase}_ms": own[f"{phase}_ms"] for phase in PHASES},
+        "late_ms": own.get("late_ms", 0.0),
+        **{f"late_{phase}_ms": own.get(f"{phase}_ms", 0.0) for phase in PHASES},
         "latest_rank": latest,
-        "latest_rank_ms": theirs["late_ms"],
+        "latest_rank_ms": theirs.get("late_ms", 0.0),
         "total_reduced_bytes": numbers.bytes,
         "reduced_bytes": last["reduced_bytes"],
         "copied_bytes": sum(last["copied_bytes"].values()),
