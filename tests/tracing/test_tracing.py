@@ -296,7 +296,7 @@ def test_all_numbers_are_those_of_one_recorder(pool: RankPool, tmp_path: Path):
         lasted = {each: [event.end - event.begin for event in phases if event.lane == each] for each in Phase}
         assert stats["steps"] == moved["backwards"] == STEPS == len(steps) + 1  # the first has no beginning
         assert stats["step_ms"] == median(step.end - step.begin for step in steps) / 1e6
-        assert stats["exposed_sync_ms"] == median(lasted[Phase.WAIT]) / 1e6
+        assert stats["exposed_sync_ms"] == median(lasted[Phase.WAIT][1:]) / 1e6  # the first is as long as nobody knows
         assert logged["forward_compute_time"] == lasted[Phase.FORWARD][-1]
         assert logged["avg_backward_compute_time"] == sum(lasted[Phase.BACKWARD]) // STEPS
         assert stats["reduced_bytes"] == moved["reduced_bytes"] == steps[-1].detail
