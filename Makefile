@@ -1,7 +1,8 @@
 # What a developer runs. Needs python3 (3.10 or later), g++ (12 or later) and make; the rest is installed into .venv.
 #
 #   make train       train a small GPT on 2 ranks with syncengine, with DDP and sharded, compare
-#   make test        all tests: the C++ core's, then everything else
+#   make test        the C++ core's tests, then those of Python that take less than a second or two
+#   make test-thorough  the other tests of Python: the longer ones, listed in tests/thorough.txt
 #   make test-integrations  the tests with Lightning, Accelerate, Transformers, Ray, torchft, Flower: installs them
 #   make sanitize    the C++ core's tests under ThreadSanitizer and AddressSanitizer + UBSan, and the portable core's
 #   make build       the extension, in place, as users get it
@@ -72,7 +73,7 @@ build/test-hooks.built: .venv/ready $(SOURCES)
 
 # ---- what it is for ----
 
-.PHONY: train test test-integrations core-build core-test sanitize arm-check cuda-check cuda-torch-check gpu gpu-core gpu-build gpu-tests gpu-benchmarks lint format clean
+.PHONY: train test test-thorough test-integrations core-build core-test sanitize arm-check cuda-check cuda-torch-check gpu gpu-core gpu-build gpu-tests gpu-benchmarks lint format clean
 train: build
 	$(PY) -m examples.same_bits
 	$(PY) -m examples.train_gpt compare
@@ -83,7 +84,10 @@ test:
 	$(MAKE) --no-print-directory -j$(shell nproc) --output-sync=target \
 	  core-build build-for-tests .venv-openmpi/ready .venv-mpich/ready
 	$(MAKE) --no-print-directory core-test
-	$(PY) -m pytest -q --numprocesses 3 --dist loadfile
+	$(PY) -m pytest -q -m "not thorough" --numprocesses 3 --dist loadfile
+
+test-thorough: build-for-tests .venv-openmpi/ready .venv-mpich/ready
+	$(PY) -m pytest -q -m thorough --numprocesses 3 --dist loadfile
 
 test-integrations: build-for-tests .venv-integrations/ready
 	.venv-integrations/bin/python -m pytest -q --numprocesses 2 --dist loadfile tests/integrations

@@ -27,11 +27,24 @@ settings.register_profile("syncengine", deadline=None, max_examples=50, derandom
 settings.load_profile("syncengine")
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks what `make test` leaves to `make test-thorough`."""
+    lines = Path(__file__).with_name("thorough.txt").read_text().splitlines()
+    listed = {line for line in lines if not line.startswith("#")}
+    for item in items:
+        if item.nodeid in listed:
+            item.add_marker("thorough")
+    if "tests" in config.args and (gone := sorted(listed - {item.nodeid for item in items})):
+        raise pytest.UsageError(f"tests/thorough.txt has tests that are gone: {', '.join(gone)}")
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Says which tests a run of `tests` leaves out."""
     if "tests" in config.args:
+        slow = "those of tests/thorough.txt, by `make test-thorough`; " if config.option.markexpr else ""
         terminalreporter.write_line(
-            "not among them: tests/integrations (Lightning, Ray, ...), by `make test-integrations`"
+            f"not among them: {slow}tests/integrations (Lightning, Ray, ...), by `make test-integrations`"
         )
 
 
