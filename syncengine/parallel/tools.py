@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,15 @@ from syncengine.parallel.summary import stats_of, stragglers_of
 from syncengine.parallel.uneven import UnevenInputs
 
 Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
+
+# As types, or as text: with `from __future__ import annotations`.
+_BUCKET_ANNOTATIONS = (inspect.Parameter.empty, dist.GradBucket, "dist.GradBucket", "GradBucket")
+_RETURN_ANNOTATIONS = (
+    inspect.Signature.empty,
+    torch.futures.Future[torch.Tensor],
+    "torch.futures.Future[torch.Tensor]",
+    "Future[torch.Tensor]",
+)
 
 
 def _of(part: str, name: str) -> Any:
@@ -82,7 +92,6 @@ class ForTools(DistributedDataParallel):
     _assign_modules_buffers = _of("_buffer_sync", "look_up")
     _sync_buffers = _of("_buffer_sync", "synchronize")
     _sync_final_model = _of("_uneven", "sync_final_model")
-    _remove_autograd_hooks = _of("reducer", "_remove_autograd_hooks")
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -170,13 +179,24 @@ class ForTools(DistributedDataParallel):
 
         ``syncengine.hooks`` has hooks that need no ``torch.distributed``. Once, and not in the middle of a backward.
         """
-        if not callable(hook):
-            self._log_and_throw(TypeError, "Communication hook must be callable.")
+        self._check_comm_hook(hook)
         if isinstance(hook, Compress) and state is not None and state is not self.communicator:
             raise InvalidUsage(
                 f"{hook!r} goes over the communicator of the model: register it with state None, not {state!r}"
             )
         self._install_hook(state, hook)
+
+    def _check_comm_hook(self, hook: Hook) -> None:
+        """As DDP's, but that bfloat16 needs no GPU."""
+        if not callable(hook):
+            self._log_and_throw(TypeError, "Communication hook must be callable.")
+        signature = inspect.signature(hook)
+        bucket = signature.parameters.get("bucket")
+        if bucket is not None and bucket.annotation not in _BUCKET_ANNOTATIONS:
+            self._log_and_throw(ValueError, "Communication hook: bucket annotation should be dist.GradBucket.")
+        if signature.return_annotation not in _RETURN_ANNOTATIONS:
+            text = "Communication hook: return annotation should be torch.futures.Future[torch.Tensor]."
+            self._log_and_throw(ValueError, text)
 
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
         """DDP's two native hooks, done by the engine."""
@@ -224,6 +244,9 @@ class ForTools(DistributedDataParallel):
         broadcast_named(
             self.communicator, "the tensors of a hook on buffers differ", named, self.device, authoritative_rank
         )
+
+    def _remove_autograd_hooks(self) -> None:
+        self.reducer._remove_autograd_hooks()
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         """Of ``iteration`` in ``_get_ddp_logging_data``, after the first 10; times are of the last 1024 steps."""

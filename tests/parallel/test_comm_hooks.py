@@ -292,12 +292,19 @@ def test_a_future_that_never_comes_is_a_timeout():
 
 @run_on_ranks(gloo=True)
 def test_what_can_not_be_a_hook_is_refused_as_in_ddp():
-    errors = []
-    for wrap in (syncengine.Parallel, DistributedDataParallel):
-        with pytest.raises(TypeError) as error:
-            wrap(nn.Linear(24, 2)).register_comm_hook(None, 1)
-        errors.append(str(error.value))
-    assert errors[0] == errors[1]
+    def wrong_bucket(state: Any, bucket: int) -> torch.futures.Future[torch.Tensor]: ...
+    def wrong_return(state: Any, bucket: dist.GradBucket) -> int: ...
+
+    wrong_bucket.__annotations__ = {"bucket": int}
+    wrong_return.__annotations__ = {"bucket": dist.GradBucket, "return": int}
+    for hook in (1, wrong_bucket, wrong_return):
+        errors = []
+        for wrap in (syncengine.Parallel, DistributedDataParallel):
+            model = wrap(nn.Linear(24, 2))
+            with pytest.raises((TypeError, ValueError)) as error:
+                model.register_comm_hook(None, hook)
+            errors.append((error.type, str(error.value)))
+        assert errors[0] == errors[1]
     for wrap in (syncengine.Parallel, DistributedDataParallel):
         model = wrap(nn.Linear(24, 2))
         model.register_comm_hook(None, default_hooks.allreduce_hook)

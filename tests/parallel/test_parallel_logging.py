@@ -183,15 +183,29 @@ def test_errors_in_training_are_logged(pool: RankPool, static: bool, steps: int)
 def test_errors_are_logged_and_what_has_no_effect_is_said():
     def step(model: nn.Module) -> list[Any]:
         seen: list[Any] = []
-        seen.append(outcome(lambda: model.register_comm_hook(None, 1)))
-        logged = model._get_ddp_logging_data()
-        seen.append((logged["error"], logged["has_error"]))
+        calls = (
+            lambda: model.register_comm_hook(None, 1),
+            lambda: model.register_comm_hook(None, wrong_bucket),
+            lambda: model.register_comm_hook(None, wrong_return),
+        )
+        for call in calls:
+            seen.append(outcome(call))
+            logged = model._get_ddp_logging_data()
+            seen.append((logged["error"], logged["has_error"]))
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             model._set_static_graph()
             model._set_static_graph()
         return seen + [str(w.message)[:57] for w in warned]
 
+    def wrong_bucket(state: Any, bucket: int):
+        pass
+
+    def wrong_return(state: Any, bucket) -> int:
+        pass
+
+    wrong_bucket.__annotations__["bucket"] = int  # not as text
+    wrong_return.__annotations__["return"] = int
     ours, theirs = of_both(step, find_unused_parameters=True)
     assert ours == theirs
     for wrap in (syncengine.Parallel, DistributedDataParallel):
