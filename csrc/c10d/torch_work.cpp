@@ -130,7 +130,6 @@ void TorchWork::abort() {
 
 c10::intrusive_ptr<c10::ivalue::Future> TorchWork::getFuture() {
   std::call_once(future_made_, [this] {
-    for (const auto& work : works_) work->await();
     future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
     if (ended())
       complete_future();

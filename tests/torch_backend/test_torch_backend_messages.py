@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -129,37 +128,6 @@ def test_a_message_of_any_rank_is_not_awaited_when_all_have_left() -> None:
         dist.recv(torch.ones(4), group=group)
     with pytest.raises(PeerLost, match=r"^ranks 1, 2 have left .* while rank 0 was in recv\(from any rank"):
         dist.recv(torch.ones(4), group=group)
-
-
-@pytest.mark.parametrize(("hosts", "world"), [("aa", 2), ("aaa", 3), ("abb", 3), ("ab", 2)])
-@run_on_ranks(gloo=True, settings=None)
-def test_messages_to_oneself_when_all_others_have_left(hosts: str, world: int):
-    """Nothing that this rank may still send itself is given up, unless it waits for it."""
-    live_on(hosts)
-    group, rank = ours(timeout=timedelta(seconds=20)), dist.get_rank()
-    if rank > 0:
-        dist.destroy_process_group(group)
-        dist.barrier()
-        return
-    dist.barrier()
-    backend = group._get_backend(torch.device("cpu"))
-    sent = value(torch.float32, 0, 5000)
-    any_tag = [backend.recv_anysource([received := torch.zeros(5000)], 0)]
-    of_this = dist.irecv(own := torch.zeros(5000), 0, group, tag=1)
-    time.sleep(0.3)  # several looks at who has left
-    works = [dist.isend(sent, 0, group, tag=tag) for tag in (1, 0, 2)]
-    for work in (of_this, *any_tag, *works[:2]):
-        work.wait()
-    assert equal(own, sent)
-    assert equal(received, sent)
-    lost = backend.recv_anysource([torch.zeros(5000)], 3)
-    with pytest.raises(PeerLost, match=r"ha(s|ve) left .* while rank 0 was in recv\(from any rank, tag 3\)"):
-        lost.wait()
-    with pytest.raises(PeerLost, match="tag 4"):
-        backend.recv_anysource([torch.zeros(5000)], 4).get_future().wait()
-    dist.irecv(own.zero_(), 0, group, tag=2).wait()
-    works[2].wait()
-    assert equal(own, sent)
 
 
 @run_on_ranks(gloo=True, settings=None)

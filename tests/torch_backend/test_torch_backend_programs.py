@@ -239,10 +239,10 @@ class Calls(Program):
         return works + [dist.irecv(self.target(everyone[before]), before, self.group, tag) for tag in (2, 1)]
 
     def batch(self, **how: bool) -> list[Any]:
-        """Of messages from all to all, oneself as well."""
-        parts = self.parts_of_all(self.dtype())
-        calls = [dist.P2POp(dist.isend, self.source(parts[self.rank][p]), p, self.group) for p in range(self.world)]
-        calls += [dist.P2POp(dist.irecv, self.target(parts[r][self.rank]), r, self.group) for r in range(self.world)]
+        """Of messages from all to all."""
+        parts, others = self.parts_of_all(self.dtype()), [r for r in range(self.world) if r != self.rank]
+        calls = [dist.P2POp(dist.isend, self.source(parts[self.rank][p]), p, self.group) for p in others]
+        calls += [dist.P2POp(dist.irecv, self.target(parts[r][self.rank]), r, self.group) for r in others]
         self.own.shuffle(calls)
         return dist.batch_isend_irecv(calls)
 

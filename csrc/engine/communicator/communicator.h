@@ -59,7 +59,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   virtual std::shared_ptr<Work> submit(Operation operation) = 0;
   virtual void run(Operation operation, const std::function<void()>& interrupted = {}) = 0;
 
-  // One message to or from another member, or this rank itself. Sends end when their memory may be used again, which
+  // One message to or from another member. Sends end when their memory may be used again, which
   // for large ones is when the receiver has them. Never block.
   virtual std::shared_ptr<Work> send(Message message) = 0;
   virtual std::shared_ptr<Work> receive(Message message) = 0;
@@ -124,8 +124,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   virtual bool is_closed() const { return false; }
 };
 
-// That of a job or group with one rank: every collective is a copy or nothing, and messages go from the rank to itself.
-// No thread, no arena, no hook. `global_rank`: what errors call the rank.
+// That of a job or group with one rank: every collective is a copy or nothing, and there are no messages. No thread, no
+// arena, no hook. `global_rank`: what errors call the rank.
 std::shared_ptr<Communicator> make_solo_communicator(const Options& options, int global_rank);
 
 }  // namespace syncengine

@@ -109,9 +109,10 @@ void EngineCommunicator::run(Operation operation, const std::function<void()>& i
 std::shared_ptr<Work> EngineCommunicator::post(Message message, bool sends) {
   engine_->throw_if_forked();
   bool any = !sends && message.peer == Message::kAnySource;
-  if (!any && (message.peer < 0 || message.peer >= size()))
+  if (!any && (message.peer < 0 || message.peer >= size() || message.peer == rank()))
     throw Error(ErrorKind::InvalidUsage, message.describe() + ": rank " + std::to_string(message.peer) +
-                                             " is not in 0.." + std::to_string(size() - 1));
+                                             " is not another one of 0.." + std::to_string(size() - 1) +
+                                             "; what a rank would send to itself, it can copy");
   auto work = submissions_.add(std::move(message), sends);
   engine_->poke(*this);
   return work;
@@ -183,7 +184,6 @@ std::shared_ptr<Work> EngineCommunicator::end_refused(std::shared_ptr<const Slot
 
 void EngineCommunicator::wait(const std::shared_ptr<Work>& work, const std::function<void()>& interrupted,
                               std::optional<Duration> at_most) {
-  work->await();
   auto deadline = at_most ? Deadline::after(*at_most) : Deadline::never();
   auto guarded = [&] {
     // Either way the peers can't finish what this rank walks away from.

@@ -173,13 +173,14 @@ bool EngineCommunicator::have_all_others_left() const {
   return true;
 }
 
-// A message may come from whoever is still there, and from this rank itself unless it waits: nothing else fails.
 void EngineCommunicator::check_receives_of_any_source() {
-  Messenger& messenger = traffic_.messenger();
-  if (messenger.idle() || !have_all_others_left() || advance_traffic() || !messenger.waits_in_vain()) return;
-  messenger.give_up_receives_of_any(rank_names(global_ranks(), ~(uint64_t{1} << rank())) +
-                                    (size() == 2 ? " has left (it exited" : " have left (they exited") +
-                                    " or called syncengine.shutdown()) while " + group_.name(group_.rank) + " was in ");
+  const Messenger& messenger = traffic_.messenger();
+  if (messenger.idle() || !have_all_others_left() || advance_traffic()) return;
+  if (const Message* receive = messenger.waits_in_vain())
+    fail(ErrorKind::PeerLost, rank_names(global_ranks(), ~(uint64_t{1} << rank())) +
+                                  (size() == 2 ? " has left (it exited" : " have left (they exited") +
+                                  " or called syncengine.shutdown()) while " + group_.name(group_.rank) + " was in " +
+                                  receive->describe());
 }
 
 void EngineCommunicator::check_deadline() {

@@ -14,9 +14,7 @@ bool fits(const Message& receive, int source, const MessageHeader& header) {
          receive.tag == header.tag;
 }
 
-bool is_awaited_of_any(const Post& post) {
-  return post.message.peer == Message::kAnySource && post.item.work->is_awaited();
-}
+bool is_of_any(const Post& post) { return post.message.peer == Message::kAnySource; }
 
 }  // namespace
 
@@ -37,7 +35,6 @@ void Messenger::post(Post post) {
 
 void Messenger::take(Post post) {
   if (!post.sends) return match_new(std::move(post));
-  if (post.message.peer == rank_) return send_to_self(std::move(post));
   route_to(post.message.peer).send(std::move(post));
 }
 
@@ -60,46 +57,23 @@ bool Messenger::advance(size_t budget) {
 uint64_t Messenger::awaited() const {
   uint64_t members = 0;
   for (const Post& post : receives_) {
-    if (post.message.peer != Message::kAnySource) members |= uint64_t{1} << post.message.peer;
+    if (!is_of_any(post)) members |= uint64_t{1} << post.message.peer;
   }
   return members;
 }
 
-bool Messenger::awaits_anybody() const {
-  return std::any_of(receives_.begin(), receives_.end(),
-                     [](const Post& post) { return post.message.peer == Message::kAnySource; });
+uint64_t Messenger::perhaps_awaited() const {
+  return std::any_of(receives_.begin(), receives_.end(), is_of_any) ? ~uint64_t{0} : awaited();
 }
 
-uint64_t Messenger::perhaps_awaited() const { return awaits_anybody() ? ~uint64_t{0} : awaited(); }
-
-bool Messenger::waits_in_vain() const {
-  // What is matched may still be coming.
-  return std::any_of(receives_.begin(), receives_.end(), is_awaited_of_any) &&
-         posted_ == receives_.size() + unmatched_[rank_].size() && fresh_.empty();
+const Message* Messenger::waits_in_vain() const {
+  if (posted_ != receives_.size()) return nullptr;  // what is matched may still be coming
+  auto found = std::find_if(receives_.begin(), receives_.end(), is_of_any);
+  return found == receives_.end() ? nullptr : &found->message;
 }
 
-void Messenger::give_up_receives_of_any(const std::string& reason) {
-  for (auto next = receives_.begin(); next != receives_.end();) {
-    auto post = next++;
-    if (!is_awaited_of_any(*post)) continue;
-    --posted_;
-    trash_.push_back(std::move(post->item.operation.keepalive));
-    post->item.work->fail(std::make_exception_ptr(Error(ErrorKind::PeerLost, reason + post->message.describe())));
-    receives_.erase(post);
-  }
-}
-
-void Messenger::send_to_self(Post post) {
-  const Message& message = post.message;
-  MessageHeader header{.channel = message.channel,
-                       .tag = message.tag,
-                       .fingerprint = message.fingerprint,
-                       .bytes = message.memory.bytes(),
-                       .number = 0};
-  match(rank_, {std::move(header), arrivals_++, std::make_shared<Post>(std::move(post))});
-}
-
-void Messenger::match(int source, Arrived arrived) {
+void Messenger::arrive(int source, MessageHeader header) {
+  Arrived arrived{std::move(header), arrivals_++};
   auto receive = std::find_if(receives_.begin(), receives_.end(),
                               [&](const Post& post) { return fits(post.message, source, arrived.header); });
   if (receive == receives_.end()) return unmatched_[source].push_back(std::move(arrived));
@@ -135,15 +109,6 @@ void Messenger::begin(int source, Arrived arrived, Post receive) {
     throw;
   }
   if (receive.message.source) receive.message.source->store(source, std::memory_order_relaxed);  // before `work` ends
-  if (arrived.own) {
-    size_t offset = 0;
-    for (const Span& span : arrived.own->message.memory.spans()) {
-      receive.message.memory.copy_from(span.data, offset, span.bytes);
-      offset += span.bytes;
-    }
-    finish(*arrived.own);
-    return finish(receive);
-  }
   if (!arrived.header.whole) return route_to(source).fetch(source, std::move(arrived.header), std::move(receive));
   receive.message.memory.copy_from(arrived.header.content.data(), 0, arrived.header.bytes);
   finish(receive);
@@ -166,7 +131,6 @@ const Lane::Item* Messenger::oldest() const {
     if (!oldest || post.item.since < oldest->since) oldest = &post.item;
   };
   if (!receives_.empty()) consider(receives_.front());
-  for (const Arrived& arrived : unmatched_[rank_]) consider(*arrived.own);
   for (MessageRoute* route : routes())
     if (route) route->visit(consider);
   return oldest;
@@ -199,7 +163,6 @@ void Messenger::fail_all(const std::exception_ptr& error) {
     route->visit(fail);
     route->clear();
   }
-  for (Arrived& arrived : unmatched_[rank_]) fail(*arrived.own);
   for (auto& unmatched : unmatched_) unmatched.clear();
   for (Post& post : receives_) fail(post);
   for (Post& post : fresh_) fail(post);

@@ -19,7 +19,7 @@ namespace syncengine {
 class Messenger final : private MessageRoute::Matcher {
  public:
   // `global_ranks` of the members, for errors. `near` reaches those of the own host, `far` all others: null where
-  // there are none but this rank.
+  // there are none.
   Messenger(int rank, std::vector<int> global_ranks, std::unique_ptr<MailboxRoute> near,
             std::unique_ptr<MessageRoute> far, Lane::Trash& trash);
 
@@ -33,10 +33,8 @@ class Messenger final : private MessageRoute::Matcher {
   uint64_t interest() const { return idle() ? 0 : near_->interest(*this); }
   uint64_t missing() const { return idle() ? 0 : near_->missing(*this); }
   uint64_t blocking_ranks() const { return missing(); }
-  // Once all others have left, and all that came is known: whether a receive of any source is awaited that only a
-  // message of this rank to itself could end; and fails these, with PeerLost.
-  bool waits_in_vain() const;
-  void give_up_receives_of_any(const std::string& reason);
+  // Once all others have left, and all that came is known: a receive of any source that nothing can end; or null.
+  const Message* waits_in_vain() const;
   const Lane::Item* oldest() const;
   void fail_all(const std::exception_ptr& error);
   uint64_t messages() const { return messages_; }  // that ended well
@@ -50,22 +48,18 @@ class Messenger final : private MessageRoute::Matcher {
   struct Arrived {
     MessageHeader header;
     uint64_t order;
-    std::shared_ptr<Post> own = {};  // sent by this rank to itself
   };
 
   // Matcher
   bool listens() const override { return !receives_.empty(); }
   uint64_t awaited() const override;
   uint64_t perhaps_awaited() const override;
-  void arrive(int source, MessageHeader header) override { match(source, {std::move(header), arrivals_++}); }
+  void arrive(int source, MessageHeader header) override;
   void finish(Post& post) override;
 
   std::array<MessageRoute*, 2> routes() const { return {near_.get(), far_.get()}; }  // null where there is none
   MessageRoute& route_to(int member) const { return near_->reaches(member) ? *routes()[0] : *far_; }
   void take(Post post);
-  bool awaits_anybody() const;
-  void send_to_self(Post post);
-  void match(int source, Arrived arrived);
   void match_new(Post receive);
   void begin(int source, Arrived arrived, Post receive);
   void require_same(int source, const MessageHeader& header, const Post& receive) const;

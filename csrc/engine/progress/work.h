@@ -30,10 +30,6 @@ class Work {
     if (state() == State::Failed) std::rethrow_exception(error_);
   }
 
-  // Somebody waits for its end, or is to be told of it.
-  void await() { awaited_.store(true, std::memory_order_relaxed); }
-  bool is_awaited() const { return awaited_.load(std::memory_order_relaxed); }
-
   // Which operation this is: in the user lane its number; in the scheduled lane its announcement slot and count.
   struct Place {
     int lane = 0;
@@ -62,7 +58,6 @@ class Work {
 
   Tally* tally_ = nullptr;
   std::atomic<State> state_{State::Queued};
-  std::atomic<bool> awaited_{false};
   std::exception_ptr error_;
 };
 

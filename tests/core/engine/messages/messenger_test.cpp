@@ -70,7 +70,8 @@ TEST(messages_between_all_ranks_at_once) {
                                       : std::shared_ptr<void>(new char[bytes + 1], std::default_delete<char[]>()));
             return static_cast<unsigned char*>(memory.back().get());
           };
-          for (int peer = 0; peer < size; ++peer) {  // itself too
+          for (int peer = 0; peer < size; ++peer) {
+            if (peer == rank) continue;
             received[peer] = allocate();
             works.push_back(communicator.receive(message("receive()", peer, 5, received[peer], bytes)));
             unsigned char* data = allocate();
@@ -78,11 +79,24 @@ TEST(messages_between_all_ranks_at_once) {
             works.push_back(communicator.send(message("send()", peer, 5, data, bytes)));
           }
           for (auto& work : works) communicator.wait(work);
-          for (int peer = 0; peer < size; ++peer) check({received[peer], bytes}, peer, rank, 5);
+          for (int peer = 0; peer < size; ++peer)
+            if (peer != rank) check({received[peer], bytes}, peer, rank, 5);
         }
       }
     });
   }
+}
+
+TEST(messages_to_oneself_are_refused) {
+  run_placed({"ab"}, {}, [](int rank, Communicator& communicator) {
+    std::vector<unsigned char> data(3);
+    for (bool sends : {true, false}) {
+      const auto text = CHECK_THROWS(sends ? send(communicator, rank, 1, data) : receive(communicator, rank, 1, data),
+                                     ErrorKind::InvalidUsage);
+      CHECK(contains(text, "is not another one of 0..1; what a rank would send to itself, it can copy"));
+    }
+    communicator.run(barrier());
+  });
 }
 
 TEST(messages_match_by_tag_in_order) {
