@@ -114,7 +114,7 @@ std::shared_ptr<void> Arena::allocate_tensor(size_t bytes) {
   if (length >= kHugePage) madvise(memory, length / kHugePage * kHugePage, MADV_HUGEPAGE);
   {
     std::lock_guard lock(mutex_);
-    tensors_.emplace(*offset, TensorMemory{length});
+    tensors_.emplace(*offset, length);
   }
   return {memory,
           [self = shared_from_this(), offset = *offset, length](void*) { self->release_tensor(offset, length); }};
@@ -181,8 +181,8 @@ void Arena::reclaim_groups() {
 bool Arena::lies_in_tensor(size_t offset) const {
   auto after = tensors_.upper_bound(offset);
   if (after == tensors_.begin()) return false;
-  const auto& [begin, memory] = *std::prev(after);
-  return offset < begin + memory.bytes;
+  const auto& [begin, bytes] = *std::prev(after);
+  return offset < begin + bytes;
 }
 
 Pool* Arena::create_pool() {
@@ -191,13 +191,13 @@ Pool* Arena::create_pool() {
   if (!offset) return nullptr;
   {
     std::lock_guard lock(mutex_);
-    tensors_.emplace(*offset, TensorMemory{.bytes = 0, .pool = true});
+    tensors_.emplace(*offset, 0);
   }
   header().pool_offset.store(*offset, std::memory_order_relaxed);
   header().pool_bytes.store(reserved, std::memory_order_release);  // release: the offset
   auto commit = [this, offset = *offset](size_t bytes) -> std::string {
     std::lock_guard lock(mutex_);
-    size_t& committed = tensors_[offset].bytes;
+    size_t& committed = tensors_[offset];
     if (const size_t available = available_memory(); bytes - committed > available)
       return std::to_string(bytes - committed) + " more bytes of shared memory wanted for gradients, " +
              std::to_string(available) + " available on this machine (or in this cgroup)";
@@ -226,7 +226,7 @@ void Arena::sever_tensor(size_t offset, size_t bytes) {
   // Short of memory: better no content than somebody else's.
   for (Range part : unsevered({round_down(offset, kPage), round_up(offset + bytes, kPage)})) {
     PrivateCopy copy(part.bytes());
-    copy_pages(copy, part, file_.pages_in(part));
+    for (Range pages : file_.pages_in(part)) copy.fill(pages.begin - part.begin, at(pages.begin), pages.bytes());
     if (!copy.put(at(part.begin))) make_inaccessible(at(part.begin), part.bytes());
     severed_.push_back(part);
     any_severed_ = true;

@@ -1,9 +1,9 @@
 // This rank's shared memory: one sealed memfd without a name, which goes with the last process that maps it.
 //
 // Ownership: shared_ptr; each Block keeps its arena mapped. Thread-safety: any thread. Aliasing: peers read and write
-// what layout.h says. Failure: throws InvalidUsage with the numbers when memory is short. After fork() the child has
-// private copies of what tensors held at that moment, and loses sight of everything else; `forked()` says so. What it
-// frees of its copies goes back to the system.
+// what layout.h says. Failure: throws InvalidUsage with the numbers when memory is short. A forked child maps it
+// copy-on-write, as a Region, and does not map the peers' arenas; `forked()` says so. What it frees of its copies goes
+// back to the system.
 #pragma once
 
 #include <atomic>
@@ -12,7 +12,6 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <vector>
 
 #include "base/descriptors.h"
@@ -91,30 +90,13 @@ class Arena : public std::enable_shared_from_this<Arena> {
   MappedFile file_;
   Mapping mapping_;
   Heap heap_;
-  struct TensorMemory {
-    size_t bytes;
-    bool pool = false;
-  };
-  bool severed(Range range) const;                                                       // any of it; under mutex_
-  bool lies_in_tensor(size_t offset) const;                                              // under mutex_
-  void copy_pages(PrivateCopy& copy, Range range, const std::vector<Range>& all) const;  // of `range`, to its copy
-  std::vector<Range> unsevered(Range range) const;                                       // under mutex_
-
-  // What a forked child gets. Under mutex_ and the pools' locks: blocks that are handed out, and of them pages that are
-  // there.
-  struct Inheritance {
-    Range range;
-    bool severed;  // private already: it stays as it is
-    std::vector<Range> pages;
-    std::optional<PrivateCopy> copy = {};
-  };
-  std::vector<Range> alive(size_t offset, const TensorMemory& memory) const;
-  size_t prepare_inheritance();  // how many bytes are to be copied
-  void copy_inheritance();
-  void become_forked();  // in the child; async-signal-safe
+  bool severed(Range range) const;                  // any of it; under mutex_
+  bool lies_in_tensor(size_t offset) const;         // under mutex_
+  std::vector<Range> unsevered(Range range) const;  // under mutex_
+  void become_forked();                             // in the child; async-signal-safe
 
   mutable std::mutex mutex_;
-  std::map<size_t, TensorMemory> tensors_;  // by offset
+  std::map<size_t, size_t> tensors_;  // bytes by offset; of the pool those that it has taken
   struct RetiredGroup {
     size_t offset, bytes;
     std::function<bool()> is_unused;
@@ -123,7 +105,7 @@ class Arena : public std::enable_shared_from_this<Arena> {
   std::vector<RetiredGroup> retired_;
   std::vector<Range> severed_;
   std::atomic<bool> any_severed_ = false;  // spares offset_of() the lock
-  std::vector<Inheritance> inheritance_;   // of the fork that is under way, by offset
+  std::vector<Range> inherited_;           // of the fork that is under way: what is shared
   bool forked_ = false;
 };
 

@@ -3,7 +3,6 @@
 #include <pthread.h>
 
 #include <algorithm>
-#include <unordered_set>
 #include <utility>
 
 #include "base/memory.h"
@@ -221,17 +220,6 @@ void Pool::lock_all() {
 void Pool::unlock_all() {
   for (Pool* pool = first.load(); pool; pool = pool->next_) pool->mutex_.unlock();
   create_mutex.unlock();
-}
-
-std::vector<Range> Pool::alive() const {
-  std::vector<Range> blocks;
-  std::unordered_set<size_t> released;
-  for (const auto& [bytes, offsets] : recent_) released.insert(offsets.begin(), offsets.end());
-  for (auto [offset, bytes] : sizes_) {
-    if (!released.contains(offset)) blocks.push_back({offset, offset + bytes});
-  }
-  std::sort(blocks.begin(), blocks.end(), [](Range a, Range b) { return a.begin < b.begin; });
-  return blocks;
 }
 
 bool Pool::forked() const { return forks_ != forks; }

@@ -72,8 +72,6 @@ class Pool {
   // Around a fork: no block comes or goes, anywhere. Before the arenas' locks.
   static void lock_all();
   static void unlock_all();
-  // Blocks that are handed out, as offsets from the memory's beginning, in order. Between the two.
-  std::vector<Range> alive() const;
 
  private:
   Pool() = default;

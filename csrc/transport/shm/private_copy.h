@@ -1,5 +1,5 @@
-// Takes memory out of a shared mapping: a private copy of its present content is made first, and put in its place then
-// or later, in a forked child.
+// Takes memory out of a shared mapping: a private copy of its present content is put in its place; in a forked child
+// the kernel copies what is written.
 //
 // Ownership: the copy's memory is its own until it is put. Thread-safety: one thread. Failure: returns false where
 // memory is short.
@@ -27,6 +27,9 @@ class MappedFile {
   // Of `range`, what it has pages for, swapped out or not; nothing else of it was ever written. All of it if the file
   // does not tell.
   std::vector<Range> pages_in(Range range) const;
+  // In a forked child: from now on what is written to `range` of the mapping at `base` is its own; it sees what others
+  // write elsewhere. Where there is no room for that, it may only read. Async-signal-safe.
+  void keep_writes(std::byte* base, Range range) const;
 
  private:
   UniqueFd fd_;
@@ -37,16 +40,12 @@ class MappedFile {
 class PrivateCopy {
  public:
   explicit PrivateCopy(size_t bytes);  // addresses; it takes memory where it is filled
-  PrivateCopy(PrivateCopy&& other) noexcept;
-  PrivateCopy& operator=(PrivateCopy&&) = delete;
+  PrivateCopy(const PrivateCopy&) = delete;
   ~PrivateCopy();
 
   // Copies [from, from + bytes) to `offset`.
   void fill(size_t offset, const std::byte* from, size_t bytes);
-  // The same from [begin, begin + bytes) of `file`, as the kernel copies at a fork: others may be writing there.
-  // Returns false if it can't be read.
-  bool read(size_t offset, int file, size_t begin, size_t bytes);
-  // Moves the whole copy to `address`, over what is mapped there. Async-signal-safe.
+  // Moves the whole copy to `address`, over what is mapped there.
   bool put(std::byte* address);
 
  private:

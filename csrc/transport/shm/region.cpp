@@ -104,10 +104,7 @@ bool Region::detach() {
 
 void Region::become_forked() {
   if (!shared_) return;  // private memory is inherited as usual
-  void* const data = mapping_.data();
-  const bool mapped = file_.is_there() && mmap(data, mapping_.bytes(), PROT_READ | PROT_WRITE,
-                                               MAP_PRIVATE | MAP_NORESERVE | MAP_FIXED, file_.get(), 0) == data;
-  if (!mapped) mprotect(data, mapping_.bytes(), PROT_READ);
+  file_.keep_writes(mapping_.data(), {0, mapping_.bytes()});
   shared_ = false;
   file_.reset();
 }
