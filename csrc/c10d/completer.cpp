@@ -8,17 +8,12 @@ namespace syncengine {
 
 namespace {
 
-// Whose callbacks this thread runs, and in which turn.
-struct Running {
-  Completer* completer = nullptr;
-  uint64_t turn = 0;
-};
-thread_local Running running;
+thread_local Completer* running = nullptr;  // whose thread this is
 
 }  // namespace
 
 void Completer::add(c10::intrusive_ptr<TorchWork> work) {
-  if (running.completer != nullptr) running.completer->pass_turn_on();
+  if (running != nullptr) running->pass_turn_on();
   {
     std::lock_guard lock(mutex_);
     if (!stopped_) {
@@ -31,16 +26,17 @@ void Completer::add(c10::intrusive_ptr<TorchWork> work) {
 
 // Under the lock: somebody must look after the works, if he who has the turn runs callbacks, or nobody has it.
 void Completer::call_another() {
-  if (works_.empty() || (taken_ && (!in_callbacks_ || watched_))) return;
+  if (works_.empty() || (holder_ != std::thread::id() && turn_ends_ == kNever)) return;
   if (idle_ > 0) return changed_.notify_one();
   threads_.emplace_back([self = shared_from_this()] { self->run(); });
   ++idle_;
 }
 
+// By a callback that may wait for other futures next.
 void Completer::pass_turn_on() {
   std::lock_guard lock(mutex_);
-  if (!taken_ || turns_ != running.turn) return;
-  taken_ = false;
+  if (holder_ != std::this_thread::get_id()) return;
+  holder_ = {};
   call_another();
 }
 
@@ -52,7 +48,7 @@ void Completer::stop() {
     auto threads = std::exchange(threads_, {});
     lock.unlock();
     for (std::thread& thread : threads) {
-      if (running.completer == this)
+      if (running == this)
         thread.detach();  // a callback dropped the last reference to the backend
       else
         thread.join();
@@ -89,46 +85,32 @@ void Completer::keep_deadlines() {
 
 // Waits for the turn and for a work; false at the end.
 bool Completer::take_turn(Lock& lock) {
-  while (true) {
-    if (works_.empty()) {
-      if (stopped_) return false;
+  while (works_.empty() || (holder_ != std::thread::id() && Clock::now() < turn_ends_)) {
+    if (works_.empty() && stopped_) return false;
+    if (works_.empty() || turn_ends_ == kNever)
       changed_.wait(lock);
-    } else if (!taken_) {
-      break;
-    } else if (!in_callbacks_ || watched_) {
-      changed_.wait(lock);
-    } else {
-      const uint64_t turn = turns_;
-      const auto end = since_ + kPatience;
-      watched_ = true;
-      changed_.wait_until(lock, end);
-      watched_ = false;
-      if (taken_ && in_callbacks_ && turn == turns_ && Clock::now() >= end && !works_.empty()) break;
-    }
+    else
+      changed_.wait_until(lock, turn_ends_);
   }
-  taken_ = true;
-  in_callbacks_ = false;
-  ++turns_;
+  holder_ = std::this_thread::get_id();
+  turn_ends_ = kNever;
   return true;
 }
 
 void Completer::run() {
   begin_thread("syncengine-c10d");
+  running = this;
   Lock lock(mutex_);
   while (take_turn(lock)) {
     --idle_;
-    const uint64_t turn = turns_;
     auto work = next(lock);
-    in_callbacks_ = true;
-    since_ = Clock::now();
+    turn_ends_ = Clock::now() + kPatience;
     call_another();
     lock.unlock();
-    running = {this, turn};
     work->complete_future();
     work.reset();
-    running = {};
     lock.lock();
-    if (turn == turns_) taken_ = false;
+    if (holder_ == std::this_thread::get_id()) holder_ = {};
     ++idle_;
   }
   --idle_;

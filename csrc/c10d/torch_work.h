@@ -99,7 +99,7 @@ c10::intrusive_ptr<::c10d::Work> finish_on_device(TorchWork::Origin origin, Call
 // One thread at a time has the turn: it waits for a work, then runs its future's callbacks, so that these run one after
 // another. A callback that blocks must not keep other futures from completing: the turn passes to another thread when
 // the callback requests a future itself, or has not returned within kPatience. So there are at most as many threads as
-// callbacks have blocked at one time, plus two: one that has the turn, and one that watches it.
+// callbacks have blocked at one time, plus two: one that has the turn, and one that waits for it.
 //
 // Ownership: shared by the backend, its works and the threads, which begin with the first future, and end after stop().
 // Thread-safety: any thread. Failure: a work's error goes to its future.
@@ -124,6 +124,7 @@ class Completer : public std::enable_shared_from_this<Completer> {
  private:
   using Lock = std::unique_lock<std::mutex>;
   static constexpr std::chrono::milliseconds kPatience{10};
+  static constexpr Clock::time_point kNever = Clock::time_point::max();
 
   void run();
   bool take_turn(Lock& lock);
@@ -138,12 +139,9 @@ class Completer : public std::enable_shared_from_this<Completer> {
   std::deque<c10::intrusive_ptr<TorchWork>> works_;
   bool stopped_ = false;
   std::vector<std::thread> threads_;
-  size_t idle_ = 0;            // threads that wait for the turn
-  bool watched_ = false;       // one of them looks whether callbacks return
-  uint64_t turns_ = 0;         // taken so far; the last one is
-  bool taken_ = false;         // still held
-  bool in_callbacks_ = false;  // by a thread that runs callbacks,
-  Clock::time_point since_{};  // since then
+  size_t idle_ = 0;              // threads that wait for the turn
+  std::thread::id holder_;       // of the turn
+  Clock::time_point turn_ends_;  // while he runs callbacks: when another one may take it
 };
 
 }  // namespace syncengine
