@@ -643,9 +643,6 @@ class Reducer:
     def not_averaged(self) -> str:
         """Why `.grad` does not hold the averages of the last backward; empty if it does."""
 
-    def watch_local_backwards(self) -> None:
-        """From now on not_averaged() knows of backwards under no_sync, too."""
-
     def remove_hooks(self) -> None:
         """Stops listening to autograd."""
 

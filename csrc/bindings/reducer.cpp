@@ -274,8 +274,6 @@ void bind_reducer(py::module_& module) {
       .def(
           "set_static_graph", [](Reducer& self) { self.model()->set_static_graph(); }, NoGil())
       .def(
-          "watch_local_backwards", [](Reducer& self) { self.model()->outcome.watches_local_backwards = true; }, NoGil())
-      .def(
           "last_error", [](Reducer& self) { return self.model()->outcome.last_error; }, NoGil())
       .def(
           "not_averaged", [](Reducer& self) { return self.model()->outcome.not_averaged; }, NoGil())

@@ -114,7 +114,6 @@ void Reducer::expect_backward() {
 }
 
 void Reducer::prepare_for_local_backward(const std::vector<at::Tensor>& outputs, const NodeNumber& began) {
-  if (!model_->pooled.pool() && !model_->outcome.watches_local_backwards) return;
   for (const auto& output : outputs) hook_output(weak_from_this(), output, nullptr, began);
 }
 

@@ -131,7 +131,6 @@ class Sharing:
         if is_ours and not is_alone:
             self.members.names.update(zip(model._model.parameters, model._model.names, strict=True))
             self.host = self.host or Host(model.communicator)
-            model.reducer.watch_local_backwards()
             mine = [member for member in self.members.unshared(groups) if id(member.parameter) in names]
             self.share([member for member in mine if member.parameter.requires_grad], groups, state)
             guard(model)  # of what another one shares, too

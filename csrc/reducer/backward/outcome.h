@@ -28,10 +28,8 @@ class Outcome {
   // Of the last backward, or forward, that was given up; empty if there was none.
   std::string last_error;
   bool lost = false;  // so was the last one
-  // Why .grad does not hold the averages of the last backward; empty if it does. Of one under no_sync, too, if
-  // `watches_local_backwards`: whoever asks is to set it before.
+  // Why .grad does not hold the averages of the last backward, of one under no_sync, too; empty if it does.
   std::string not_averaged;
-  bool watches_local_backwards = false;
   bool brought_nothing = false;  // it came from our outputs, and ended without any gradient
 
   // A step begins, which all ranks count alike.
