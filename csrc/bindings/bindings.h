@@ -11,7 +11,6 @@
 
 namespace syncengine {
 
-void bind_errors(pybind11::module_& module);
 void bind_communicator(pybind11::module_& module);
 void bind_packet_transports(pybind11::module_& module);
 void bind_local_bootstrap(pybind11::module_& module);
@@ -19,8 +18,6 @@ void bind_common_memory(pybind11::module_& module);
 void bind_weights(pybind11::module_& module);
 void bind_reducer(pybind11::module_& module);
 void bind_backend(pybind11::module_& module);
-void bind_machine(pybind11::module_& module);
-void bind_recorder(pybind11::module_& module);
 
 // What moves packets between hosts and has its other end in Python, which hands it to connect(). Used up by it.
 struct PacketTransportHandle {

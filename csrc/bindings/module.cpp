@@ -1,18 +1,28 @@
+#include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
 
 #include "base/build_id.h"
+#include "base/descriptors.h"
 #include "base/error.h"
+#include "base/memory.h"
+#include "base/phase_clock.h"
+#include "base/resources.h"
 #include "base/sync_point.h"
+#include "base/trace.h"
 #include "bindings/bindings.h"
+#include "bootstrap/host.h"
 #include "cuda/device_group.h"
 #include "kernels/reduce.h"
 #include "reducer/torch/python_error.h"
+#include "transport/tcp/address.h"
 
 namespace py = pybind11;
 
 namespace syncengine {
 
-void bind_errors(py::module_&) {
+namespace {
+
+void translate_errors() {
   py::register_exception_translator([](std::exception_ptr pointer) {
     try {
       if (pointer) std::rethrow_exception(pointer);
@@ -24,11 +34,63 @@ void bind_errors(py::module_&) {
   });
 }
 
+// What this process may use of its machine, as the engine sees it: for `syncengine doctor`.
+
+py::dict machine() {
+  py::dict result;
+  result["available_cores"] = available_cores();
+  result["available_memory"] = available_memory();
+  result["total_memory"] = total_memory();
+  result["open_descriptors"] = open_descriptors();
+  result["most_descriptors"] = most_descriptors();
+  result["best_instruction_set"] = kernels::name(kernels::best_isa());
+  return result;
+}
+
+std::vector<std::pair<std::string, std::string>> network_interfaces() {
+  std::vector<std::pair<std::string, std::string>> result;
+  for (const auto& [name, ip] : tcp::local_interfaces()) result.emplace_back(name, ip.text());
+  return result;
+}
+
+void probe_shared_memory(size_t bytes) {
+  const UniqueFd memory = create_sealed_memfd("syncengine-probe", bytes);
+  const Mapping mapping(memory.get(), bytes);
+}
+
+void bind_machine(py::module_& module) {
+  module.def("machine", &machine);
+  module.def("network_interfaces", &network_interfaces);
+  module.def("host_key", &host_key, py::arg("host_id"));
+  module.def("probe_shared_memory", &probe_shared_memory, py::arg("bytes"));
+  module.def(
+      "instruction_set", [] { return kernels::name(kernels::active_isa()); },
+      "The instruction set of the reduction kernels: 'scalar', 'avx2' or 'avx512' (SYNCENGINE_ISA chooses).");
+  module.attr("build_id") = build_text(build_id());
+  module.attr("has_cuda") = cuda::is_built();
+  module.attr("has_test_hooks") = has_test_hooks();
+}
+
+// Tracing, and the phases of a step that only Python sees: hooks of torch's optimizers, for which it is of no interest
+// what they are called with.
+void bind_recorder(py::module_& module) {
+  using NoGil = py::call_guard<py::gil_scoped_release>;
+  module.def("start_trace", &trace::start, py::arg("path"), py::arg("events"), py::arg("about"), py::arg("steps"),
+             NoGil());
+  module.def("stop_trace", &trace::stop, NoGil());
+  module.def("trace_path", &trace::path, NoGil());
+  module.def("trace_now", &trace::now);
+  module.def("begin_optimizer", [](const py::args&) { PhaseClock::of_process().begin_optimizer(); });
+  module.def("end_optimizer", [](const py::args&) { PhaseClock::of_process().end_optimizer(); });
+}
+
+}  // namespace
+
 }  // namespace syncengine
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.doc() = "syncengine's engine: collectives, communicators and the gradient reducer.";
-  syncengine::bind_errors(module);
+  syncengine::translate_errors();
   syncengine::bind_communicator(module);
   syncengine::bind_packet_transports(module);
   syncengine::bind_local_bootstrap(module);
@@ -38,10 +100,4 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   syncengine::bind_backend(module);
   syncengine::bind_machine(module);
   syncengine::bind_recorder(module);
-  module.def(
-      "instruction_set", [] { return syncengine::kernels::name(syncengine::kernels::active_isa()); },
-      "The instruction set of the reduction kernels: 'scalar', 'avx2' or 'avx512' (SYNCENGINE_ISA chooses).");
-  module.attr("build_id") = syncengine::build_text(syncengine::build_id());
-  module.attr("has_cuda") = syncengine::cuda::is_built();
-  module.attr("has_test_hooks") = syncengine::has_test_hooks();
 }
