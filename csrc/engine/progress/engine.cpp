@@ -5,7 +5,6 @@
 
 #include "base/error.h"
 #include "base/resources.h"
-#include "transport/shm/liveness.h"
 
 namespace syncengine {
 

@@ -13,7 +13,6 @@
 #include "base/thread.h"
 #include "base/trace.h"
 #include "engine/progress/engine.h"
-#include "transport/shm/liveness.h"
 
 namespace syncengine {
 

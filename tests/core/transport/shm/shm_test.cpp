@@ -11,7 +11,7 @@
 #include "child.h"
 #include "job.h"
 #include "shm_memory.h"
-#include "transport/shm/liveness.h"
+#include "transport/shm/arena.h"
 
 namespace syncengine {
 
