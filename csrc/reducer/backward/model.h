@@ -10,6 +10,7 @@
 #include <cstddef>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "engine/communicator/communicator.h"
@@ -17,15 +18,112 @@
 #include "reducer/backward/record.h"
 #include "reducer/backward/route.h"
 #include "reducer/buckets/averaging.h"
+#include "reducer/buckets/bucket.h"
 #include "reducer/buckets/bucket_lane.h"
+#include "reducer/buckets/bucket_plan.h"
 #include "reducer/buckets/flat_buckets.h"
-#include "reducer/parameters/current_plan.h"
+#include "reducer/gradients/gradient_memory.h"
+#include "reducer/gradients/statistics.h"
 #include "reducer/parameters/forward.h"
+#include "reducer/parameters/hooks.h"
 #include "reducer/parameters/parameters.h"
-#include "reducer/parameters/pooled_gradients.h"
 #include "reducer/parameters/usage.h"
+#include "reducer/torch/graph_tasks.h"
+#include "transport/shm/pool.h"
 
 namespace syncengine {
+
+// The bucket plan that a model has, and whether it still does for the parameters as they are now. A backward shares the
+// plan that it goes by.
+
+class CurrentPlan {
+ public:
+  // None until the first one is installed.
+  explicit operator bool() const { return plan_ != nullptr; }
+  const BucketPlan& operator*() const { return *plan_; }
+  const BucketPlan* operator->() const { return plan_.get(); }
+  const std::shared_ptr<const BucketPlan>& shared() const { return plan_; }
+  bool covers(size_t parameter) const { return plan_ && plan_->covers(parameter); }
+
+  // The last one for which not all parameters were frozen, while they are; null if there was none.
+  const std::shared_ptr<const BucketPlan>& before_frozen() const { return before_frozen_; }
+
+  void install(std::shared_ptr<const BucketPlan> plan) {
+    if (!plan->buckets().empty()) {
+      before_frozen_.reset();
+    } else if (plan_ && !plan_->buckets().empty()) {
+      before_frozen_ = std::move(plan_);
+    }
+    plan_ = std::move(plan);
+    used_ = wanted_ = is_known_ = false;
+  }
+  // A backward begins. `shows_order`: it brings gradients in the order in which later ones will.
+  std::shared_ptr<const BucketPlan> use(bool shows_order) {
+    used_ = shows_order;
+    return plan_;
+  }
+
+  // Whether another one is to be installed before the next backward: these parameters are not those that it covers, or
+  // it was provisional and the order in which gradients are ready is now known. `changed`: they have, since last asked.
+  bool is_outdated(const Parameters& parameters, bool changed) {
+    if (changed || !is_known_) covers_ = plan_ && parameters.are_covered_by(*plan_);
+    is_known_ = true;
+    wanted_ = !covers_ || knows_order();
+    return wanted_;
+  }
+  // The same on all ranks: whether it was provisional, and the order is known now.
+  bool knows_order() const { return plan_ && plan_->provisional() && used_; }
+  // Whether that was so when it was last asked.
+  bool is_wanted() const { return wanted_; }
+
+ private:
+  std::shared_ptr<const BucketPlan> plan_, before_frozen_;
+  bool used_ = false;      // there was a backward since it was installed
+  bool wanted_ = false;    // another one
+  bool is_known_ = false;  // whether it covers the parameters, as they are now:
+  bool covers_ = false;
+};
+
+// Where a model's large gradients lie on CPUs: in the communicator's pool, as far as it has room. Empty on devices, and
+// where the user wants torch's memory. The pool is the communicator's and lives for ever.
+
+class PooledGradients {
+ public:
+  explicit PooledGradients(shm::Pool* pool) : pool_(pool) {
+    if (!pool_) return;
+    gradient_memory::install();
+    pool_->join();
+  }
+  ~PooledGradients() {
+    if (pool_) pool_->leave();
+  }
+  PooledGradients(const PooledGradients&) = delete;
+  PooledGradients& operator=(const PooledGradients&) = delete;
+
+  shm::Pool* pool() const { return pool_; }
+  void install(const BucketPlan& plan) {
+    if (!pool_ || (habits_ && habits_->sizes == plan.pooled_sizes())) return;
+    habits_ = std::make_shared<gradient_memory::AllocationHabits>(plan.pooled_sizes());
+  }
+  // What the graph task on this thread allocates for gradients lies in the pool. `accumulates`: there are gradients
+  // already.
+  void use_in_this_task(bool accumulates) {
+    if (!pool_ || !habits_ || std::exchange(task_, GraphTasks::current()) == GraphTasks::current()) return;
+    syncengine::use_in_this_task(std::make_shared<gradient_memory::Grant>(*pool_, habits_, accumulates));
+  }
+  // A gradient's memory is about to be reduced. Returns why peers can't do it there, if they can't.
+  std::optional<StageReason> note(const void* memory, size_t bytes) {
+    if (!pool_) return StageReason::Setting;
+    if (pool_->owns(memory, bytes)) return std::nullopt;
+    if (habits_) habits_->forget(bytes);
+    return pool_->shortage().empty() ? StageReason::Elsewhere : StageReason::Shortage;
+  }
+
+ private:
+  shm::Pool* const pool_;
+  std::shared_ptr<gradient_memory::AllocationHabits> habits_;  // of backward, with blocks of the planned sizes
+  int task_ = -1;                                              // the last graph task that uses the pool
+};
 
 class Backward;
 
