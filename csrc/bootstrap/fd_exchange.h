@@ -1,11 +1,11 @@
 // Passes each rank's shared memory to its peers on the same host: a descriptor over an abstract AF_UNIX socket, to
-// processes of the same user that know the secret in the address (bootstrap/rendezvous.h). Nothing appears in a file
-// system.
+// processes of the same user that know the secret in the address. Nothing appears in a file system.
 //
 // Ownership: the caller owns the descriptor it gives and those it gets. Thread-safety: one thread.
 // Failure: throws InvalidUsage, Timeout or PeerLost, naming the ranks; peers that have been served are told.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <exception>
 #include <functional>
@@ -48,6 +48,17 @@ Got receive_fd(const UniqueFd& socket, void* message, size_t bytes, UniqueFd& fd
 }  // namespace syncengine::local_socket
 
 namespace syncengine {
+
+// What a process says first on a connection inside a host, so that the other one knows it for a rank of the job: any
+// process in the network namespace can read a name of the abstract namespace, and connect to it. The caller says this
+// to the listener, which answers with its memory and the same; each says the other one's secret, which stands in the
+// other one's address. Who listens in the place of a rank that has ended learns a secret that opens nothing any more.
+struct Greeting {
+  static constexpr size_t kSecretBytes = 64;
+  uint32_t magic = 0x73796e63;  // "sync"
+  int32_t rank = -1;            // of who says it
+  std::array<char, kSecretBytes> secret{};
+};
 
 // What the peers of `who` raise when this exception ends its init(): as it is if it is about other ranks, else in
 // words. None, or one of no class that is known: it was left.

@@ -20,7 +20,6 @@
 
 #include "bootstrap/fd_exchange.h"
 #include "bootstrap/host.h"
-#include "bootstrap/rendezvous.h"
 #include "child.h"
 #include "job.h"
 
