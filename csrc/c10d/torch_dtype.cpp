@@ -8,7 +8,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mul.h>
 
-#include <limits>
 #include <optional>
 #include <string>
 
@@ -44,16 +43,6 @@ std::optional<DType> parts_of_complex(c10::ScalarType type) {
   }
 }
 
-// Sums, products and bits of unsigned integers are those of signed ones.
-std::optional<DType> signed_twin(c10::ScalarType type) {
-  switch (type) {
-    case c10::ScalarType::UInt16: return DType::Int16;
-    case c10::ScalarType::UInt32: return DType::Int32;
-    case c10::ScalarType::UInt64: return DType::Int64;
-    default: return std::nullopt;
-  }
-}
-
 std::optional<ReduceOp> engine_op(::c10d::ReduceOp::RedOpType op) {
   switch (op) {
     case ::c10d::ReduceOp::SUM:
@@ -82,37 +71,19 @@ const char* name(::c10d::ReduceOp::RedOpType op) {
 DType moved_as(c10::ScalarType type) {
   if (auto dtype = same_dtype(type)) return *dtype;
   if (auto dtype = parts_of_complex(type)) return *dtype;
-  if (auto dtype = signed_twin(type)) return *dtype;
   return DType::UInt8;
 }
 
 namespace {
 
-bool is_integer(c10::ScalarType type) { return c10::isIntegralType(type, /*includeBool=*/false); }
 bool averages_integers(const ::c10d::ReduceOp& op, c10::ScalarType type) {
-  return op == ::c10d::ReduceOp::AVG && is_integer(type);
+  return op == ::c10d::ReduceOp::AVG && c10::isIntegralType(type, /*includeBool=*/false) && same_dtype(type);
 }
-bool is_extremum(const ::c10d::ReduceOp& op) { return op == ::c10d::ReduceOp::MIN || op == ::c10d::ReduceOp::MAX; }
 
-// The dtype of the copies. In int64 no sum of shorter integers overflows, and an uint32 keeps its order.
+// The dtype of the copies. In int64 no sum of shorter integers overflows.
 c10::ScalarType reduced_as(const ::c10d::ReduceOp& op, c10::ScalarType type) {
   if (c10::isFloat8Type(type)) return c10::kFloat;
-  if (type == c10::ScalarType::UInt64) return type;
-  const bool is_unsigned = type == c10::ScalarType::UInt16 || type == c10::ScalarType::UInt32;
-  return averages_integers(op, type) || (is_unsigned && is_extremum(op)) ? c10::kLong : type;
-}
-
-// With the sign bit flipped, signed integers have the order of unsigned ones.
-at::Tensor sign_flipped(const at::Tensor& tensor) {
-  return tensor.contiguous().view(c10::kLong).bitwise_xor(std::numeric_limits<int64_t>::min());
-}
-
-// uint64, by int64 arithmetic: twice the quotient of half of it, and what that leaves.
-void divide_unsigned(const at::Tensor& bits, int64_t divisor) {
-  at::Tensor half = bits.bitwise_right_shift(1).bitwise_and(std::numeric_limits<int64_t>::max());
-  at::Tensor quotient = half.div(divisor, "trunc").mul_(2);
-  at::Tensor left = bits.sub(quotient.mul(divisor));
-  bits.copy_(quotient.add_(left.ge(divisor)));
+  return averages_integers(op, type) ? c10::kLong : type;
 }
 
 at::Tensor premultiplied(const ::c10d::ReduceOp& op, const at::Tensor& tensor) {
@@ -133,7 +104,6 @@ TorchReduction reduction_of(const ::c10d::ReduceOp& torch_op, c10::ScalarType gi
   const c10::ScalarType type = reduced_as(torch_op, given);
   auto dtype = same_dtype(type);
   if (op && !dtype && (*op == ReduceOp::Sum || *op == ReduceOp::Avg)) dtype = parts_of_complex(type);
-  if (op && !dtype) dtype = signed_twin(type);  // extrema have flipped signs
   if (op && dtype == DType::Bool && *op == ReduceOp::Sum) op = ReduceOp::Max;
   if (averages_integers(torch_op, given)) op = ReduceOp::Sum;
   bool scales = torch_op == ::c10d::ReduceOp::PREMUL_SUM;
@@ -164,23 +134,19 @@ at::Tensor prepared(const ::c10d::ReduceOp& op, const at::Tensor& tensor) {
   at::NoGradGuard no_grad;
   const c10::ScalarType type = tensor.scalar_type(), as = reduced_as(op, type);
   if (as != type) return tensor.to(as).contiguous();
-  if (type == c10::ScalarType::UInt64 && is_extremum(op)) return sign_flipped(tensor).view(type);
   if (averages_integers(op, type)) return tensor.clone(at::MemoryFormat::Contiguous);
   return premultiplied(op, tensor);
 }
 
 at::Tensor room_for(const ::c10d::ReduceOp& op, const at::Tensor& output) {
   const c10::ScalarType type = output.scalar_type(), as = reduced_as(op, type);
-  if (as == type && !averages_integers(op, type) && !(type == c10::ScalarType::UInt64 && is_extremum(op))) return {};
+  if (as == type && !averages_integers(op, type)) return {};
   return at::empty(output.sizes(), output.options().dtype(as).memory_format(at::MemoryFormat::Contiguous));
 }
 
 std::function<void()> conclusion(const ::c10d::ReduceOp& op, c10::ScalarType type, const at::Tensor& result,
                                  int world) {
-  const bool is_uint64 = type == c10::ScalarType::UInt64;
-  if (is_uint64 && is_extremum(op)) return [result] { result.view(c10::kLong).copy_(sign_flipped(result)); };
   if (!averages_integers(op, type)) return {};
-  if (is_uint64) return [result, world] { divide_unsigned(result.view(c10::kLong), world); };
   return [result, world] { result.div_(world, "trunc"); };
 }
 

@@ -35,8 +35,7 @@ bool is_bitwise(const ::c10d::ReduceOp& op, c10::ScalarType type, const char* ca
 at::Tensor combined_bits(const ::c10d::ReduceOp& op, const at::Tensor& parts);
 
 // What the engine does not have for a dtype is reduced on copies, which prepared() makes: of another dtype (float8 in
-// float32, averages of integers in int64), with a factor (PREMUL_SUM), or with other bits. Undefined: the tensor itself
-// will do.
+// float32, averages of integers in int64), or with a factor (PREMUL_SUM). Undefined: the tensor itself will do.
 at::Tensor prepared(const ::c10d::ReduceOp& op, const at::Tensor& tensor);
 // Memory for the result of such copies.
 at::Tensor room_for(const ::c10d::ReduceOp& op, const at::Tensor& output);

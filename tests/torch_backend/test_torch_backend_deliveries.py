@@ -22,7 +22,6 @@ def through_copies(group: dist.ProcessGroup, **options: Any) -> list[tuple[Any, 
     rank = dist.get_rank()
     bits = torch.tensor([1 << rank])
     average = torch.tensor([3 + 2 * rank, 7])
-    unsigned = torch.tensor([rank, 5], dtype=torch.uint64)
     eighths = torch.tensor([1.0 + rank]).to(torch.float8_e5m2)
     scaled = torch.full((3,), 2.0 + rank)
     strided = torch.full((3, 2), rank + 1.0).t()
@@ -35,7 +34,6 @@ def through_copies(group: dist.ProcessGroup, **options: Any) -> list[tuple[Any, 
     return [
         (reduced(bits, ReduceOp.BOR), bits, torch.tensor([3])),
         (reduced(average, ReduceOp.AVG), average, torch.tensor([4, 7])),
-        (reduced(unsigned, ReduceOp.MAX), unsigned, torch.tensor([1, 5]).to(torch.uint64)),
         (reduced(eighths, ReduceOp.SUM), eighths, torch.tensor([3.0]).to(eighths.dtype)),
         (reduced(scaled, dist._make_nccl_premul_sum(0.5)), scaled, torch.full((3,), 2.5)),
         (reduced(strided), strided, torch.full((2, 3), 3.0)),

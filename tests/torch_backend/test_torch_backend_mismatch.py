@@ -123,7 +123,6 @@ DIFFERENT: dict[str, tuple[Call, Call, str]] = {
     "gather, reduce": (gather(1), reduce(1), "called gather(to rank 1 of the group)"),
     "scatter, barrier": (scatter(0), dist.barrier, "called scatter(from rank 0 of the group)"),
     "all_to_all, barrier": (all_to_all, dist.barrier, "called all_to_all"),
-    "unsigned": (all_reduce(dtype=torch.uint16), all_reduce(dtype=torch.int16), "all_reduce(sum, int16"),
 }
 
 

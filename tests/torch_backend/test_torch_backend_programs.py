@@ -34,7 +34,8 @@ BITS = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
 OPERATIONS = {
     **dict.fromkeys(FLOATS, (*SUMS, *EXTREMA, ReduceOp.PREMUL_SUM)),
     **dict.fromkeys(BYTES, (*SUMS, *EXTREMA)),
-    **dict.fromkeys((*INTEGERS, *UNSIGNED), (*SUMS, *EXTREMA, *BITS)),
+    **dict.fromkeys(INTEGERS, (*SUMS, *EXTREMA, *BITS)),
+    **dict.fromkeys(UNSIGNED, BITS),
     **dict.fromkeys(COMPLEX, SUMS),
     torch.bool: (ReduceOp.SUM, *EXTREMA, *BITS),
 }
@@ -267,7 +268,7 @@ class Calls(Program):
     def one_kind_coalesced(self, **how: bool) -> Any:
         """Which torch makes one call of."""
         kind = self.dice.choice([self.all_reduce, self.all_gather_into_tensor, self.reduce_scatter_tensor])
-        self.reduction = self.operation()[0], ReduceOp.SUM
+        self.reduction = self.dice.choice([reduction for reduction in REDUCTIONS if reduction[1] == ReduceOp.SUM])
         with _coalescing_manager(self.group, async_ops=bool(how)) as manager:
             for _ in range(3):
                 kind()
