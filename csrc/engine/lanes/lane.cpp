@@ -42,16 +42,17 @@ Lane::Lane(const Group& group, int id, Algorithm algorithm, Trash& trash, const 
       exchange_(make_exchange ? make_exchange(state_) : nullptr) {}
 
 void Lane::enqueue(Item item) {
-  queue_.push_back(std::move(item));
-  if (queue_.size() == 1) await_memory();
+  state_.queue.push_back(std::move(item));
+  if (state_.queue.size() == 1) await_memory();
 }
 
 // What goes by a plan has memory of its own.
 void Lane::await_memory() {
-  opens_after_ = 0;
-  if (queue_.empty() || queue_.front().key != kNoKey) return;
-  for (size_t i = state_.active.size(); i > 0 && opens_after_ == 0; --i)
-    if (collide(state_.active[i - 1].item.operation, queue_.front().operation)) opens_after_ = state_.retired + i;
+  state_.opens_after = 0;
+  if (state_.queue.empty() || state_.queue.front().key != kNoKey) return;
+  for (size_t i = state_.active.size(); i > 0 && state_.opens_after == 0; --i)
+    if (collide(state_.active[i - 1].item.operation, state_.queue.front().operation))
+      state_.opens_after = state_.retired + i;
 }
 
 void Lane::call(Item item) {
@@ -110,9 +111,9 @@ SpanList Lane::spans_of(int member, uint64_t operation, const Operation& asked) 
 }
 
 bool Lane::open() {
-  if (!has_open() || open_blockers(false)) return false;
-  Active active{.item = std::move(queue_.front()), .in_arena = false, .spans = {}};
-  queue_.pop_front();
+  if (!steps_.has_open() || steps_.open_blockers(false)) return false;
+  Active active{.item = std::move(state_.queue.front()), .in_arena = false, .spans = {}};
+  state_.queue.pop_front();
   const Operation& operation = active.item.operation;
   const int64_t spans = publish_spans(operation, state_.opened);
   active.in_arena = spans >= 0;
@@ -172,7 +173,7 @@ bool Lane::find_peers_spans(uint64_t operation, Active& active) {
     active.spans = {asked.input};
     return true;
   }
-  if (stage_blockers(false)) return false;
+  if (steps_.stage_blockers(false)) return false;
   compare(operation, active);
   const int64_t own = state_.record(state_.group.rank, operation).spans;
   for (int member = 0; member < state_.group.size && active.path == Path::Direct; ++member) {
@@ -221,7 +222,7 @@ void Lane::step(Cursor& cursor, LaneState::Field field, const char* point) {
 bool Lane::stage_one() {
   if (state_.staged.operation == state_.opened) return false;
   Active& active = state_.at(state_.staged.operation);
-  if (!choose_path(state_.staged.operation, active) || !has_slot() || stage_blockers(false)) return false;
+  if (!choose_path(state_.staged.operation, active) || !steps_.has_slot() || steps_.stage_blockers(false)) return false;
   if (state_.takes_slot(active)) {
     state_.moved_bytes += prepare(active, state_.staged);
     state_.runner.stage(active.item.operation, plan_);
@@ -237,7 +238,7 @@ bool Lane::reduce_one() {
     step(state_.reduced, &shm::LaneProgress::reduced, "reduced");
     return true;
   }
-  if (!has_reduce() || reduce_blockers(false)) return false;
+  if (!steps_.has_reduce() || steps_.reduce_blockers(false)) return false;
   Active& active = state_.at(state_.reduced.operation);
   if (active.reduces) {
     compare(state_.reduced.operation, active);
@@ -254,7 +255,7 @@ bool Lane::reduce_one() {
 }
 
 bool Lane::pull_one() {
-  if (!has_pull() || pull_blockers(false)) return false;
+  if (!steps_.has_pull() || steps_.pull_blockers(false)) return false;
   Active& active = state_.at(state_.pulled.operation);
   if (active.pulls) {
     compare(state_.pulled.operation, active);
@@ -270,7 +271,7 @@ bool Lane::retire() {
   if (state_.active.empty()) return false;
   Active& active = state_.active.front();
   bool agreed = compare(state_.retired, active);
-  if (!agreed || !has_retire() || retire_blockers(false)) return false;
+  if (!agreed || !steps_.has_retire() || steps_.retire_blockers(false)) return false;
   if (state_.is_cut_off(state_.retired)) return false;  // this rank slept through it
   ++state_.counters.operations;
   if (const auto* nonfinite = active.item.operation.nonfinite.get(); nonfinite && nonfinite->anywhere) {
@@ -304,9 +305,9 @@ void Lane::add_direct_memory(std::vector<ArenaRange>& ranges) const {
 
 void Lane::fail_all(const std::exception_ptr& error) {
   if (exchange_) exchange_->drop_all();
-  for (Active& active : state_.active) queue_.push_back(std::move(active.item));
+  for (Active& active : state_.active) state_.queue.push_back(std::move(active.item));
   state_.active.clear();
-  for (Item& item : std::exchange(queue_, {})) fail(std::move(item), error);
+  for (Item& item : std::exchange(state_.queue, {})) fail(std::move(item), error);
 }
 
 void Lane::fail(Item item, const std::exception_ptr& error) {

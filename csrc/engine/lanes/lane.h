@@ -7,12 +7,11 @@
 // see Operation. Failure: advance() throws Mismatch; the caller fails the group.
 #pragma once
 
-#include <deque>
 #include <functional>
 #include <memory>
 #include <vector>
 
-#include "engine/lanes/lane_state.h"
+#include "engine/lanes/lane_steps.h"
 #include "engine/progress/options.h"
 
 namespace syncengine {
@@ -38,14 +37,11 @@ class Lane {
   // Makes all steps that need no waiting, about `budget` bytes of them. True if anything moved.
   bool advance(size_t budget);
 
-  // Members (bit per group rank) whose next step this rank needs: all such members, or one for each reason to wait.
-  uint64_t missing(bool all) const;
-  // Members that hold up the oldest chunk. Others may be missing only because they wait for the same members.
-  uint64_t blocking_ranks() const;
-  // Members that have not made the call with this number.
-  uint64_t not_called(uint64_t number) const { return state_.behind(&shm::LaneProgress::called, number + 1, true); }
+  // What it waits for.
+  const LaneSteps& steps() const { return steps_; }
   const Item* oldest() const {
-    return state_.active.empty() ? (queue_.empty() ? nullptr : &queue_.front()) : &state_.active.front().item;
+    return state_.active.empty() ? (state_.queue.empty() ? nullptr : &state_.queue.front())
+                                 : &state_.active.front().item;
   }
   // Adds the ranges of this rank's memory that peers may still read or write.
   void add_direct_memory(std::vector<ArenaRange>& ranges) const;
@@ -57,23 +53,6 @@ class Lane {
  private:
   using Active = LaneState::Active;
   using Cursor = LaneState::Cursor;
-  // Whether a phase has a next step that this rank itself is ready for.
-  bool has_retire() const { return state_.pulled.operation != state_.retired; }
-  bool has_pull() const { return state_.pulled.total != state_.reduced.total; }
-  bool has_reduce() const { return state_.reduced.total != state_.staged.total; }
-  bool has_stage() const { return state_.staged.operation != state_.opened && has_slot(); }
-  bool has_open() const {
-    return !queue_.empty() && state_.active.size() != shm::kRecords && state_.retired >= opens_after_;
-  }
-  bool has_slot() const;  // for the next chunk, as far as is known
-  // And the members that this step waits for, all or one: without any, the step may be made. The own bit: envelopes
-  // still leave this rank's memory.
-  uint64_t retire_blockers(bool all) const;
-  uint64_t pull_blockers(bool all) const;
-  uint64_t reduce_blockers(bool all) const;
-  uint64_t stage_blockers(bool all) const;
-  uint64_t open_blockers(bool all) const;
-  uint64_t compare_blockers(bool all) const;  // of the oldest operation
 
   void await_memory();
   bool open();
@@ -95,9 +74,8 @@ class Lane {
   Algorithm algorithm_;
   Trash& trash_;
   ChunkPlan plan_;
-  std::deque<Item> queue_;
-  uint64_t opens_after_ = 0;  // operations that must have ended before the next opens: one works on its memory
   std::unique_ptr<Exchange> exchange_;
+  const LaneSteps steps_{state_, exchange_.get()};
 };
 
 }  // namespace syncengine

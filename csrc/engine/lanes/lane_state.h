@@ -91,6 +91,8 @@ struct LaneState {
   const int id;
   const uint64_t peers =
       (group.size == 64 ? ~uint64_t{0} : (uint64_t{1} << group.size) - 1) & ~(uint64_t{1} << group.rank);
+  std::deque<Item> queue;     // not opened yet
+  uint64_t opens_after = 0;   // operations that must have ended before the next opens: one works on its memory
   std::deque<Active> active;  // operations retired .. opened - 1
   uint64_t retired = 0, opened = 0;
   Cursor staged, reduced, pulled;

@@ -50,24 +50,25 @@ void Traffic::end(Submissions::Batch late, const std::exception_ptr& error) {
 
 Traffic::Pending Traffic::oldest() const {
   Pending oldest;
-  auto consider = [&](const auto& queue) {
+  auto consider = [&](const auto& queue, const auto& steps) {
     const Lane::Item* item = queue.oldest();
-    if (item && (!oldest.item || item->since < oldest.item->since)) oldest = {item, queue.blocking_ranks()};
+    if (item && (!oldest.item || item->since < oldest.item->since)) oldest = {item, steps.blocking_ranks()};
   };
-  consider(user_lane_);
-  consider(scheduled_lane_);
-  consider(*schedule_);
-  consider(messenger_);
+  consider(user_lane_, user_lane_.steps());
+  consider(scheduled_lane_, scheduled_lane_.steps());
+  consider(*schedule_, *schedule_);
+  consider(messenger_, messenger_);
   return oldest;
 }
 
 uint64_t Traffic::missing(bool all) const {
-  return user_lane_.missing(all) | schedule_->missing(all) | scheduled_lane_.missing(all) | messenger_.missing();
+  return user_lane_.steps().missing(all) | schedule_->missing(all) | scheduled_lane_.steps().missing(all) |
+         messenger_.missing();
 }
 
 uint64_t Traffic::not_called(const Work::Place& place) const {
   if (place.lane == shm::kMessages) return 0;
-  return place.lane == shm::kUserLane ? user_lane_.not_called(place.number)
+  return place.lane == shm::kUserLane ? user_lane_.steps().not_called(place.number)
                                       : schedule_->not_announced(place.number, place.epoch);
 }
 
