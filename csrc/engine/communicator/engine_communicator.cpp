@@ -28,7 +28,7 @@ Group make_group(Engine& engine, const Placement& placement, const std::vector<i
               .bell = &engine.bell()};
   for (int member : placement.locals()) group.global_ranks.push_back(global_ranks[member]);
   for (int member = 0; member < group.size; ++member) {
-    group.arenas.push_back(member == group.rank ? nullptr : engine.peer(group.local_ranks[member]));
+    group.arenas.push_back(member == group.rank ? nullptr : engine.locals().peer(group.local_ranks[member]));
     std::byte* block = group.memory(member, static_cast<int64_t>(group.offsets[member]), sizeof(shm::GroupBlock));
     group.blocks.push_back(reinterpret_cast<shm::GroupBlock*>(block));
   }
@@ -48,13 +48,12 @@ std::shared_ptr<EngineCommunicator> EngineCommunicator::create(std::shared_ptr<E
   std::shared_ptr<EngineCommunicator> made(new EngineCommunicator(std::move(engine), std::move(placement),
                                                                   std::move(global_ranks), std::move(locals), origin,
                                                                   std::move(interhost)));
-  if (made->interhost_) {
-    made->engine_->locked([&] {
+  made->engine_->locked([&] {
+    if (made->interhost_)
       made->interhost_->enroll(
           [self = made.get()](const Error& error) { self->end(shm::Standing::Failed, error, error); });
-    });
-  }
-  made->engine_->add(made.get());
+    made->engine_->progressables().add(made.get());
+  });
   return made;
 }
 
@@ -68,7 +67,7 @@ EngineCommunicator::EngineCommunicator(std::shared_ptr<Engine> engine, Placement
       group_(std::move(locals)),
       interhost_(std::move(interhost)),
       // A rank that shares its host waits for that one's ranks as well.
-      io_loop_(interhost_ && engine_->is_alone() ? interhost_->io_loop() : nullptr),
+      io_loop_(interhost_ && engine_->locals().size() == 1 ? interhost_->io_loop() : nullptr),
       traffic_(group_, placement_, global_ranks_, engine_->options().algorithm, engine_->lock().trash(),
                interhost_ ? interhost_->make_parts() : Traffic::Parts{}) {}
 
@@ -77,8 +76,8 @@ EngineCommunicator::~EngineCommunicator() {
   engine_->locked([&] {
     leave();
     if (interhost_) interhost_->forget();
+    engine_->progressables().remove(this);
   });
-  engine_->remove(this);
   if (origin_ == Origin::Split) give_back_block();
 }
 

@@ -117,7 +117,7 @@ std::vector<int> EngineCommunicator::dead() {
   return engine_->locked([&] {
     std::vector<int> members;
     for (int member = 0; member < group_.size; ++member)
-      if (engine_->is_dead(group_.local_ranks[member])) members.push_back(member);
+      if (engine_->locals().is_dead(group_.local_ranks[member])) members.push_back(member);
     return members;
   });
 }
@@ -137,7 +137,7 @@ std::string EngineCommunicator::what_is_pending() const {
   uint64_t members = interhost_ ? interhost_->blocking_ranks(traffic_) : locals;
   std::string names = rank_names(global_ranks_, members & ~(uint64_t{1} << rank()));
   std::string who = group_.name(group_.rank) + (names.empty() ? " is not done" : " waits for " + names);
-  std::string crosswise = engine_->who_waits_for_me(local_ranks(locals), *this);
+  std::string crosswise = engine_->sleepers().who_waits_for_me(local_ranks(locals), *this);
   return who + " since " + seconds_text(Clock::now() - item->since) + " in " + describe(item->operation) +
          (crosswise.empty() ? "" : "; meanwhile " + crosswise);
 }
@@ -145,7 +145,7 @@ std::string EngineCommunicator::what_is_pending() const {
 void EngineCommunicator::check_local_members() {
   for (int member = 0; member < group_.size; ++member) {
     if (member == group_.rank) continue;
-    bool dead = engine_->is_dead(group_.local_ranks[member]);  // before its end_record is read: it may say why
+    bool dead = engine_->locals().is_dead(group_.local_ranks[member]);  // before its end_record is read: it may say why
     const shm::EndRecord& end_record = group_.block(member).end_record;
     auto standing = static_cast<shm::Standing>(end_record.standing.load(std::memory_order_acquire));
     if (standing == shm::Standing::Member && !dead) continue;

@@ -69,7 +69,7 @@ Outlook EngineCommunicator::look_around(uint64_t without) {
     for (int member : placement_.locals()) {
       const uint64_t bit = uint64_t{1} << member;
       const int local = placement_.local_index(member);
-      if (engine_->is_dead(group_.local_ranks[local])) sees.gone |= bit;
+      if (engine_->locals().is_dead(group_.local_ranks[local])) sees.gone |= bit;
       const uint64_t word =
           group_.block(local).succession.arrived.load(std::memory_order_acquire);  // acquire: as above
       if (word == shm::kNeverComes) sees.gone |= bit;

@@ -11,11 +11,11 @@ Network::Network(std::shared_ptr<Engine> engine, std::unique_ptr<Interhost> inte
     : engine_(std::move(engine)), interhost_(std::move(interhost)) {
   expected_.insert(0);  // the job's own communicator
   engine_->expect_io_thread();
-  engine_->add(this);
+  engine_->locked([this] { engine_->progressables().add(this); });
   try {
     thread_ = std::thread(&Network::thread_main, this);
   } catch (...) {
-    engine_->remove(this);
+    engine_->locked([this] { engine_->progressables().remove(this); });
     throw;
   }
 }
@@ -83,7 +83,7 @@ Network::~Network() {
   driver_.stop();
   interhost_->stop();
   thread_.join();
-  engine_->remove(this);
+  engine_->locked([this] { engine_->progressables().remove(this); });
 }
 
 uint32_t Network::take_number(int rank) {

@@ -36,27 +36,17 @@ Engine::~Engine() {
 }
 
 void Engine::attach(std::vector<std::unique_ptr<shm::PeerArena>> peers, int local_rank, std::vector<int> names) {
-  peers_ = std::move(peers);
-  local_rank_ = local_rank;
-  names_ = std::move(names);
-  int local_size = static_cast<int>(peers_.size());
-  std::vector<shm::Doorbell*> doorbells;
-  std::vector<shm::WaitBoard*> boards;
-  for (auto& peer : peers_) {
-    shm::ArenaHeader& header = peer ? peer->header() : arena_->header();
-    doorbells.push_back(&header.doorbell);
-    boards.push_back(&header.board);
-  }
-  deadlock_detector_ = std::make_unique<DeadlockDetector>(std::move(boards), local_rank_);
-  bell_ = std::make_unique<Bell>(std::move(doorbells), local_rank_);
-  cores_to_spare_ = available_cores() >= local_size;
-  lazy_ = available_cores() < 2 * local_size;
+  locals_.emplace(arena_->header(), std::move(peers), local_rank, std::move(names));
+  sleepers_.emplace(*locals_);
+  bell_ = std::make_unique<Bell>(locals_->each(&shm::ArenaHeader::doorbell), local_rank);
+  cores_to_spare_ = available_cores() >= locals_->size();
+  lazy_ = available_cores() < 2 * locals_->size();
   if (!lazy_) driver_.ignore_visits();
 }
 
 void Engine::expect_io_thread() {
   io_thread_ = true;
-  cores_to_spare_ = available_cores() >= 2 * static_cast<int>(peers_.size());
+  cores_to_spare_ = available_cores() >= 2 * locals_->size();
 }
 
 shm::Pool* Engine::gradient_pool() {
@@ -66,27 +56,11 @@ shm::Pool* Engine::gradient_pool() {
   return gradient_pool_;
 }
 
-void Engine::add(Progressable* progressable) {
-  std::lock_guard lock(lock_);
-  progressables_.push_back(progressable);
-}
-
-void Engine::remove(Progressable* progressable) {
-  std::lock_guard lock(lock_);
-  std::erase(progressables_, progressable);
-}
-
-bool Engine::advance() {
-  bool moved = false;
-  for (Progressable* progressable : progressables_) moved |= progressable->advance();
-  return moved;
-}
-
 bool Engine::pass() {
   bool moved = false;
   {
     std::lock_guard lock(lock_);
-    moved = advance();
+    moved = progressables_.advance();
     if (moved) wake_io_loop();
   }
   // Another thread of this rank may sleep for what this pass did, or with an interest that it changed.
@@ -100,7 +74,7 @@ void Engine::poke(Progressable& owner) {
   if (std::unique_lock lock(lock_, std::try_to_lock); lock) {
     bool again = true;
     for (int passes = 0; again && passes < (lazy_ ? kPokePasses : 1); ++passes) {
-      again = advance();
+      again = progressables_.advance();
       moved |= again;
     }
     if (moved) wake_io_loop();
@@ -123,8 +97,8 @@ bool Engine::progress() {
     std::lock_guard lock(lock_);
     uint64_t before = tally_.ended.load(std::memory_order_relaxed);  // relaxed: works end under the lock
     for (int passes = 0; moved && passes < kIoPasses; ++passes) {
-      if (bell_->anybody_listens()) bell_->listen_for(interest());  // to what the sleepers need now
-      moved = advance();
+      if (bell_->anybody_listens()) bell_->listen_for(progressables_.interest());  // to what the sleepers need now
+      moved = progressables_.advance();
       any |= moved;
     }
     ended = tally_.ended.load(std::memory_order_relaxed) != before;
@@ -132,12 +106,6 @@ bool Engine::progress() {
   }
   if ((moved || ended) && bell_->anybody_listens()) bell_->ring_self();
   return any;
-}
-
-uint64_t Engine::interest() const {
-  uint64_t ranks = 0;
-  for (Progressable* progressable : progressables_) ranks |= progressable->interest();
-  return ranks;
 }
 
 void Engine::sever_tensors(const std::vector<ArenaRange>& ranges, const Error& cause) {

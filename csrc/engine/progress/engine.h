@@ -17,6 +17,7 @@
 #include <limits>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -99,10 +100,77 @@ class Progressable {
   virtual std::string describe_wait(const Work&) const { return ""; }
 };
 
+// All of one engine's, under the same lock. Each adds and removes itself.
+class Progressables {
+ public:
+  void add(Progressable* progressable) { all_.push_back(progressable); }
+  void remove(Progressable* progressable) { std::erase(all_, progressable); }
+  auto begin() const { return all_.begin(); }
+  auto end() const { return all_.end(); }
+
+  bool advance() {
+    bool moved = false;
+    for (Progressable* progressable : all_) moved |= progressable->advance();
+    return moved;
+  }
+  uint64_t interest() const {
+    uint64_t ranks = 0;
+    for (Progressable* progressable : all_) ranks |= progressable->interest();
+    return ranks;
+  }
+  void check_health() {
+    const auto all = all_;  // a failure may reach others
+    for (Progressable* progressable : all) progressable->check_health();
+  }
+
+ private:
+  std::vector<Progressable*> all_;
+};
+
 // How many threads of this process might make calls; asked by one that waits. kUnknown if it is not one of those
 // counted.
 using CountCallers = std::function<int()>;
 inline constexpr int kUnknownCallers = std::numeric_limits<int>::max();
+
+// The threads of this rank that have waited for a while: the peers hear what each of them waits for, and waits of ranks
+// that wait for each other are ended.
+//
+// Ownership: what it is made of outlives it. Thread-safety: under the engine's progress lock. Failure: none.
+class Sleepers {
+ public:
+  struct Thread {
+    const Work& work;
+    const Progressable& owner;
+    bool gives_up;
+    int callers = kUnknownCallers;  // as this thread has counted them
+  };
+
+  explicit Sleepers(const LocalRanks& locals)
+      : locals_(locals), detector_(locals.each(&shm::ArenaHeader::board), locals.me()) {}
+
+  void add(const Thread* thread) { threads_.push_back(thread); }  // the peers hear of it at the next check
+  void remove(const Thread* thread) {                             // they hear of it at once
+    std::erase(threads_, thread);
+    publish();
+  }
+  // About every 50 ms, behind the checks of `all` themselves.
+  void check(const Progressables& all) {
+    publish();
+    if (uint64_t stuck = detector_.search()) end_deadlock(stuck, all);
+  }
+
+  // "rank 1 waits in its collective call number 2 for rank 0", for those of `local_ranks` that do; empty if none.
+  // `beside`: the communicator that the reader has in mind.
+  std::string who_waits_for_me(uint64_t local_ranks, const Progressable& beside) const;
+
+ private:
+  void publish();
+  void end_deadlock(uint64_t stuck, const Progressables& all);
+
+  const LocalRanks& locals_;
+  std::vector<const Thread*> threads_;
+  DeadlockDetector detector_;
+};
 
 class Engine : public std::enable_shared_from_this<Engine> {
  public:
@@ -122,14 +190,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   const Options& options() const { return options_; }
   const std::shared_ptr<shm::Arena>& arena() const { return arena_; }
-  shm::PeerArena* peer(int local_rank) const { return peers_[local_rank].get(); }
-  int local_rank() const { return local_rank_; }
-  bool is_alone() const { return peers_.size() == 1; }  // on its host
+  LocalRanks& locals() { return *locals_; }
   Bell& bell() { return *bell_; }
   shm::Pool* gradient_pool();  // null if gradients are not to lie in the arena
 
-  void add(Progressable* progressable);
-  void remove(Progressable* progressable);
   ProgressLock& lock() { return lock_; }
   template <class Change>
   auto locked(Change&& change) {
@@ -148,39 +212,30 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Work::Tally& tally() { return tally_; }
 
   // Under the progress lock.
+  Progressables& progressables() { return progressables_; }
+  const Sleepers& sleepers() const { return *sleepers_; }
   void wake_io_loop() {
     if (asleep_) asleep_->wake();
   }
-  bool is_dead(int local_rank);
   // Those that must be `apart`. Who still reads others finds afterwards that their owner has failed.
   void sever_tensors(const std::vector<ArenaRange>& ranges, const Error& cause);
-  // "rank 1 waits in its collective call number 2 for rank 0", for those of `local_ranks` that do; empty if none.
-  std::string who_waits_for_me(uint64_t local_ranks, const Progressable& beside) const;
-  const std::vector<Progressable*>& progressables() const { return progressables_; }
+
   uint64_t sleeps() const { return sleeps_.load(std::memory_order_relaxed); }
   void throw_if_forked() const;
 
  private:
   void thread_main(std::promise<void> begun);
-  bool advance();  // under the progress lock
   bool pass();
-  uint64_t interest() const;  // under the progress lock
   // Sleeps, unless something moves or `over()`; with an I/O loop, in it.
   void rest(Duration at_most, const std::function<bool()>& over, IoLoop* io_loop = nullptr);
   bool drive_io(const Work& work, IoLoop& io_loop, const std::function<bool()>& spin_again);
   void check_health();
-  void publish_waits();
-  void end_deadlock(uint64_t stuck);
-  std::string describe_wait(int local_rank, const DeadlockDetector::Wait& wait, const Progressable& beside) const;
-  std::string name_of(int local_rank) const { return "rank " + std::to_string(names_[local_rank]); }
 
   std::shared_ptr<shm::Arena> arena_;
   int watchers_;  // who may look whether this process lives
-  int local_rank_ = 0;
-  std::vector<int> names_;  // of the local ranks, for messages
   Options options_;
   CountCallers count_callers_;
-  std::vector<std::unique_ptr<shm::PeerArena>> peers_;
+  std::optional<LocalRanks> locals_;
   std::unique_ptr<Bell> bell_;
   shm::Pool* gradient_pool_ = nullptr;  // made when it is asked for; under lock_
   bool lazy_ = false;                   // no cores for the engines' threads beside the ranks' own
@@ -188,17 +243,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool io_thread_ = false;
 
   ProgressLock lock_;
-  std::vector<Progressable*> progressables_;
-  uint64_t dead_ = 0;
-  struct Sleeper {
-    const Work& work;
-    const Progressable& owner;
-    bool gives_up;
-    int callers = kUnknownCallers;  // as this thread has counted them
-  };
-  IoLoop* asleep_ = nullptr;              // a waiting thread sleeps in it
-  std::vector<const Sleeper*> sleepers_;  // threads that have waited for a while
-  std::unique_ptr<DeadlockDetector> deadlock_detector_;
+  Progressables progressables_;
+  std::optional<Sleepers> sleepers_;
+  IoLoop* asleep_ = nullptr;  // a waiting thread sleeps in it
 
   Work::Tally tally_;
   std::atomic<uint64_t> sleeps_{0};

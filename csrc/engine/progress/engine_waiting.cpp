@@ -63,6 +63,13 @@ class Tick {
   Deadline next_ = Deadline::never();
 };
 
+std::string describe(int local_rank, const DeadlockDetector::Wait& wait, const Progressable& beside) {
+  std::string number = std::to_string(wait.place.number);
+  std::string text = wait.place.lane == shm::kUserLane ? "its collective call number " + number
+                                                       : "a gradient bucket (number " + number + ")";
+  return beside.has_block(local_rank, wait.group) ? text : text + " of another communicator";
+}
+
 }  // namespace
 
 void Engine::rest(Duration at_most, const std::function<bool()>& over, IoLoop* io_loop) {
@@ -72,8 +79,8 @@ void Engine::rest(Duration at_most, const std::function<bool()>& over, IoLoop* i
     // One critical section: a thread that changes what this one waits for does so before, and is seen, or after, and
     // rings.
     std::lock_guard lock(lock_);
-    ticket = bell_->listen(interest());
-    moved = advance();
+    ticket = bell_->listen(progressables_.interest());
+    moved = progressables_.advance();
     if (io_loop) asleep_ = io_loop;
   }
   if (!moved && !over()) {
@@ -115,16 +122,16 @@ void Engine::wait(const Work& work, Progressable& owner, const std::function<voi
   throw_if_forked();
   struct Waiter {
     Engine& engine;
-    Sleeper sleeper;
+    Sleepers::Thread thread;
     IoLoop* io_loop;
     bool sleeps = false;
-    Waiter(Engine& e, Sleeper s, IoLoop* c) : engine(e), sleeper(s), io_loop(c) { engine.driver_.enter(); }
+    Waiter(Engine& e, Sleepers::Thread t, IoLoop* c) : engine(e), thread(t), io_loop(c) { engine.driver_.enter(); }
     // From now on the peers hear of it. Before the thread goes on they must hear that it does.
     void sleep() {
       int callers = engine.count_callers_ ? engine.count_callers_() : kUnknownCallers;
       engine.locked([&] {
-        sleeper.callers = callers;
-        if (!std::exchange(sleeps, true)) engine.sleepers_.push_back(&sleeper);
+        thread.callers = callers;
+        if (!std::exchange(sleeps, true)) engine.sleepers_->add(&thread);
       });
     }
     // Returns whether there is work for others.
@@ -135,12 +142,7 @@ void Engine::wait(const Work& work, Progressable& owner, const std::function<voi
       return true;
     }
     ~Waiter() {
-      if (sleeps) {
-        engine.locked([&] {
-          std::erase(engine.sleepers_, &sleeper);
-          engine.publish_waits();
-        });
-      }
+      if (sleeps) engine.locked([&] { engine.sleepers_->remove(&thread); });
       if (leave() && io_loop) io_loop->notify();
     }
   } waiter(*this, {work, owner, gives_up}, owner.io_loop());
@@ -156,7 +158,8 @@ void Engine::wait(const Work& work, Progressable& owner, const std::function<voi
     TracedWait(Engine& engine, const Work& work, const Progressable& owner) {
       if (!trace::is_on() || work.ended()) return;
       uint64_t locals = engine.locked([&] { return owner.wait_of(work).missing; });
-      for (; locals != 0; locals &= locals - 1) ranks |= uint64_t{1} << (engine.names_[std::countr_zero(locals)] & 63);
+      for (; locals != 0; locals &= locals - 1)
+        ranks |= uint64_t{1} << (engine.locals_->in_job(std::countr_zero(locals)) & 63);
       waited = waited_here();
       begin = trace::now();
     }
@@ -173,7 +176,7 @@ void Engine::wait(const Work& work, Progressable& owner, const std::function<voi
     bool drove_io = waiter.io_loop && drive_io(work, *waiter.io_loop, [&] { return spin.again(); });
     bool moved = !drove_io && pass();
     // Who waits for other hosts alone spins once; then its core is for the thread that moves bytes.
-    if (moved && !(io_thread_ && locked([this] { return interest() == 0; }))) spin.reset();
+    if (moved && !(io_thread_ && locked([this] { return progressables_.interest() == 0; }))) spin.reset();
     if (drove_io && work.ended()) break;
     bool idle = !drove_io && !moved && !work.ended() && !spin.again();
     if (!drove_io && !idle && !tick.due()) continue;
@@ -207,71 +210,53 @@ void Engine::thread_main(std::promise<void> begun) {
 void Engine::check_health() {
   sync_point("looking");
   std::lock_guard lock(lock_);
-  auto progressables = progressables_;  // a failure may reach others
-  for (Progressable* progressable : progressables) progressable->check_health();
-  publish_waits();
-  if (uint64_t stuck = deadlock_detector_->search()) end_deadlock(stuck);
+  progressables_.check_health();
+  sleepers_->check(progressables_);
 }
 
-bool Engine::is_dead(int local_rank) {
-  uint64_t bit = uint64_t{1} << local_rank;
-  if (local_rank == local_rank_) return false;
-  if (!(dead_ & bit) && shm::found_dead(peers_[local_rank]->header(), local_rank_)) dead_ |= bit;
-  return dead_ & bit;
-}
-
-void Engine::publish_waits() {
+void Sleepers::publish() {
   std::vector<DeadlockDetector::Wait> waits;
   // The last of them to come has counted while all others were here; nobody else was left to start another thread
   // since.
   bool everybody = true;
-  for (const Sleeper* sleeper : sleepers_) {
-    waits.push_back(sleeper->owner.wait_of(sleeper->work));
-    everybody &= static_cast<size_t>(sleeper->callers) <= sleepers_.size() && !sleeper->gives_up;
+  for (const Thread* thread : threads_) {
+    waits.push_back(thread->owner.wait_of(thread->work));
+    everybody &= static_cast<size_t>(thread->callers) <= threads_.size() && !thread->gives_up;
   }
-  deadlock_detector_->publish(waits, everybody);
+  detector_.publish(waits, everybody);
 }
 
 // Each rank that finds it fails what it waits for itself, and what the others wait for from it.
-void Engine::end_deadlock(uint64_t stuck) {
-  const Sleeper& first = *sleepers_.front();
+void Sleepers::end_deadlock(uint64_t stuck, const Progressables& all) {
+  const Thread& first = *threads_.front();
   std::string text;
-  for (const auto& link : deadlock_detector_->chain(stuck)) {
-    text += text.empty() ? name_of(link.rank) + " waits in " + first.owner.describe_wait(first.work)
-                         : ", which waits in " + describe_wait(link.rank, link.wait, first.owner);
-    text += " for " + name_of(link.next);
+  for (const auto& link : detector_.chain(stuck)) {
+    text += text.empty() ? locals_.name(link.rank) + " waits in " + first.owner.describe_wait(first.work)
+                         : ", which waits in " + describe(link.rank, link.wait, first.owner);
+    text += " for " + locals_.name(link.next);
   }
   text += ": the ranks make different calls";
   std::vector<Progressable*> failing;
-  for (Progressable* progressable : progressables_) {
-    bool mine = std::any_of(sleepers_.begin(), sleepers_.end(), [&](auto* s) { return &s->owner == progressable; });
-    for (uint64_t left = stuck & ~(uint64_t{1} << local_rank_); left != 0; left &= left - 1) {
+  for (Progressable* progressable : all) {
+    bool mine = std::any_of(threads_.begin(), threads_.end(), [&](auto* t) { return &t->owner == progressable; });
+    for (uint64_t left = stuck & ~(uint64_t{1} << locals_.me()); left != 0; left &= left - 1) {
       int rank = std::countr_zero(left);
-      for (const auto& wait : deadlock_detector_->waits_for_me(rank)) mine |= progressable->has_block(rank, wait.group);
+      for (const auto& wait : detector_.waits_for_me(rank)) mine |= progressable->has_block(rank, wait.group);
     }
     if (mine) failing.push_back(progressable);
   }
   for (Progressable* progressable : failing) progressable->fail(ErrorKind::Mismatch, text);
 }
 
-std::string Engine::who_waits_for_me(uint64_t local_ranks, const Progressable& beside) const {
+std::string Sleepers::who_waits_for_me(uint64_t local_ranks, const Progressable& beside) const {
   std::string text;
-  for (uint64_t left = local_ranks & ~(uint64_t{1} << local_rank_); left != 0; left &= left - 1) {
+  for (uint64_t left = local_ranks & ~(uint64_t{1} << locals_.me()); left != 0; left &= left - 1) {
     int rank = std::countr_zero(left);
-    for (const auto& wait : deadlock_detector_->waits_for_me(rank))
-      text += (text.empty() ? "" : ", ") + name_of(rank) + " waits in " + describe_wait(rank, wait, beside) + " for " +
-              name_of(local_rank_);
+    for (const auto& wait : detector_.waits_for_me(rank))
+      text += (text.empty() ? "" : ", ") + locals_.name(rank) + " waits in " + describe(rank, wait, beside) + " for " +
+              locals_.name(locals_.me());
   }
   return text;
-}
-
-// `beside`: the communicator that the reader has in mind.
-std::string Engine::describe_wait(int local_rank, const DeadlockDetector::Wait& wait,
-                                  const Progressable& beside) const {
-  std::string number = std::to_string(wait.place.number);
-  std::string text = wait.place.lane == shm::kUserLane ? "its collective call number " + number
-                                                       : "a gradient bucket (number " + number + ")";
-  return beside.has_block(local_rank, wait.group) ? text : text + " of another communicator";
 }
 
 }  // namespace syncengine

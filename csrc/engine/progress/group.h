@@ -1,10 +1,10 @@
-// The members of one communicator as memory: whose block is where, and who must be woken.
-//
-// Ownership: views; the engine owns the arenas. Thread-safety: constant after construction.
+// The ranks of this host, and the members of one communicator among them, as memory.
 #pragma once
 
 #include <atomic>
+#include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/trace.h"
@@ -20,6 +20,49 @@ struct ArenaRange {
   bool apart;  // cut loose at a failure: they may still write there, or send on what its owner writes next
 };
 
+// The ranks of this host, by local rank: their arenas, what messages call them, and which of them have died.
+//
+// Ownership: of the mappings of the peers' arenas; the own one outlives it. Thread-safety: constant but for is_dead(),
+// which is called under the progress lock. Failure: none.
+class LocalRanks {
+ public:
+  // `peers`: null for the own one, `me`. `names`: their ranks in the job.
+  LocalRanks(shm::ArenaHeader& own, std::vector<std::unique_ptr<shm::PeerArena>> peers, int me, std::vector<int> names)
+      : own_(own), peers_(std::move(peers)), me_(me), names_(std::move(names)) {}
+
+  int size() const { return static_cast<int>(peers_.size()); }
+  int me() const { return me_; }
+  shm::PeerArena* peer(int rank) const { return peers_[rank].get(); }
+  int in_job(int rank) const { return names_[rank]; }
+  std::string name(int rank) const { return "rank " + std::to_string(names_[rank]); }
+  // A part of the header of each one's arena.
+  template <class Part>
+  std::vector<Part*> each(Part shm::ArenaHeader::* part) const {
+    std::vector<Part*> parts;
+    for (const auto& peer : peers_) {
+      shm::ArenaHeader& header = peer ? peer->header() : own_;  // named: of `?:`, g++ 12 takes parts from a copy
+      parts.push_back(&(header.*part));
+    }
+    return parts;
+  }
+  bool is_dead(int rank) {
+    uint64_t bit = uint64_t{1} << rank;
+    if (rank == me_) return false;
+    if (!(dead_ & bit) && shm::found_dead(peers_[rank]->header(), me_)) dead_ |= bit;
+    return dead_ & bit;
+  }
+
+ private:
+  shm::ArenaHeader& own_;
+  std::vector<std::unique_ptr<shm::PeerArena>> peers_;
+  int me_;
+  std::vector<int> names_;
+  uint64_t dead_ = 0;
+};
+
+// The members of one communicator: whose block is where, and who must be woken.
+//
+// Ownership: views; the engine owns the arenas. Thread-safety: constant after construction.
 struct Group {
   int rank;
   int size;
