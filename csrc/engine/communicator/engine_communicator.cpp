@@ -11,74 +11,9 @@
 
 namespace syncengine {
 
-namespace {
-
-// Of the members on this host.
-Group make_group(Engine& engine, const Placement& placement, const std::vector<int>& global_ranks,
-                 std::vector<int> local_ranks, std::vector<uint64_t> offsets, uint64_t trace_id) {
-  Group group{.rank = placement.local_index(placement.rank),
-              .size = static_cast<int>(local_ranks.size()),
-              .id = trace_id,
-              .global_ranks = {},
-              .local_ranks = std::move(local_ranks),
-              .offsets = std::move(offsets),
-              .blocks = {},
-              .arenas = {},
-              .arena = engine.arena().get(),
-              .bell = &engine.bell()};
-  for (int member : placement.locals()) group.global_ranks.push_back(global_ranks[member]);
-  for (int member = 0; member < group.size; ++member) {
-    group.arenas.push_back(member == group.rank ? nullptr : engine.locals().peer(group.local_ranks[member]));
-    std::byte* block = group.memory(member, static_cast<int64_t>(group.offsets[member]), sizeof(shm::GroupBlock));
-    group.blocks.push_back(reinterpret_cast<shm::GroupBlock*>(block));
-  }
-  return group;
-}
-
-}  // namespace
-
-// No message comes, and it is not moved, before all of it is there.
-std::shared_ptr<EngineCommunicator> EngineCommunicator::create(std::shared_ptr<Engine> engine, Placement placement,
-                                                               std::vector<int> global_ranks,
-                                                               std::vector<int> local_ranks,
-                                                               std::vector<uint64_t> offsets, Origin origin,
-                                                               std::unique_ptr<hosts::InterhostMembers> interhost,
-                                                               uint64_t trace_id) {
-  Group locals = make_group(*engine, placement, global_ranks, std::move(local_ranks), std::move(offsets), trace_id);
-  std::shared_ptr<EngineCommunicator> made(new EngineCommunicator(std::move(engine), std::move(placement),
-                                                                  std::move(global_ranks), std::move(locals), origin,
-                                                                  std::move(interhost)));
-  made->engine_->locked([&] {
-    if (made->interhost_)
-      made->interhost_->enroll(
-          [self = made.get()](const Error& error) { self->end(shm::Standing::Failed, error, error); });
-    made->engine_->progressables().add(made.get());
-  });
-  return made;
-}
-
-EngineCommunicator::EngineCommunicator(std::shared_ptr<Engine> engine, Placement placement,
-                                       std::vector<int> global_ranks, Group locals, Origin origin,
-                                       std::unique_ptr<hosts::InterhostMembers> interhost)
-    : engine_(std::move(engine)),
-      origin_(origin),
-      placement_(std::move(placement)),
-      global_ranks_(std::move(global_ranks)),
-      group_(std::move(locals)),
-      interhost_(std::move(interhost)),
-      // A rank that shares its host waits for that one's ranks as well.
-      io_loop_(interhost_ && engine_->locals().size() == 1 ? interhost_->io_loop() : nullptr),
-      traffic_(group_, placement_, global_ranks_, engine_->options().algorithm, engine_->lock().trash(),
-               interhost_ ? interhost_->make_parts() : Traffic::Parts{}) {}
-
-EngineCommunicator::~EngineCommunicator() {
-  if (engine_->arena()->forked()) return;
-  engine_->locked([&] {
-    leave();
-    if (interhost_) interhost_->forget();
-    engine_->progressables().remove(this);
-  });
-  if (origin_ == Origin::Split) give_back_block();
+EngineCommunicator::EngineCommunicator(std::shared_ptr<Engine> engine, Members members, Membership::Origin origin)
+    : engine_(std::move(engine)), members_(std::move(members)), membership_(*engine_, members_, submissions_, origin) {
+  membership_.begin();
 }
 
 std::shared_ptr<Work> EngineCommunicator::enqueue(Operation operation) {
@@ -97,7 +32,7 @@ std::shared_ptr<Work> EngineCommunicator::enqueue(Operation operation, std::shar
 
 std::shared_ptr<Work> EngineCommunicator::submit(Operation operation) {
   auto work = enqueue(std::move(operation));
-  engine_->poke(*this);
+  engine_->poke(membership_);
   return work;
 }
 
@@ -113,7 +48,7 @@ std::shared_ptr<Work> EngineCommunicator::post(Message message, bool sends) {
                                              " is not another one of 0.." + std::to_string(size() - 1) +
                                              "; what a rank would send to itself, it can copy");
   auto work = submissions_.add(std::move(message), sends);
-  engine_->poke(*this);
+  engine_->poke(membership_);
   return work;
 }
 
@@ -146,7 +81,7 @@ std::shared_ptr<const Slots> EngineCommunicator::reserve_slots(size_t count,
     if ((*ends)[0] == -(*ends)[1]) break;
   }
   if (auto slots = slots_->take(from, count, static_cast<uint64_t>((*ends)[2]))) return slots;
-  std::string text = group_.name(group_.rank) + ": two threads reserve gradient buckets on one communicator at a time";
+  std::string text = members_.name() + ": two threads reserve gradient buckets on one communicator at a time";
   abort(ErrorKind::InvalidUsage, text);
   throw Error(ErrorKind::InvalidUsage, text);
 }
@@ -155,18 +90,13 @@ std::shared_ptr<Work> EngineCommunicator::announce(std::shared_ptr<const Slots> 
                                                    Operation operation) {
   const uint64_t slot = slots->first() + index;
   auto work = enqueue(std::move(operation), std::move(slots), slot, step);
-  engine_->poke(*this);
+  engine_->poke(membership_);
   return work;
 }
 
 void EngineCommunicator::refuse(const std::shared_ptr<const Slots>& slots, uint64_t step, const std::string& text) {
   throw_if_failed();
-  engine_->locked([&] {
-    if (ended_) return;
-    take_calls();  // what was announced before
-    traffic_.schedule().refuse(*slots, slots->number(step), text);
-    group_.bell->ring_all();
-  });
+  engine_->locked([&] { membership_.refuse(*slots, step, text); });
 }
 
 std::shared_ptr<Work> EngineCommunicator::end_refused(std::shared_ptr<const Slots> slots, uint64_t step,
@@ -177,7 +107,7 @@ std::shared_ptr<Work> EngineCommunicator::end_refused(std::shared_ptr<const Slot
   operation.keepalive = std::move(how);
   const uint64_t slot = slots->end_slot();
   auto work = enqueue(std::move(operation), std::move(slots), slot, step);
-  engine_->poke(*this);
+  engine_->poke(membership_);
   return work;
 }
 
@@ -190,21 +120,22 @@ void EngineCommunicator::wait(const std::shared_ptr<Work>& work, const std::func
       sync_point("giving up");
       engine_->locked([&] {
         // Another thread may have ended it meanwhile.
-        if (!work->ended()) fail(ErrorKind::Timeout, what_is_pending() + ": wait(timeout=...) gave up");
+        if (!work->ended())
+          membership_.fail(ErrorKind::Timeout, membership_.what_is_pending() + ": wait(timeout=...) gave up");
       });
     }
     try {
       if (interrupted) interrupted();
     } catch (const std::exception& error) {
-      const std::string text = group_.name(group_.rank) + failure_text(error, "a collective");
-      engine_->locked([&] { fail(ErrorKind::Aborted, text); });
+      const std::string text = members_.name() + failure_text(error, "a collective");
+      engine_->locked([&] { membership_.fail(ErrorKind::Aborted, text); });
       throw;
     } catch (...) {
-      engine_->locked([&] { fail(ErrorKind::Aborted, group_.name(group_.rank) + " left a collective"); });
+      engine_->locked([&] { membership_.fail(ErrorKind::Aborted, members_.name() + " left a collective"); });
       throw;
     }
   };
-  engine_->wait(*work, *this, guarded, at_most.has_value());
+  engine_->wait(*work, membership_, guarded, at_most.has_value());
   work->rethrow_if_failed();
 }
 
@@ -215,18 +146,21 @@ void EngineCommunicator::throw_if_failed() const {
 
 void EngineCommunicator::check_peers() {
   engine_->throw_if_forked();
-  engine_->locked([&] { check_health(); });
+  engine_->locked([&] { membership_.check_health(); });
   throw_if_failed();
 }
 
-std::string EngineCommunicator::describe_links() const { return interhost_ ? interhost_->describe_links() : ""; }
+std::string EngineCommunicator::describe_links() const {
+  return members_.interhost ? members_.interhost->describe_links() : "";
+}
 
 bool EngineCommunicator::has_device_transport() const {
-  return interhost_ && interhost_->interhost().has_device_transport();
+  return members_.interhost && members_.interhost->interhost().has_device_transport();
 }
 
 std::unique_ptr<DeviceTransport> EngineCommunicator::open_device_transport(int device, const std::string& name) {
-  return interhost_ ? interhost_->interhost().open_device_transport(interhost_->job_ranks(), device, name) : nullptr;
+  const auto& interhost = members_.interhost;
+  return interhost ? interhost->interhost().open_device_transport(interhost->job_ranks(), device, name) : nullptr;
 }
 
 std::shared_ptr<void> EngineCommunicator::allocate(size_t bytes) {
@@ -237,45 +171,39 @@ std::shared_ptr<void> EngineCommunicator::allocate(size_t bytes) {
 std::map<std::string, uint64_t> EngineCommunicator::counters() const {
   engine_->throw_if_forked();
   return engine_->locked([&] {
-    auto counters = traffic_.counters();
+    auto counters = membership_.traffic().counters();
     counters["sleeps"] = engine_->sleeps();
     return counters;
   });
 }
 
-bool EngineCommunicator::advance() {
-  if (ended_) return false;
-  bool moved = take_calls();
-  moved |= advance_traffic();
-  if (moved) group_.bell->ring_interested();
-  return moved;
+void EngineCommunicator::abort(ErrorKind kind, const std::string& text) {
+  if (engine_->arena()->forked()) return;
+  engine_->locked([&] {
+    membership_.fail(kind, text);
+    if (membership_.origin() == Membership::Origin::Split) return;
+    for (Progressable* progressable : engine_->progressables()) progressable->fail(kind, text);
+  });
 }
 
-bool EngineCommunicator::take_calls() {
-  submissions_.swap(taken_);
-  const bool moved = !taken_.operations.empty();
-  traffic_.take(taken_);
-  return moved;
+void EngineCommunicator::close() {
+  if (engine_->arena()->forked()) return;
+  engine_->locked([&] {
+    membership_.leave();
+    if (membership_.origin() == Membership::Origin::Split) return;
+    for (Progressable* progressable : engine_->progressables()) progressable->leave();
+  });
+  engine_->lock().await_drops();
 }
 
-bool EngineCommunicator::advance_traffic() {
-  try {
-    return !ended_ && traffic_.advance();
-  } catch (const Error& error) {
-    fail(error.kind(), error.what());
-    return true;
-  } catch (const std::exception& error) {  // out of memory, say
-    fail(ErrorKind::Aborted, group_.name(group_.rank) + ": " + error.what());
-    return true;
-  }
-}
-
-uint64_t EngineCommunicator::interest() const { return ended_ ? 0 : local_ranks(traffic_.interest()); }
-
-uint64_t EngineCommunicator::local_ranks(uint64_t locals) const {
-  uint64_t local = 0;
-  for (int member = 0; member < group_.size; ++member) local |= (locals >> member & 1) << group_.local_ranks[member];
-  return local;
+std::vector<int> EngineCommunicator::dead() {
+  engine_->throw_if_forked();
+  return engine_->locked([&] {
+    std::vector<int> members;
+    for (int member = 0; member < members_.group.size; ++member)
+      if (engine_->locals().is_dead(members_.group.local_ranks[member])) members.push_back(member);
+    return members;
+  });
 }
 
 // Communicator.split(): the members agree on who is in, and tell each other where their blocks lie.
@@ -283,7 +211,12 @@ uint64_t EngineCommunicator::local_ranks(uint64_t locals) const {
 std::shared_ptr<Communicator> EngineCommunicator::split(const std::vector<int>& ranks,
                                                         const std::function<void()>& interrupted) {
   throw_if_failed();
-  Ticket mine;
+  // What a member tells the others of its part in the new communicator.
+  struct Ticket {
+    uint64_t offset = 0;   // of this rank's block for the new group
+    uint64_t members = 0;  // bit per rank of the parent; 0: stays out
+    uint64_t number = 0;   // between hosts: the new communicator's, from its first member
+  } mine;
   ++splits_;
   for (int rank : ranks) {
     if (rank < 0 || rank >= size())
@@ -297,9 +230,9 @@ std::shared_ptr<Communicator> EngineCommunicator::split(const std::vector<int>& 
     throw Error(ErrorKind::InvalidUsage, "split: rank " + std::to_string(rank()) +
                                              " must be among the ranks it names, or pass none to stay out");
   if (mine.members) mine.offset = engine_->arena()->allocate_group(sizeof(shm::GroupBlock));
-  bool reaches_out = std::any_of(ranks.begin(), ranks.end(), [&](int rank) { return on_other_host(rank); });
-  auto expected = reaches_out ? interhost_->expect_group() : nullptr;
-  if (reaches_out && std::countr_zero(mine.members) == rank()) mine.number = interhost_->take_number();
+  bool reaches_out = std::any_of(ranks.begin(), ranks.end(), [&](int rank) { return members_.on_other_host(rank); });
+  auto expected = reaches_out ? members_.interhost->expect_group() : nullptr;
+  if (reaches_out && std::countr_zero(mine.members) == rank()) mine.number = members_.interhost->take_number();
 
   auto tickets = std::make_shared<std::vector<Ticket>>(size());
   Operation gather{.collective = Collective::AllGather,
@@ -314,6 +247,7 @@ std::shared_ptr<Communicator> EngineCommunicator::split(const std::vector<int>& 
   auto name = [&](int rank) { return rank_names(global_ranks(), uint64_t{1} << rank); };
   auto names = [&](uint64_t mask) { return mask == 0 ? "none" : rank_names(global_ranks(), mask); };
   std::vector<int> members;
+  std::vector<uint64_t> offsets;
   for (int rank = 0; rank < size(); ++rank) {
     if (!(mine.members >> rank & 1)) continue;
     if ((*tickets)[rank].members != mine.members) {
@@ -323,30 +257,11 @@ std::shared_ptr<Communicator> EngineCommunicator::split(const std::vector<int>& 
       throw Error(ErrorKind::Mismatch, text);
     }
     members.push_back(rank);
+    if (!members_.on_other_host(rank)) offsets.push_back((*tickets)[rank].offset);
   }
-  return join(members, *tickets, Origin::Split);
-}
-
-std::shared_ptr<Communicator> EngineCommunicator::join(const std::vector<int>& members,
-                                                       const std::vector<Ticket>& tickets, Origin origin) {
-  uint64_t trace_id = (group_.id ^ splits_) * 0x100000001b3;  // FNV-1a, of what all members know
-  for (int member : members) trace_id = (trace_id ^ static_cast<uint64_t>(member)) * 0x100000001b3;
-  std::vector<int> labels, globals, locals;
-  std::vector<uint64_t> offsets;
-  for (int member : members) {
-    labels.push_back(placement_.host_of[member]);
-    globals.push_back(global_ranks_[member]);
-    if (on_other_host(member)) continue;
-    locals.push_back(group_.local_ranks[placement_.local_index(member)]);
-    offsets.push_back(tickets[member].offset);
-  }
-  auto own = std::find(members.begin(), members.end(), rank());
-  Placement placement(static_cast<int>(own - members.begin()), labels);
-  std::unique_ptr<hosts::InterhostMembers> interhost;
-  if (placement.hosts() > 1)
-    interhost = interhost_->split(tickets[members.front()].number, placement, members, globals);
-  return create(engine_, std::move(placement), std::move(globals), std::move(locals), std::move(offsets), origin,
-                std::move(interhost), trace_id);
+  const uint64_t number = (*tickets)[members.front()].number;
+  auto selected = members_.select(*engine_, members, std::move(offsets), number, splits_);
+  return std::make_shared<EngineCommunicator>(engine_, std::move(selected), Membership::Origin::Split);
 }
 
 }  // namespace syncengine

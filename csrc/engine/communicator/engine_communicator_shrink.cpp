@@ -14,69 +14,32 @@ namespace {
 
 constexpr std::chrono::microseconds kLook{200};  // between two looks
 
-}  // namespace
-
-std::shared_ptr<Communicator> EngineCommunicator::shrink(Duration patience, const std::function<void()>& interrupted,
-                                                         uint64_t without) {
-  engine_->throw_if_forked();
-  if (interhost_ && !interhost_->interhost().knows_ends())
-    throw Error(ErrorKind::InvalidUsage,
-                "shrink: the communicator spans several hosts, whose transport (interhost='mpi' or 'torch') does not "
-                "tell a rank that died from one that can't be reached: use interhost='tcp', or connect anew by "
-                "syncengine.init()");
-  auto& own = group_.own().succession;
-  if (own.arrived.load(std::memory_order_relaxed) != 0)  // relaxed: its only writer
-    throw Error(ErrorKind::InvalidUsage,
-                "shrink: the communicator was closed, or has been shrunk before: shrink the one that came of it");
-  const uint64_t number = interhost_ ? interhost_->number_of_next() : 0;
-  // What is pending ends here, and on all members, before anybody may go on.
-  engine_->locked([&] { fail(ErrorKind::Aborted, group_.name(group_.rank) + " shrinks the communicator"); });
-  auto expected = interhost_ ? interhost_->expect_group() : nullptr;
-  std::vector<Ticket> tickets(size());
-  const uint64_t offset = engine_->arena()->allocate_group(sizeof(shm::GroupBlock));
-  sync_point("arriving");
-  own.arrived.store(offset, std::memory_order_release);  // release: all that this rank did in the old communicator
-  sync_point("arrived");
-  const uint64_t members = await_decision(patience, interrupted, without);
-  std::vector<int> left;
-  for (int member = 0; member < size(); ++member) {
-    if (!(members >> member & 1)) continue;
-    left.push_back(member);
-    if (on_other_host(member)) continue;
-    const auto& succession = group_.block(placement_.local_index(member)).succession;
-    tickets[member].offset = succession.arrived.load(std::memory_order_acquire);  // acquire: above
-  }
-  tickets[left.front()].number = number;
-  for (int member : dead()) group_.arenas[member]->discard_pool();  // all who are left have ended what read there
-  auto next = join(left, tickets, origin_);
-  origin_ = Origin::Split;  // what ends the job's communicator ends the new one, and no longer this one
-  return next;
-}
-
 // What succeed() is asked, but for how long nothing has changed. What other hosts have told is shared with this one's
 // members.
-Outlook EngineCommunicator::look_around(uint64_t without) {
-  auto& shared = group_.block(0).succession;
-  Outlook sees{.me = rank(), .host = static_cast<size_t>(placement_.host), .hosts = {}, .others = {}, .gone = without};
-  for (const auto& members : placement_.members) {
+Outlook look_around(Engine& engine, const Members& members, uint64_t without) {
+  const Placement& placement = members.placement;
+  const Group& group = members.group;
+  auto& shared = group.block(0).succession;
+  Outlook sees{
+      .me = placement.rank, .host = static_cast<size_t>(placement.host), .hosts = {}, .others = {}, .gone = without};
+  for (const auto& on_host : placement.members) {
     sees.hosts.push_back(0);
-    for (int member : members) sees.hosts.back() |= uint64_t{1} << member;
+    for (int member : on_host) sees.hosts.back() |= uint64_t{1} << member;
   }
   // Before it is looked who is there: what is decided meanwhile, a proposal finds.
   sees.own.word = shared.word.load(std::memory_order_acquire);  // acquire: what was seen by who wrote it, as the next
   sees.own.members = shared.members.load(std::memory_order_acquire);
-  engine_->locked([&] {
-    for (int member : placement_.locals()) {
+  engine.locked([&] {
+    for (int member : placement.locals()) {
       const uint64_t bit = uint64_t{1} << member;
-      const int local = placement_.local_index(member);
-      if (engine_->locals().is_dead(group_.local_ranks[local])) sees.gone |= bit;
-      const uint64_t word =
-          group_.block(local).succession.arrived.load(std::memory_order_acquire);  // acquire: as above
+      const int local = placement.local_index(member);
+      if (engine.locals().is_dead(group.local_ranks[local])) sees.gone |= bit;
+      const uint64_t word = group.block(local).succession.arrived.load(std::memory_order_acquire);  // acquire: as above
       if (word == shm::kNeverComes) sees.gone |= bit;
       if (word > shm::kNeverComes) sees.arrived |= bit;
     }
     sees.ended = sees.gone;
-    if (interhost_) interhost_->look_around(sees);
+    if (members.interhost) members.interhost->look_around(sees);
   });
   uint64_t told = 0;
   for (size_t host = 0; host < sees.others.size(); ++host)
@@ -85,12 +48,13 @@ Outlook EngineCommunicator::look_around(uint64_t without) {
   return sees;
 }
 
-uint64_t EngineCommunicator::await_decision(Duration patience, const std::function<void()>& interrupted,
-                                            uint64_t without) {
-  auto& shared = group_.block(0).succession;
+// Who is left. Throws where this rank is not.
+uint64_t await_decision(Engine& engine, const Members& members, Duration patience,
+                        const std::function<void()>& interrupted, uint64_t without) {
+  auto& shared = members.group.block(0).succession;
   auto unchanged_since = Clock::now();
   for (Outlook last;;) {
-    Outlook sees = look_around(without);
+    Outlook sees = look_around(engine, members, without);
     if (sees != last) unchanged_since = Clock::now();
     last = sees;
     sees.impatient = Clock::now() - unchanged_since >= patience;
@@ -101,9 +65,9 @@ uint64_t EngineCommunicator::await_decision(Duration patience, const std::functi
       case Succession::Do::List: {
         sync_point("proposing");
         const uint64_t locals = sees.hosts[sees.host];
-        uint64_t members = sees.own.members;  // acq_rel: what all saw, for all
-        while ((members & locals) == 0 &&
-               !shared.members.compare_exchange_weak(members, members | value, std::memory_order_acq_rel))
+        uint64_t listed = sees.own.members;  // acq_rel: what all saw, for all
+        while ((listed & locals) == 0 &&
+               !shared.members.compare_exchange_weak(listed, listed | value, std::memory_order_acq_rel))
           continue;
         sync_point("proposed");
         continue;
@@ -116,16 +80,14 @@ uint64_t EngineCommunicator::await_decision(Duration patience, const std::functi
         continue;
       }
       case Succession::Do::Fenced:
-        throw Error(ErrorKind::Aborted, rank_names(global_ranks_, value) + " went on without " +
-                                            group_.name(group_.rank) +
+        throw Error(ErrorKind::Aborted, rank_names(members.global_ranks, value) + " went on without " + members.name() +
                                             ", which had not come to shrink() when they had "
                                             "waited long enough (" +
                                             seconds_text(patience) +
                                             " by its own patience): "
                                             "end this process, or start it anew to join them");
       case Succession::Do::Few:
-        throw Error(ErrorKind::PeerLost, group_.name(group_.rank) +
-                                             " can't go on: " + rank_names(global_ranks_, value) +
+        throw Error(ErrorKind::PeerLost, members.name() + " can't go on: " + rank_names(members.global_ranks, value) +
                                              " can't be reached, but may live and "
                                              "go on, and are at least half of the ranks: end this process, or start "
                                              "it anew to join them");
@@ -134,6 +96,46 @@ uint64_t EngineCommunicator::await_decision(Duration patience, const std::functi
     if (interrupted) interrupted();
     std::this_thread::sleep_for(kLook);
   }
+}
+
+}  // namespace
+
+std::shared_ptr<Communicator> EngineCommunicator::shrink(Duration patience, const std::function<void()>& interrupted,
+                                                         uint64_t without) {
+  engine_->throw_if_forked();
+  if (members_.interhost && !members_.interhost->interhost().knows_ends())
+    throw Error(ErrorKind::InvalidUsage,
+                "shrink: the communicator spans several hosts, whose transport (interhost='mpi' or 'torch') does not "
+                "tell a rank that died from one that can't be reached: use interhost='tcp', or connect anew by "
+                "syncengine.init()");
+  auto& own = members_.group.own().succession;
+  if (own.arrived.load(std::memory_order_relaxed) != 0)  // relaxed: its only writer
+    throw Error(ErrorKind::InvalidUsage,
+                "shrink: the communicator was closed, or has been shrunk before: shrink the one that came of it");
+  const uint64_t number = members_.interhost ? members_.interhost->number_of_next() : 0;
+  // What is pending ends here, and on all members, before anybody may go on.
+  engine_->locked([&] { membership_.fail(ErrorKind::Aborted, members_.name() + " shrinks the communicator"); });
+  auto expected = members_.interhost ? members_.interhost->expect_group() : nullptr;
+  const uint64_t offset = engine_->arena()->allocate_group(sizeof(shm::GroupBlock));
+  sync_point("arriving");
+  own.arrived.store(offset, std::memory_order_release);  // release: all that this rank did in the old communicator
+  sync_point("arrived");
+  const uint64_t members = await_decision(*engine_, members_, patience, interrupted, without);
+  std::vector<int> left;
+  std::vector<uint64_t> offsets;
+  for (int member = 0; member < size(); ++member) {
+    if (!(members >> member & 1)) continue;
+    left.push_back(member);
+    if (members_.on_other_host(member)) continue;
+    const auto& succession = members_.group.block(members_.placement.local_index(member)).succession;
+    offsets.push_back(succession.arrived.load(std::memory_order_acquire));  // acquire: above
+  }
+  // All who are left have ended what read there.
+  for (int member : dead()) members_.group.arenas[member]->discard_pool();
+  auto selected = members_.select(*engine_, left, std::move(offsets), number, splits_);
+  auto next = std::make_shared<EngineCommunicator>(engine_, std::move(selected), membership_.origin());
+  membership_.hand_on_origin();
+  return next;
 }
 
 }  // namespace syncengine

@@ -9,6 +9,7 @@
 #include "base/texts.h"
 #include "bootstrap/host.h"
 #include "engine/communicator/engine_communicator.h"
+#include "engine/communicator/membership.h"
 #include "engine/hosts/interhost_members.h"
 
 namespace syncengine {
@@ -138,8 +139,9 @@ std::shared_ptr<EngineCommunicator> LocalBootstrap::join(const std::vector<Uniqu
     interhost = std::make_unique<hosts::InterhostMembers>(std::move(network), hosts::kJobGroup, placement,
                                                           std::move(job_ranks), names);
   }
-  return EngineCommunicator::create(engine_, std::move(placement), std::move(names), std::move(local_ranks),
-                                    std::move(offsets), EngineCommunicator::Origin::Job, std::move(interhost));
+  auto members = Members::make(*engine_, std::move(placement), std::move(names), std::move(local_ranks),
+                               std::move(offsets), std::move(interhost));
+  return std::make_shared<EngineCommunicator>(engine_, std::move(members), Membership::Origin::Job);
 }
 
 }  // namespace syncengine

@@ -25,11 +25,13 @@ const std::vector<std::string> kPlacements =
 
 // What only the communicator itself knows: see [temp.explicit], which names private members.
 hosts::InterhostMembers& interhost_of(EngineCommunicator& communicator);
-template <const std::unique_ptr<hosts::InterhostMembers> EngineCommunicator::* part>
+template <const Members EngineCommunicator::* part>
 struct InterhostOf {
-  friend hosts::InterhostMembers& interhost_of(EngineCommunicator& communicator) { return *(communicator.*part); }
+  friend hosts::InterhostMembers& interhost_of(EngineCommunicator& communicator) {
+    return *(communicator.*part).interhost;
+  }
 };
-template struct InterhostOf<&EngineCommunicator::interhost_>;
+template struct InterhostOf<&EngineCommunicator::members_>;
 
 }  // namespace
 

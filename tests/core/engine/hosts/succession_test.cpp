@@ -21,7 +21,7 @@ namespace {
 
 constexpr int kMost = 3;
 
-// What EngineCommunicator::await_decision() and look_around() do, word by word.
+// What await_decision() and look_around() do in EngineCommunicator::shrink(), word by word.
 struct Member {
   enum Place : uint8_t { Computing, Word, Members, Reading, Telling, Looked, Acting, Joined, Fenced, Few };
   uint8_t place = Computing;

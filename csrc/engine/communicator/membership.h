@@ -1,0 +1,105 @@
+// What a communicator is on this rank beneath its calls: who is in it, and what the engine moves until it ends.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "engine/hosts/interhost_members.h"
+#include "engine/messages/traffic.h"
+#include "engine/progress/engine.h"
+
+namespace syncengine {
+
+// The last words of a rank in a communicator, for its peers. Cuts a long text. Once, by the rank that owns
+// `end_record`, after it has written `ended`.
+inline void write_end_record(shm::EndRecord& end_record, shm::Standing standing, ErrorKind kind,
+                             const std::string& text) {
+  end_record.kind = static_cast<uint32_t>(kind);
+  end_record.text[text.copy(end_record.text, sizeof(end_record.text) - 1)] = '\0';
+  end_record.standing.store(static_cast<uint32_t>(standing), std::memory_order_release);  // release: all else
+}
+
+// Who is in a communicator, and how this rank reaches them.
+//
+// Ownership, thread-safety: as Group and InterhostMembers.
+struct Members {
+  Placement placement;
+  std::vector<int> global_ranks;                       // of all
+  Group group;                                         // of those on this host
+  std::unique_ptr<hosts::InterhostMembers> interhost;  // null on one host
+
+  // `global_ranks` of all members; of those on this host, ascending, `local_ranks` among the engine's arenas, and
+  // `offsets` of their GroupBlocks there. `interhost`: null on one host.
+  static Members make(Engine& engine, Placement placement, std::vector<int> global_ranks, std::vector<int> local_ranks,
+                      std::vector<uint64_t> offsets, std::unique_ptr<hosts::InterhostMembers> interhost,
+                      uint64_t trace_id = 0);
+  // Those of a new communicator: `chosen`, with this rank; `offsets` as above. `number`: between hosts, the new
+  // communicator's, from its first member. `splits`: so far, as many on all of them.
+  Members select(Engine& engine, const std::vector<int>& chosen, std::vector<uint64_t> offsets, uint64_t number,
+                 uint64_t splits) const;
+  std::string name() const { return group.name(group.rank); }  // of this rank, for messages
+  bool on_other_host(int member) const { return placement.host_of[member] != placement.host; }
+};
+
+// This rank's part in a communicator, as the engine moves it: it takes over the program's calls, makes them progress
+// with the other members, watches these, and ends once, by failure or in good order.
+//
+// Ownership: the communicator's, which owns what it refers to; the destructor leaves. Thread-safety: under the engine's
+// progress lock, but where it says otherwise. Failure: what can't go on ends it, on all members; then all its works
+// fail, and Submissions throws.
+class Membership final : public Progressable {
+ public:
+  enum class Origin { Job, Split };
+
+  Membership(Engine& engine, const Members& members, Submissions& submissions, Origin origin);
+  ~Membership() override;  // without the lock, as the next
+  void begin();            // once, when all of the communicator is there: before, no message comes, and it is not moved
+
+  bool advance() override;
+  uint64_t interest() const override;
+  void check_health() override;
+  void lose_direct_memory(const Error& cause) override;
+  void fail(ErrorKind kind, const std::string& text) override;
+  void leave() override;
+  IoLoop* io_loop() override { return io_loop_; }
+  DeadlockDetector::Wait wait_of(const Work& work) const override;
+  bool has_block(int local_rank, uint64_t offset) const override;
+  std::string describe_wait(const Work& work) const override;
+
+  void refuse(const Slots& slots, uint64_t step, const std::string& text);  // see Communicator
+  // "rank 0 waits for rank 2 since 5.0 s in all_reduce(...)"; empty if nothing is pending.
+  std::string what_is_pending() const;
+  const Traffic& traffic() const { return traffic_; }
+
+  // Without any lock.
+  bool is_closed() const { return closed_; }
+  Origin origin() const { return origin_; }
+  // By shrink(), after which nothing is done with the origin at the same time: what ends the job's communicator ends
+  // the new one, and no longer this one.
+  void hand_on_origin() { origin_ = Origin::Split; }
+
+ private:
+  bool take_calls();
+  bool advance_traffic();
+  void end(shm::Standing standing, const Error& for_peers, const Error& raised_here);
+  void check_local_members();
+  void check_receives_of_any_source();
+  void check_deadline();
+
+  Engine& engine_;
+  const Members& members_;
+  const Group& group_;  // of the members
+  Submissions& submissions_;
+  IoLoop* const io_loop_;
+  Origin origin_;
+  Traffic traffic_;
+
+  Submissions::Batch taken_;  // reused by advance()
+  bool ended_ = false;
+  std::atomic<bool> closed_{false};
+  Clock::time_point logged_{};  // the operation that the log line was about
+};
+
+}  // namespace syncengine
