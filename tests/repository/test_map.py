@@ -64,3 +64,10 @@ def test_names_of_no_file_are_found():
         "gone/half.h",
         "half.cu",
     ]
+
+
+def test_each_thorough_test_exists():
+    for line in (ROOT / "tests" / "thorough.txt").read_text().splitlines():
+        if not line.startswith("#"):
+            file, _, test = line.partition("[")[0].partition("::")
+            assert f"def {test}(" in (ROOT / file).read_text(), f"tests/thorough.txt: {line} is gone"
