@@ -33,7 +33,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     lines = Path(__file__).with_name("thorough.txt").read_text().splitlines()
     listed = {line for line in lines if not line.startswith("#")}
     for item in items:
-        if item.nodeid in listed:
+        if not listed.isdisjoint((item.nodeid, item.nodeid.partition("::")[0])):
             item.add_marker("thorough")
 
 

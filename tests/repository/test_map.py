@@ -70,4 +70,5 @@ def test_each_thorough_test_exists():
     for line in (ROOT / "tests" / "thorough.txt").read_text().splitlines():
         if not line.startswith("#"):
             file, _, test = line.partition("[")[0].partition("::")
-            assert f"def {test}(" in (ROOT / file).read_text(), f"tests/thorough.txt: {line} is gone"
+            there = f"def {test}(" if test else ""
+            assert there in (ROOT / file).read_text(), f"tests/thorough.txt: {line} is gone"
