@@ -44,9 +44,10 @@ std::shared_ptr<Work> EngineCommunicator::post(Message message, bool sends) {
   engine_->throw_if_forked();
   bool any = !sends && message.peer == Message::kAnySource;
   if (!any && (message.peer < 0 || message.peer >= size() || message.peer == rank()))
-    throw Error(ErrorKind::InvalidUsage, message.describe() + ": rank " + std::to_string(message.peer) +
-                                             " is not another one of 0.." + std::to_string(size() - 1) +
-                                             "; what a rank would send to itself, it can copy");
+    throw Error(ErrorKind::InvalidUsage,
+                message.describe() + ": rank " + std::to_string(message.peer) + " is not another one of 0.." +
+                    std::to_string(size() - 1) +
+                    (message.peer == rank() ? "; what a rank would send to itself, it can copy" : ""));
   auto work = submissions_.add(std::move(message), sends);
   engine_->poke(membership_);
   return work;

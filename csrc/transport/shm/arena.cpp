@@ -82,7 +82,7 @@ std::shared_ptr<Arena> Arena::create(size_t bytes) {
 }
 
 Arena::Arena(UniqueFd fd, size_t bytes)
-    : file_(std::move(fd)), mapping_(map_arena(file_.get(), bytes)), heap_(kHeapBegin, bytes) {
+    : file_(std::move(fd)), mapping_(map_arena(file_.get(), bytes)), heap_(kHeapBegin, bytes), inherited_{{0, bytes}} {
   header().magic = arena_magic();
   ForkGuard::add(this);
 }
@@ -230,6 +230,7 @@ void Arena::sever_tensor(size_t offset, size_t bytes) {
     if (!copy.put(at(part.begin))) make_inaccessible(at(part.begin), part.bytes());
     severed_.push_back(part);
     any_severed_ = true;
+    inherited_ = unsevered({0, this->bytes()});
   }
 }
 

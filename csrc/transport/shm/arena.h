@@ -105,7 +105,7 @@ class Arena : public std::enable_shared_from_this<Arena> {
   std::vector<RetiredGroup> retired_;
   std::vector<Range> severed_;
   std::atomic<bool> any_severed_ = false;  // spares offset_of() the lock
-  std::vector<Range> inherited_;           // of the fork that is under way: what is shared
+  std::vector<Range> inherited_;           // by a forked child: what is not severed; nothing is allocated in a fork
   bool forked_ = false;
 };
 

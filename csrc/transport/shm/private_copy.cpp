@@ -108,10 +108,7 @@ void ForkGuard::remove(Memory memory) {
 void ForkGuard::before() {
   registry().mutex.lock();
   Pool::lock_all();
-  for_each<Arena>([](Arena& arena) {
-    arena.mutex_.lock();
-    arena.inherited_ = arena.unsevered({0, arena.bytes()});
-  });
+  for_each<Arena>([](Arena& arena) { arena.mutex_.lock(); });
 }
 
 void ForkGuard::in_parent() {
