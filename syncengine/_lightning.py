@@ -144,15 +144,17 @@ class FabricSeam(InPlaceOfDDP):
         return state
 
 
-def make(module: str, callbacks: Any, strategies: Any, fabric: Any) -> tuple[Any, Any]:
+def make(module: str, callbacks: Any, strategies: Any, fabric: Any) -> tuple[Any, Any, Any]:
     """The strategies for ``Trainer`` and for ``Fabric`` of one tree, of which these are packages; gives them names.
+    And the callback that the first one adds.
 
     They are attributes of ``module``.
     """
     own = {"__module__": module, "__doc__": "Takes the arguments of Lightning's `DDPStrategy`."}
+    before = type("_BeforeAverages", (BeforeAverages, callbacks.Callback), {"__module__": module})
     averaging = {
         "averaging": (callbacks.WeightAveraging, callbacks.StochasticWeightAveraging),
-        "before_averages": type("BeforeAverages", (BeforeAverages, callbacks.Callback), own),
+        "before_averages": before,
     }
     of_trainer = type("Strategy", (TrainerSeam, strategies.DDPStrategy), own | averaging)
     of_fabric = type("FabricStrategy", (FabricSeam, fabric.DDPStrategy), own)
@@ -161,4 +163,4 @@ def make(module: str, callbacks: Any, strategies: Any, fabric: Any) -> tuple[Any
         registry.register(NAME, strategy, description=text, override=True)
         unused = f"{text}, with find_unused_parameters"
         registry.register(UNUSED, strategy, description=unused, override=True, find_unused_parameters=True)
-    return of_trainer, of_fabric
+    return of_trainer, of_fabric, before

@@ -17,4 +17,4 @@ from lightning.pytorch import callbacks, strategies
 
 from syncengine._lightning import make
 
-Strategy, FabricStrategy = make(__name__, callbacks, strategies, fabric)
+Strategy, FabricStrategy, _BeforeAverages = make(__name__, callbacks, strategies, fabric)

@@ -11,4 +11,4 @@ from pytorch_lightning import callbacks, strategies
 
 from syncengine._lightning import make
 
-Strategy, FabricStrategy = make(__name__, callbacks, strategies, fabric)
+Strategy, FabricStrategy, _BeforeAverages = make(__name__, callbacks, strategies, fabric)
