@@ -119,8 +119,18 @@ class RankTrace:
     @property
     def is_over(self) -> bool:
         """Whether nothing more can come, as far as this machine knows."""
-        exe = f"/proc/{self.about['pid']}/exe"  # a process that has ended, but was not waited for, has none
-        return self.ended or (self.about["hostname"] == os.uname().nodename and not os.path.exists(exe))  # noqa: PTH110 (Path's may raise)
+        return self.ended or (self.about["hostname"] == os.uname().nodename and not _lives(self.about["pid"]))
+
+
+def _lives(pid: int) -> bool:
+    """A process that has ended, but was not waited for, has no program. Another user's may not be looked at."""
+    try:
+        Path(f"/proc/{pid}/exe").stat()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    except OSError:
+        return True
+    return True
 
 
 @dataclass(frozen=True)

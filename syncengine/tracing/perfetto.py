@@ -38,6 +38,7 @@ def write(directory: str | os.PathLike[str], path: str | os.PathLike[str]) -> st
 
     Raises ``InvalidUsage`` without a trace, and without Perfetto's package.
     """
+    _import_package()
     trace = read(directory)
     partial = Path(f"{path}.{os.getpid()}")
     partial.write_bytes(serialize(trace))
@@ -65,12 +66,15 @@ def caveats(trace: Trace) -> list[str]:
 
 def serialize(trace: Trace) -> bytes:
     """As Perfetto's protobuf ``Trace``."""
+    data: bytes = _Writer(_import_package(), trace).file.SerializeToString()
+    return data
+
+
+def _import_package() -> Any:
     try:
-        proto = importlib.import_module(_PACKAGE)
+        return importlib.import_module(_PACKAGE)
     except ModuleNotFoundError as error:
         raise InvalidUsage("this needs the package perfetto: pip install perfetto") from error
-    data: bytes = _Writer(proto, trace).file.SerializeToString()
-    return data
 
 
 class _Writer:
