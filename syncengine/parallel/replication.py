@@ -130,5 +130,5 @@ def gather_texts(communicator: Communicator, text: str) -> list[str]:
     data = text.encode()
     sizes = gather_bytes(communicator, len(data).to_bytes(8, "little"), 8)
     lengths = [int.from_bytes(size, "little") for size in sizes]
-    texts = gather_bytes(communicator, data, max(lengths))
+    texts = gather_bytes(communicator, data, max(1, *lengths))
     return [other[:length].decode() for other, length in zip(texts, lengths, strict=True)]
