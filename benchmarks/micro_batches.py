@@ -236,9 +236,7 @@ def main(argv: list[str] | None = None) -> int:
     results = [result for name in options.models for result in measure_all(MODELS[name], groups, rank, options)]
     if rank == 0:
         report(results, options)
-    torch.distributed.barrier()
-    syncengine.shutdown()
-    torch.distributed.destroy_process_group()
+    ranks.leave()
     return 0
 
 

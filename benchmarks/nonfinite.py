@@ -116,9 +116,7 @@ def main(argv: list[str] | None = None) -> int:
     results = [measure(dtype, size, options.steps) for dtype in options.models for size in SIZES]
     if rank == 0:
         report(results, options)
-    torch.distributed.barrier()
-    syncengine.shutdown()
-    torch.distributed.destroy_process_group()
+    ranks.leave()
     return 0
 
 

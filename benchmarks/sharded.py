@@ -93,9 +93,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{name}: measured, weights bit-equal", flush=True)
     if rank == 0:
         report(results, options)
-    torch.distributed.barrier()
-    syncengine.shutdown()
-    torch.distributed.destroy_process_group()
+    ranks.leave()
     return 0
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+import syncengine
+
 REPOSITORY = Path(__file__).parents[2]
 LAUNCHERS = ("torchrun", "openmpi", "mpich")
 
@@ -53,6 +55,13 @@ def join(launcher: str) -> tuple[int, int]:
     store = store or dist.TCPStore("127.0.0.1", port, world.size)
     dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
     return world.rank, world.size
+
+
+def leave() -> None:
+    """All ranks together, behind the last measurement."""
+    dist.barrier()
+    syncengine.shutdown()
+    dist.destroy_process_group()
 
 
 def slowest(seconds: torch.Tensor) -> torch.Tensor:
