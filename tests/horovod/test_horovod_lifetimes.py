@@ -44,16 +44,15 @@ def test_makings_leave_nothing(with_scheduler: bool):
 
     make(100)
     settle()
-    before, bytes_before = Resources.now(), rss()
+    before, bytes_before, classes_before = Resources.now(), rss(), len(torch.optim.SGD.__subclasses__())
     make(1000)
     settle()
     left, grown = before.left(), rss() - bytes_before
     hooks = len(model.weight._post_accumulate_grad_hooks)
-    classes = sum("SGD" in cls.__name__ for cls in torch.optim.SGD.__subclasses__())
     assert left == []
     assert len(hvd.process_sets.calls().optimizers) <= 2
     assert hooks <= 2
-    assert classes == 1
+    assert len(torch.optim.SGD.__subclasses__()) <= classes_before, "other tests have made some, too"
     assert grown < 2 * 2**20, "2 KiB for each"
 
 
