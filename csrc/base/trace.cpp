@@ -47,6 +47,7 @@ class Ring {
                                                "; give another directory, with " + std::to_string(bytes >> 20) +
                                                " MiB of room for each rank");
     }
+    ::madvise(memory, bytes, MADV_POPULATE_WRITE);  // else each 64th event waits for a page; kernels before 5.14 refuse
     header_ = new (memory) Header{.magic = 0, .capacity = events, .text_bytes = kTextBytes};
     texts_ = static_cast<char*>(memory) + kHeaderBytes;
     slots_ = reinterpret_cast<Slot*>(texts_ + kTextBytes);
