@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import shlex
@@ -72,10 +73,15 @@ def end() -> None:
     traced, _traced = _traced, None
     if traced is None or traced[2] != os.getpid() or _job is None:
         return
-    stop_trace()
     folder, merged, _ = traced
-    if not is_complete(folder, _job["size"]):
-        return  # by this rank; or some are on hosts with another disk
+    first = folder / "rank-0.ring"
+    with first.open("r+b") if first.exists() else contextlib.nullcontext() as file:
+        if file is not None:
+            with contextlib.suppress(OSError):  # a disk that knows no locks
+                fcntl.flock(file, fcntl.LOCK_EX)  # ranks stop one after the other, so one alone finds all of them over
+        stop_trace()
+        if not is_complete(folder, _job["size"]):
+            return  # by this rank; or some are on hosts with another disk
     try:
         said = write(folder, merged)
     except InvalidUsage as error:
