@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import multiprocessing
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable
@@ -13,11 +14,17 @@ from types import TracebackType
 from syncengine._C import Communicator
 from syncengine.launch import mark_rank_process, tell_failure
 
+_given: set[Callable[[], None]] = set()  # to at_end() in this process
+os.register_at_fork(after_in_child=_given.clear)
+
 
 def at_end(function: Callable[[], None]) -> None:
-    """Calls `function` at the end of this process, the last one given first: as by atexit, and also in a child that
-    multiprocessing has forked, which it ends without a look at atexit.
+    """Calls `function` once at the end of this process, the last one given first: as by atexit, and also in a child
+    that multiprocessing has forked, which it ends without a look at atexit.
     """
+    if function in _given:
+        return
+    _given.add(function)
     if multiprocessing.parent_process() is None or multiprocessing.get_start_method() == "spawn":
         atexit.register(function)
     else:

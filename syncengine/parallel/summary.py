@@ -84,8 +84,7 @@ def follow(model: Model, times: StepTimes) -> None:
     communicator = model.communicator
     if communicator.size == 1 or communicator.global_ranks[communicator.rank] != 0 or not wants_summary():
         return
-    if not _followed:
-        at_end(_print_line)
+    at_end(_print_line)
     if len(_followed) >= _MOST_MODELS:
         _followed.remove(min(_followed, key=lambda one: one.times.summary()[0]))
     on_host = model.device.type == "cpu"
