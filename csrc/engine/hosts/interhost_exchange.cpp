@@ -53,7 +53,7 @@ constexpr size_t kInterhostSlotBytes = 128 << 10;
 static_assert(kInterhostSlots * kInterhostSlotBytes == shm::kSlots * shm::kSlotBytes);
 // Where no rank needs slots, since each is alone on its host.
 constexpr size_t kCellBytes = 256 << 10, kLeastCellBytes = 32 << 10;
-constexpr int kCellsInTurn = 32;
+constexpr int kCellsInTurn = 512;
 constexpr size_t kScratchBytes = 2 << 20;  // of a chunk of reduce-scatter
 
 size_t whole_lines(size_t bytes) { return std::max(kCacheLine, bytes / kCacheLine * kCacheLine); }
@@ -68,7 +68,8 @@ size_t chunk_bytes_alone(Collective collective, const Placement& placement) {
 }
 
 // Of an all-reduce by Exchange or Sums. With few bytes under way, no peer gets far ahead of the others, so among more
-// than two hosts the links stay full until the end; which counts for as much as the cells are of the whole.
+// than two hosts the links stay full until the end, and all peers at once do not overrun the queue of one link. Where a
+// tensor is large, the first counts for little, and larger cells take less of the processor.
 size_t cell_bytes(size_t bytes, size_t hosts) {
   size_t cell = kCellBytes;
   while (hosts > 2 && cell > kLeastCellBytes && cell * hosts * kCellsInTurn > bytes) cell /= 2;
