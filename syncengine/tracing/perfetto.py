@@ -42,7 +42,7 @@ def write(directory: str | os.PathLike[str], path: str | os.PathLike[str]) -> st
     trace = read(directory)
     partial = Path(f"{path}.{os.getpid()}")
     partial.write_bytes(serialize(trace))
-    partial.replace(path)  # another rank may do the same
+    partial.replace(path)  # another process may do the same
     return ". ".join([f"{path}: open it in https://ui.perfetto.dev", *caveats(trace)])
 
 

@@ -74,11 +74,10 @@ def end() -> None:
     if traced is None or traced[2] != os.getpid() or _job is None:
         return
     folder, merged, _ = traced
-    first = folder / "rank-0.ring"
-    with first.open("r+b") if first.exists() else contextlib.nullcontext() as file:
-        if file is not None:
-            with contextlib.suppress(OSError):  # a disk that knows no locks
-                fcntl.flock(file, fcntl.LOCK_EX)  # ranks stop one after the other, so one alone finds all of them over
+    with contextlib.ExitStack() as locked:
+        with contextlib.suppress(OSError):  # rank 0 writes to another disk, or this one knows no locks
+            first = locked.enter_context((folder / "rank-0.ring").open("r+b"))
+            fcntl.flock(first, fcntl.LOCK_EX)  # ranks stop one after the other, so one alone finds all of them over
         stop_trace()
         if not is_complete(folder, _job["size"]):
             return  # by this rank; or some are on hosts with another disk
