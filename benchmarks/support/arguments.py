@@ -8,11 +8,12 @@ from benchmarks.support import output
 
 
 def parser(name: str, docstring: str, models: Sequence[str], engines: Sequence[str]) -> argparse.ArgumentParser:
-    """Of ``benchmarks.name``; `--worker` marks the processes that it starts."""
+    """Of ``benchmarks.name``; `--worker` marks the processes that it starts. `engines`: empty if there is no choice."""
     made = argparse.ArgumentParser(prog=f"benchmarks.{name}", description=docstring.split("\n")[0])
     made.add_argument("--ranks", type=int, default=2, help="default %(default)s")
     made.add_argument("--models", nargs="+", choices=tuple(models), default=tuple(models))
-    made.add_argument("--engines", nargs="+", choices=engines, default=engines)
+    if engines:
+        made.add_argument("--engines", nargs="+", choices=engines, default=engines)
     made.add_argument("--out", type=Path, help=f"result file; default benchmarks/results/{name}-...json")
     made.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return made
