@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from faults import Outcome, live_on, my_rank, needs_hooks, others, set_fault, suffer
+from faults import Outcome, my_rank, needs_hooks, others, set_fault, suffer
 from pool import RankFailure, run_on_ranks
 from torch import nn
 
@@ -80,48 +80,37 @@ def train(kills=(), at_least=1, count=STEPS, pace=0.0, tells=False, timeout=60.0
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, count)
     counter = Counter()
-    noticed, seconds = [], []
-
     print("elastic begins", flush=True)
 
     def steps(elastic):
         batches = syncengine.micro_batches(model, loader, total=TOTAL)
         batches.step = elastic.step
-        try:
-            for step in elastic.steps(count):
-                if noticed:
-                    seconds.append(time.monotonic() - noticed.pop())
-                die(step, "begin")
-                counter.drawn += TOTAL
-                model.module.seen += 1
-                for _, (x, y) in batches:
-                    loss = nn.functional.mse_loss(model(x), y)
-                    die(step, "forward")
-                    loss.backward()
-                    die(step, "backward")
-                die(step, "summed")
-                time.sleep(pace)
-                optimizer.step()
-                die(step, "updated")
-                if tells:
-                    syncengine.all_reduce(loss.detach())
-                optimizer.zero_grad()
-                scheduler.step()
-                die(step, "finished")
-        except BaseException:
-            noticed[:] = [time.monotonic()]
-            raise
+        for step in elastic.steps(count):
+            die(step, "begin")
+            counter.drawn += TOTAL
+            model.module.seen += 1
+            for _, (x, y) in batches:
+                loss = nn.functional.mse_loss(model(x), y)
+                die(step, "forward")
+                loss.backward()
+                die(step, "backward")
+            die(step, "summed")
+            time.sleep(pace)
+            optimizer.step()
+            die(step, "updated")
+            if tells:
+                syncengine.all_reduce(loss.detach())
+            optimizer.zero_grad()
+            scheduler.step()
+            die(step, "finished")
 
     syncengine.elastic(steps, at_least=at_least, model=model, optimizer=optimizer, scheduler=scheduler, counter=counter)
     assert model.module.seen == count and counter.drawn == count * TOTAL
     state = (model.state_dict(), optimizer.state_dict(), scheduler.state_dict())
-    return digest(*state), syncengine.default_communicator().global_ranks, seconds
+    return digest(*state), syncengine.default_communicator().global_ranks
 
 
-def disturbed(kills, hosts="", **how) -> Outcome:
-    """`hosts`: a letter for each rank. Before init, which reads this and the faults."""
-    if hosts:
-        live_on(hosts)
+def disturbed(kills, **how) -> Outcome:
     for rank, fault in kills.items():
         if isinstance(fault, str):
             set_fault(rank, fault)
@@ -187,7 +176,7 @@ def test_a_step_that_was_updated_and_not_finished_is_not_made_twice(pool):
     ids=str,
 )
 def test_several_die(pool, undisturbed, hosts, kills):
-    with pool.spawn_ranks(disturbed, kills, hosts, world=len(hosts), settings=None) as ranks:
+    with pool.spawn_ranks(disturbed, kills, hosts=hosts, settings=None) as ranks:
         check(ranks, kills, undisturbed)
 
 

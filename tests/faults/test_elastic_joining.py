@@ -45,7 +45,7 @@ def disturbed(hosts, victims) -> Outcome:
     _joining._LOOK, _joining._PATIENCE = 0.0, LONG
     if name in victims:
         die_at(victims[name])
-    return suffer(lambda step: train(count=STEPS, pace=PACE, timeout=LONG)[:2], timeout=LONG)
+    return suffer(lambda step: train(count=STEPS, pace=PACE, timeout=LONG), timeout=LONG)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from faults import Resources, live_on, my_rank, wait_for_failure, wait_for_file
+from faults import Resources, my_rank, wait_for_failure, wait_for_file
 from parallel_models import Mlp
 from pool import RankPool, run_on_ranks
 from torch import nn
@@ -88,9 +88,10 @@ def train_and_raise(module: Breaks, where: str) -> None:
         model(torch.ones(2, 24)).sum().backward()
 
 
-def wrap_at_once(hosts: str, where: str) -> None:
-    """The rank that raises waits for nobody before it wraps again. Nothing has failed: the communicator stays."""
-    live_on(hosts)
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@run_on_ranks(hosts=["aaa", "ab", "aab"], settings=None)
+def test_the_rank_that_raised_wraps_its_model_again_at_once(where: str):
+    """It waits for nobody before. Nothing has failed: the communicator stays."""
     old = syncengine.init(timeout=20.0)
     module = Breaks()
     for failed in range(1, 4):
@@ -106,17 +107,11 @@ def wrap_at_once(hosts: str, where: str) -> None:
         assert syncengine.default_communicator() is old
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("hosts", ["aaa", "ab", "aab"])
-def test_the_rank_that_raised_wraps_its_model_again_at_once(pool: RankPool, hosts: str, where: str) -> None:
-    pool.run(wrap_at_once, hosts, where, world=len(hosts), settings=None)
-
-
-def wrap_over_the_backend(folder: str) -> None:
+@run_on_ranks(settings=None)
+def test_a_model_over_a_group_of_the_backend_is_wrapped_again(tmp_path: Path):
     """torch's group stays what it was: only who wraps a model gets another communicator."""
-    size = int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("syncengine", f"file://{folder}/store", rank=my_rank(), world_size=size)
-    group = dist.new_group(list(range(size)))
+    dist.init_process_group("syncengine", f"file://{tmp_path}/store", rank=my_rank(), world_size=2)
+    group = dist.new_group([0, 1])
     for process_group in (None, group):
         module = Mlp()
         model = syncengine.Parallel(module, process_group=process_group)
@@ -126,10 +121,6 @@ def wrap_over_the_backend(folder: str) -> None:
         assert syncengine.Parallel(module, process_group=process_group).communicator is model.communicator
         with pytest.raises(Aborted, match="not this batch"):
             dist.all_reduce(torch.ones(1), group=process_group)
-
-
-def test_a_model_over_a_group_of_the_backend_is_wrapped_again(pool: RankPool, tmp_path: Path) -> None:
-    pool.run(wrap_over_the_backend, str(tmp_path), world=2, settings=None)
 
 
 @run_on_ranks(world=3, settings=None)
@@ -155,8 +146,13 @@ FAILURES = {
 }
 
 
-def fail_and_go_on(hosts: str, how: str, numerics: str) -> None:
-    size = live_on(hosts)
+@pytest.mark.parametrize(
+    ("hosts", "how", "numerics"),
+    [*((hosts, how, "rank_order") for hosts in ("aaa", "ab", "aab") for how in FAILURES), ("aa", "Aborted", "ring")],
+)
+@run_on_ranks(settings=None)
+def test_a_new_communicator_after_a_failure(hosts: str, how: str, numerics: str):
+    """It has the settings of the old one."""
     old = syncengine.init(timeout=LIMIT if how == "Timeout" else 20.0, numerics=numerics)
     assert syncengine.init() is old
     dead, tensor = syncengine.Parallel(Mlp()), syncengine.empty(300)
@@ -169,7 +165,7 @@ def fail_and_go_on(hosts: str, how: str, numerics: str) -> None:
     model = syncengine.Parallel(Mlp())
     new = syncengine.default_communicator()
     assert new is not old and model.communicator is new and syncengine.init() is new
-    assert (new.size, new.rank, new.numerics, new.timeout) == (size, old.rank, old.numerics, old.timeout)
+    assert (new.size, new.rank, new.numerics, new.timeout) == (len(hosts), old.rank, old.numerics, old.timeout)
     check_training(model)
 
     assert error_of(dead, torch.ones(2, 24)) == (kind, first)
@@ -179,18 +175,8 @@ def fail_and_go_on(hosts: str, how: str, numerics: str) -> None:
         copy.deepcopy(dead)
     tensor.fill_(1.0)
     syncengine.all_reduce(tensor)  # an ordinary one by now
-    assert tensor.eq(size).all()
+    assert tensor.eq(len(hosts)).all()
     check_training(model)
-
-
-@pytest.mark.parametrize("how", FAILURES)
-@pytest.mark.parametrize("hosts", ["aaa", "ab", "aab"])
-def test_a_new_communicator_after_a_failure(pool: RankPool, hosts: str, how: str) -> None:
-    pool.run(fail_and_go_on, hosts, how, "rank_order", world=len(hosts), settings=None)
-
-
-def test_it_has_the_settings_of_the_old_one(pool: RankPool) -> None:
-    pool.run(fail_and_go_on, "aa", "Aborted", "ring", world=2, settings=None)
 
 
 @run_on_ranks(world=3, settings=None)
@@ -210,30 +196,26 @@ def test_it_may_have_other_settings():
     syncengine.barrier()
 
 
-def unaware(hosts: str, folder: str) -> None:
+@pytest.mark.parametrize("hosts", ["aaa", "aab"])
+@run_on_ranks(settings=None)
+def test_ranks_that_have_not_noticed(hosts: str, tmp_path: Path):
     """Rank 0 aborts and comes back, while the others, which wait for nothing, have not heard of it."""
-    size = live_on(hosts)
     old = syncengine.init(timeout=20.0)
     syncengine.barrier()
-    Path(folder, f"ready {old.rank}").touch()  # who is still in the barrier would hear of it there
+    (tmp_path / f"ready {old.rank}").touch()  # who is still in the barrier would hear of it there
     if old.rank == 0:
-        for rank in range(size):
-            wait_for_file(Path(folder, f"ready {rank}"))
+        for rank in range(len(hosts)):
+            wait_for_file(tmp_path / f"ready {rank}")
         old.abort("rank 0: RuntimeError: the scheduler broke")
-        Path(folder, "aborted").touch()
+        (tmp_path / "aborted").touch()
     else:
-        wait_for_file(Path(folder, "aborted"))
+        wait_for_file(tmp_path / "aborted")
         if hosts[0] != hosts[old.rank]:
             time.sleep(0.5)
     model = syncengine.Parallel(Mlp())
-    assert model.communicator is not old and model.communicator.size == size
+    assert model.communicator is not old and model.communicator.size == len(hosts)
     check_training(model)
     assert error_of(old.barrier) == ("Aborted", "rank 0: RuntimeError: the scheduler broke")
-
-
-@pytest.mark.parametrize("hosts", ["aaa", "aab"])
-def test_ranks_that_have_not_noticed(pool: RankPool, hosts: str, tmp_path: Path) -> None:
-    pool.run(unaware, hosts, str(tmp_path), world=len(hosts), settings=None)
 
 
 class Quiet:
@@ -393,14 +375,14 @@ def test_one_rank_may_copy_a_dead_model():
     check_training(syncengine.Parallel(model.module))
 
 
-def round_trips(hosts: str, rounds: int) -> tuple[list[str], list[str]]:
-    live_on(hosts)
+@run_on_ranks(hosts=["aaa", "aab"], settings=None)
+def test_nothing_is_left_of_old_ones():
     before = Resources.now()
     syncengine.init(timeout=20.0)
     check_training(syncengine.Parallel(Mlp()))
     gc.collect()
     counts = []
-    for _ in range(rounds):
+    for _ in range(5):
         model, tensor = syncengine.Parallel(Mlp()), syncengine.empty(100_000).fill_(1.0)
         syncengine.all_reduce(tensor)
         check_training(model)
@@ -415,14 +397,8 @@ def round_trips(hosts: str, rounds: int) -> tuple[list[str], list[str]]:
         syncengine.barrier()  # a peer that shuts down takes its connections along: not before all have counted
     syncengine.shutdown()
     gc.collect()
-    return [str(count) for count in counts], before.left()
-
-
-@pytest.mark.parametrize("hosts", ["aaa", "aab"])
-def test_nothing_is_left_of_old_ones(pool: RankPool, hosts: str) -> None:
-    for counts, left in pool.run(round_trips, hosts, 5, world=len(hosts), settings=None):
-        assert len(set(counts)) == 1, counts
-        assert left == []
+    assert len(set(counts)) == 1, counts
+    assert before.left() == []
 
 
 @run_on_ranks()

@@ -21,7 +21,6 @@ import torch
 from faults import Outcome, needs_hooks, set_fault, suffer, wait_for_file
 from pool import RankPool, Ranks
 from sharded_training import common_memory, digest, error_of, make, sharded, snapshot, train
-from test_hosts import live_on
 from torch.distributed.algorithms.join import Join
 
 import syncengine
@@ -248,17 +247,12 @@ def spawn(pool: RankPool, victim: int, fault: str, started: str, kind: str, worl
     return pool.spawn_ranks(live_beside, victim, fault, started, kind, world=world, settings=None, gloo=gloo)
 
 
-def live_on_hosts(hosts: str, fault: str) -> Outcome:
-    live_on(hosts)
-    return live_beside(len(hosts) - 1, fault)
-
-
 @needs_hooks
 @pytest.mark.parametrize("hosts", ["aab", "abb"])
 def test_each_host_has_weights_of_its_own(pool: RankPool, hosts: str):
     """The last rank dies in the third update: that of other hosts is complete."""
     stages = pool.run(undisturbed, world=3)[0]
-    with pool.spawn_ranks(live_on_hosts, hosts, "updating:3:kill", world=3, settings=None) as ranks:
+    with pool.spawn_ranks(live_beside, 2, "updating:3:kill", hosts=hosts, settings=None) as ranks:
         for rank in (0, 1):
             assert check(ranks[rank].result(), stages) == (hosts[rank] == "b")
         assert ranks[2].exit_code() == -signal.SIGKILL

@@ -17,13 +17,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for_any
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import pytest
 from repository import ROOT, SUPPORT, TESTS
 from zygote import Task, adopt_orphans
 
@@ -194,6 +195,7 @@ class RankPool:
         gloo: bool = False,
         settings: dict[str, Any] | None = DEFAULT_SETTINGS,
         environ: dict[str, str] | None = None,
+        hosts: str = "",
         stay: bool = False,
     ) -> Ranks:
         """Like `run`, but in processes of their own, which end after the call, and without waiting for them.
@@ -206,8 +208,8 @@ class RankPool:
                 ranks[1].signal(signal.SIGKILL)
                 assert "rank 1" in ranks[0].result()
         """
-        ranks = Ranks(self._fork() for _ in range(world))
-        self._start(ranks, function, args, environ, "", settings=settings, gloo=gloo, stay=stay)
+        ranks = Ranks(self._fork() for _ in range(len(hosts) or world))
+        self._start(ranks, function, args, environ, hosts, settings=settings, gloo=gloo, stay=stay)
         return ranks
 
     def refresh(self) -> None:
@@ -280,31 +282,36 @@ def _collect(ranks: list[Rank], timeout: float) -> list[Any]:
 
 
 def run_on_ranks(
-    world: int = 2, spawned: bool = False, **options: Any
+    world: int = 2, spawned: bool = False, hosts: Sequence[str] = (), **options: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Makes a function for rank processes into a test, which passes if it returns on every rank, and nothing or what
     is empty: a list of what is wrong, a number of bytes that differ.
 
     Its parameters are those of the test, by `pytest.mark.parametrize`; one that is called `world` is the number of
-    ranks. `spawned`: in processes of their own.
+    ranks, one that is called `hosts` says on which they live. `spawned`: in processes of their own. `hosts`: for a test
+    on each of these, of a function that need not know.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., None]:
+        parameters = inspect.signature(function).parameters
+
         def test(pool: RankPool, **arguments: Any) -> None:
-            ranks = arguments.get("world", world)
-            call = (_call_on_rank, function.__module__, function.__name__, arguments)
+            where = {"world": arguments.get("world", world), "hosts": arguments.get("hosts", "")}
+            known = {name: value for name, value in arguments.items() if name in parameters}
+            call = (_call_on_rank, function.__module__, function.__name__, known)
             if spawned:
-                with pool.spawn_ranks(*call, world=ranks, **options) as processes:
+                with pool.spawn_ranks(*call, **where, **options) as processes:
                     wrong = [rank.result() for rank in processes]
             else:
-                wrong = pool.run(*call, world=ranks, **options)
+                wrong = pool.run(*call, **where, **options)
             assert not any(wrong), wrong
 
-        pool = inspect.Parameter("pool", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        test.__signature__ = inspect.Signature([pool, *inspect.signature(function).parameters.values()])
+        more = ["pool", *(["hosts"] if hosts else [])]
+        added = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in more]
+        test.__signature__ = inspect.Signature([*added, *parameters.values()])
         test.on_ranks = function
         test.__doc__ = function.__doc__
-        return test
+        return pytest.mark.parametrize("hosts", hosts)(test) if hosts else test
 
     return decorate
 

@@ -8,6 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from faults import ended
 from pool import RankPool, run_on_ranks
 from torch_backend_values import equal, mine, ours, value, values
 
@@ -18,7 +19,7 @@ from syncengine.errors import InvalidUsage
 from syncengine.launch import store as launch_store
 
 
-@run_on_ranks(world=4, gloo=True, settings=None)
+@run_on_ranks(hosts=["aaaa", "aabb", "abab"], gloo=True, settings=None)  # groups of one host, and of two
 def test_groups_of_some_ranks() -> None:
     rank = dist.get_rank()
     evens, odds = dist.new_group([0, 2], backend="syncengine"), dist.new_group([3, 1], backend="syncengine")
@@ -40,7 +41,7 @@ def test_groups_of_some_ranks() -> None:
     dist.destroy_process_group(odds if rank % 2 else evens)
 
 
-@run_on_ranks(world=3, gloo=True, settings=None)
+@run_on_ranks(hosts=["aaa", "aba"], gloo=True, settings=None)
 def test_a_backend_is_split() -> None:
     group, rank = ours(), dist.get_rank()
     backend = group._get_backend(torch.device("cpu"))
@@ -87,23 +88,10 @@ def whole_life(debug: bool) -> None:
         assert not dist.is_initialized()
 
 
+@pytest.mark.parametrize("hosts", ["aa", "ab"])
 @pytest.mark.parametrize("debug", [False, True])
-def test_the_default_group(pool: RankPool, debug: bool):
-    with pool.spawn_ranks(whole_life, debug, settings=None) as ranks:
-        for rank in ranks:
-            rank.result()
-            assert rank.exit_code() == 0, rank.output()
-
-
-@run_on_ranks(gloo=True, settings=None)
-def test_parallel_uses_the_engine_below_the_group():
-    group = dist.new_group([0, 1], backend="syncengine")
-    model = syncengine.Parallel(torch.nn.Linear(3, 3), process_group=group)
-    assert model.communicator is group._get_backend(torch.device("cpu")).communicator
-    assert model.process_group is group
-    before = model.communicator.counters()["operations"]
-    model(torch.ones(2, 3)).sum().backward()
-    assert model.communicator.counters()["operations"] > before
+def test_the_default_group(pool: RankPool, debug: bool, hosts: str):
+    ended(pool, whole_life, debug, hosts=hosts, settings=None)
 
 
 def test_backend_is_registered():

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from pool import run_on_ranks
-from test_hosts import live_on
 from torch.distributed import ReduceOp
 from torch_backend_values import ours
 
@@ -132,7 +131,6 @@ BETWEEN_HOSTS = [how for how in DIFFERENT if "gather," in how or "roots of" in h
 @pytest.mark.parametrize(("how", "hosts"), [(how, "aa") for how in DIFFERENT] + [(how, "ab") for how in BETWEEN_HOSTS])
 @run_on_ranks(gloo=True, settings=None)
 def test_a_call_that_differs_is_a_mismatch(how: str, hosts: str):
-    live_on(hosts)
     group = ours()
     with pytest.raises(Mismatch, match=re.escape(DIFFERENT[how][2])):
         DIFFERENT[how][dist.get_rank()](group)

@@ -17,9 +17,8 @@ from syncengine.errors import PeerLost, SyncError
 from syncengine.launch import store as launch_store
 
 
-def begin(timeout: float = 60.0, hosts: str = "aaaa") -> int:
-    """Makes the default group; returns this process's rank. `hosts`: a letter for each rank's."""
-    os.environ["SYNCENGINE_HOST_ID"] = hosts[int(os.environ["RANK"])]
+def begin(timeout: float = 60.0) -> int:
+    """Makes the default group; returns this process's rank."""
     store = dist.PrefixStore("test", launch_store.open_store())  # type: ignore[call-arg] # that of tests
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     options = {"store": store, "rank": rank, "world_size": world_size}
@@ -71,10 +70,10 @@ def check_new_world(size: int) -> None:
         ([2, 3], SHRINK_ABORT, "aabb"),
     ],
 )
-@run_on_ranks(world=4, settings=None)
+@run_on_ranks(settings=None)
 def test_the_default_group(excluded: list[int], flags: int, hosts: str) -> None:
     """Excluded ranks live, and leave when they like. Other groups are gone, and the timeout stays."""
-    was = begin(40.0, hosts)
+    was = begin(40.0)
     other = dist.new_group([0, 1, 2, 3])
     check_whole(4, other)
     check_whole(4)
@@ -123,9 +122,9 @@ def test_wrong_use() -> None:
     dist.destroy_process_group()
 
 
-def lose(dead: list[int], stopped: list[int], hosts: str) -> tuple[int, int]:
+def lose(dead: list[int], stopped: list[int]) -> tuple[int, int]:
     """The others notice it in a collective, and go on with DDP without them."""
-    was = begin(15.0, hosts)
+    was = begin(15.0)
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 4)
 
@@ -162,7 +161,7 @@ def lose(dead: list[int], stopped: list[int], hosts: str) -> tuple[int, int]:
 )
 def test_ranks_that_die_or_hang(pool: RankPool, dead: list[int], stopped: list[int], hosts: str) -> None:
     left = [rank for rank in range(4) if rank not in dead + stopped]
-    with pool.spawn_ranks(lose, dead, stopped, hosts, world=4, settings=None) as ranks:
+    with pool.spawn_ranks(lose, dead, stopped, hosts=hosts, settings=None) as ranks:
         for new, rank in enumerate(left):
             assert ranks[rank].result(120.0) == (new, len(left))
         for rank in stopped:

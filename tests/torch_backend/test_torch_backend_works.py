@@ -18,7 +18,7 @@ import syncengine
 from syncengine.errors import InvalidUsage, Mismatch
 
 
-@run_on_ranks(gloo=True, settings=None)
+@run_on_ranks(hosts=["aa", "ab"], gloo=True, settings=None)
 def test_works_and_futures() -> None:
     group = ours()
     tensor = torch.ones(3, 4).t()
@@ -107,9 +107,10 @@ def wait_for_rank_1(how: str) -> str | None:
     return str(error.value)
 
 
+@pytest.mark.parametrize("hosts", ["aa", "ab"])
 @pytest.mark.parametrize("how", ["group", "set", pytest.param("call", marks=since_2_13), "wait", "monitored"])
-def test_timeouts_name_the_rank_that_is_missing(pool: RankPool, how: str):
-    text = pool.run(wait_for_rank_1, how, gloo=True, settings=None)[0]
+def test_timeouts_name_the_rank_that_is_missing(pool: RankPool, how: str, hosts: str):
+    text = pool.run(wait_for_rank_1, how, hosts=hosts, gloo=True, settings=None)[0]
     assert "rank 0 waits for rank 1" in text
     assert ("monitored_barrier()" in text) == (how == "monitored")
 
