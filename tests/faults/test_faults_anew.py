@@ -18,7 +18,7 @@ from torch import nn
 
 import syncengine
 from syncengine import connect
-from syncengine.errors import Aborted, InvalidUsage, Mismatch, SyncError
+from syncengine.errors import Aborted, InvalidUsage, SyncError
 
 Communicator = syncengine.Communicator
 
@@ -121,22 +121,6 @@ def test_a_model_over_a_group_of_the_backend_is_wrapped_again(tmp_path: Path):
         assert syncengine.Parallel(module, process_group=process_group).communicator is model.communicator
         with pytest.raises(Aborted, match="not this batch"):
             dist.all_reduce(torch.ones(1), group=process_group)
-
-
-@run_on_ranks(world=3, settings=None)
-def test_all_ranks_raise_and_wrap_again():
-    """Nothing has failed, and the communicator stays."""
-    old = syncengine.init(timeout=20.0)
-    module = Breaks()
-    for _ in range(2):
-        model = syncengine.Parallel(module)
-        module.broken = True
-        with pytest.raises(ValueError):
-            model(torch.ones(2, 24))
-        module.broken = False
-        del model
-    check_training(syncengine.Parallel(module))
-    assert syncengine.default_communicator() is old
 
 
 FAILURES = {
@@ -399,13 +383,3 @@ def test_nothing_is_left_of_old_ones():
     gc.collect()
     assert len(set(counts)) == 1, counts
     assert before.left() == []
-
-
-@run_on_ranks()
-def test_models_that_differ_cost_nothing():
-    """Mismatch is among the errors that Parallel itself finds, and costs the communicator, too."""
-    module = nn.Linear(4, 4 + syncengine.rank())
-    with pytest.raises(Mismatch, match="differs between ranks"):
-        syncengine.Parallel(module)
-    model = syncengine.Parallel(Mlp())
-    check_training(model)
