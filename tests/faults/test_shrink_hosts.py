@@ -1,4 +1,4 @@
-"""Communicator.shrink() over several hosts, which SYNCENGINE_HOST_ID makes: ranks die, whole hosts die, ranks hang."""
+"""Communicator.shrink() on one host and on several, which SYNCENGINE_HOST_ID makes: ranks or hosts die, ranks hang."""
 
 import contextlib
 import os
@@ -8,24 +8,77 @@ from pathlib import Path
 
 import pytest
 import torch
-from faults import Outcome, live_on, my_rank, needs_hooks, set_fault, suffer, wait_for_file, wait_until
-from pool import RankFailure
-from test_shrink import check_sum, check_survivors, go_on
+from faults import Outcome, my_rank, needs_hooks, set_fault, suffer, wait_for_file, wait_until
+from pool import RankFailure, run_on_ranks
+from test_shrink import check_sum
 
 import syncengine
 from syncengine.errors import InvalidUsage, SyncError
 
-
-def go_on_over(hosts, faults) -> Outcome:
-    live_on(hosts)
-    return go_on(faults)
+CALLS = 12
 
 
-# Some 15 operations are opened while the ranks connect.
+def go_on(faults) -> Outcome:
+    """Calls in which ranks die by `faults`, a text by rank; each time the others shrink the communicator."""
+    for rank, fault in faults.items():
+        set_fault(rank, fault)
+
+    def body(step):
+        communicator, done = syncengine.default_communicator(), 0
+        in_arena = syncengine.empty(300_000)
+        while done < CALLS:
+            try:
+                tensor = torch.ones(100_000)
+                communicator.all_reduce(tensor)
+                assert torch.equal(tensor, torch.full_like(tensor, communicator.size))
+                in_arena.fill_(1.0)
+                communicator.all_reduce(in_arena)
+                done += 1
+            except SyncError:
+                communicator = syncengine.shrink(patience=20.0)
+                told = torch.tensor([done])
+                try:
+                    communicator.all_reduce(told, "max")
+                except SyncError:  # another one
+                    continue
+                done = int(told)
+        check_sum(communicator)
+        assert syncengine.world_size() == communicator.size
+        return communicator.global_ranks
+
+    return suffer(body, timeout=30.0)
+
+
+def check_survivors(ranks, faults):
+    """Only the first to see that all are there proposes, or states: whether a rank dies there is left open."""
+    outcomes, lost = {}, []
+    for number, rank in enumerate(ranks):
+        try:
+            outcomes[number] = rank.result()
+        except RankFailure:
+            assert number in faults and rank.exit_code() == -signal.SIGKILL, rank.output()
+            lost.append(number)
+    assert all(rank in lost for rank in faults if not faults[rank].startswith(("propos", "stat")))
+    for outcome in outcomes.values():
+        outcome.check()
+        assert outcome.value == list(outcomes)
+
+
+# Some 15 operations are opened while hosts connect.
 @needs_hooks
 @pytest.mark.parametrize(
     ("hosts", "faults"),
     [
+        ("aaaa", {0: "opened:5:kill"}),
+        ("aaaa", {2: "reducing:7:kill"}),
+        ("aaaa", {1: "reduced:6:kill", 3: "staged:4:kill"}),
+        ("aaaa", {0: "pulled:4:kill", 3: "pulled:4:kill"}),
+        ("aaaa", {0: "reduced:3:kill", 1: "reduced:9:kill", 2: "reduced:12:kill"}),
+        ("aaaa", {2: "opened:5:kill", 0: "arriving:1:kill"}),
+        ("aaaa", {2: "opened:5:kill", 0: "arrived:1:kill"}),
+        ("aaaa", {2: "opened:5:kill", 1: "proposing:1:kill"}),
+        ("aaaa", {2: "opened:5:kill", 1: "proposed:1:kill"}),
+        ("aaaa", {0: "opened:5:kill", 1: "arrived:1:kill", 2: "arrived:1:kill"}),
         ("aab", {1: "opened:23:kill"}),
         ("aab", {0: "opened:23:kill"}),
         ("aab", {2: "staged:30:kill"}),
@@ -52,15 +105,14 @@ def go_on_over(hosts, faults) -> Outcome:
     ),
 )
 def test_the_others_go_on(pool, hosts, faults):
-    with pool.spawn_ranks(go_on_over, hosts, faults, world=len(hosts), settings=None) as ranks:
+    with pool.spawn_ranks(go_on, faults, hosts=hosts, settings=None) as ranks:
         check_survivors(ranks, faults)
 
 
-def stopped(hosts, who, woken, settings) -> Outcome:
-    """Some ranks are stopped within a collective; the others give them up."""
-    live_on(hosts)
+def stopped(who, fault, woken, settings) -> Outcome:
+    """Some ranks are stopped within a collective; the others give them up. They wake when their memory is used."""
     for rank in who:
-        set_fault(rank, "opened:20:stop")
+        set_fault(rank, fault)
 
     def body(step):
         communicator = syncengine.default_communicator()
@@ -97,12 +149,14 @@ def stopped(hosts, who, woken, settings) -> Outcome:
         ("ab", [1], {"timeout": 2.0}),
         ("abc", [2], {"timeout": 60.0, "silence": 1.5}),
         ("aab", [2], {"timeout": 60.0, "silence": 1.5}),
+        ("aaa", [1], {"timeout": 2.0}),
     ],
 )
 def test_stopped_ranks_are_given_up_and_may_not_go_on(pool, tmp_path, hosts, who, settings):
-    woken = tmp_path / "woken"
+    woken, is_one_host = tmp_path / "woken", len(set(hosts)) == 1
     left = [rank for rank in range(len(hosts)) if rank not in who]
-    with pool.spawn_ranks(stopped, hosts, who, str(woken), settings, world=len(hosts), settings=None) as ranks:
+    fault = "reducing:2:stop" if is_one_host else "opened:20:stop"
+    with pool.spawn_ranks(stopped, who, fault, str(woken), settings, hosts=hosts, settings=None) as ranks:
         for rank in who:
             wait_until("T", ranks[rank].pid)
         for rank in left:
@@ -111,6 +165,8 @@ def test_stopped_ranks_are_given_up_and_may_not_go_on(pool, tmp_path, hosts, who
             ranks[rank].signal(signal.SIGCONT)
         for rank in who:
             outcome = ranks[rank].result()
+            if is_one_host:
+                outcome.check("Aborted", "ranks 0, 2 went on without rank 1")
             assert outcome.error in ("Aborted", "PeerLost"), outcome
             assert "went on without" in outcome.text or "but may live" in outcome.text, outcome
             assert outcome.left == []
@@ -127,8 +183,8 @@ def test_those_who_may_be_the_smaller_part_do_not_go_on(pool, tmp_path, hosts, w
     """They raise; those who were stopped go on without them."""
     woken = tmp_path / "woken"
     left = [rank for rank in range(len(hosts)) if rank not in who]
-    arguments = (hosts, who, str(woken), {"timeout": 2.0})
-    with pool.spawn_ranks(stopped, *arguments, world=len(hosts), settings=None) as ranks:
+    arguments = (who, "opened:20:stop", str(woken), {"timeout": 2.0})
+    with pool.spawn_ranks(stopped, *arguments, hosts=hosts, settings=None) as ranks:
         for rank in who:
             wait_until("T", ranks[rank].pid)
         for rank in left:
@@ -149,9 +205,9 @@ def settle(communicator):
         communicator.barrier()
 
 
-def healthy(hosts):
-    live_on(hosts)
-    first = syncengine.init(timeout=60.0)
+@run_on_ranks(hosts=["aabb"])
+def test_shrinking_with_nobody_lost():
+    first = syncengine.default_communicator()
     half = first.split([0, 2] if first.rank in (0, 2) else [1, 3])
     second = first
     for _ in range(3):
@@ -175,13 +231,8 @@ def healthy(hosts):
     check_sum(second)
 
 
-def test_shrinking_with_nobody_lost(pool):
-    pool.run(healthy, "aabb", world=4, settings=None)
-
-
-def killed_again_and_again(hosts) -> Outcome:
+def killed_again_and_again() -> Outcome:
     """Each time the first one dies, the others go on, until one is left."""
-    live_on(hosts)
 
     def body(step):
         communicator = syncengine.default_communicator()
@@ -201,7 +252,7 @@ def killed_again_and_again(hosts) -> Outcome:
 
 @pytest.mark.parametrize("hosts", ["abcab", "aabbb"])
 def test_one_after_the_other(pool, hosts):
-    with pool.spawn_ranks(killed_again_and_again, hosts, world=5, settings=None) as ranks:
+    with pool.spawn_ranks(killed_again_and_again, hosts=hosts, settings=None) as ranks:
         outcome = ranks[4].result()
         outcome.check()
         assert outcome.value == [4]
