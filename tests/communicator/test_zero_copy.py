@@ -4,176 +4,35 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
+from faults import memory_of_this_process
+from models import workload
 from parallel_models import Mlp, different_bits
 from pool import RankPool, run_on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import syncengine
-from examples.gpt.model import GPT, GPTConfig
 
 MIB = 2**20
 
 
-# --- What is copied
-
-
-class Convolutional(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 128, 3))
-        self.head = nn.Linear(128, 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.body(x).mean((2, 3)))
-
-
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(24, 128, num_layers=2, batch_first=True)
-        self.head = nn.Linear(128, 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.lstm(x)[0])
-
-
-class Embedded(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(5000, 64)
-        self.head = nn.Linear(64, 10)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(self.table(tokens).mean(1))
-
-
-class LearnedPositions(nn.Module):
-    """The gradient of a viewed table that is added to activations is a view of theirs: one memory for both."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(16, 64)
-        self.positions = nn.Parameter(torch.randn(32 * 64))
-        self.head = nn.Linear(64, 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.embed(x) + self.positions.view(1, 32, 64))
-
-
-TOKENS = torch.arange(64).view(2, 32) % 50
-COPIES: dict[str, tuple[Callable[[], nn.Module], torch.Tensor, dict[str, int]]] = {
-    "mlp": (Mlp, torch.ones(5, 24), {}),
-    "gpt, tied weights": (lambda: GPT(GPTConfig(vocabulary=50, context=32)), TOKENS, {}),
-    "conv, batch norm": (Convolutional, torch.ones(2, 3, 12, 12), {}),
-    "lstm": (Recurrent, torch.ones(2, 7, 24), {}),
-    "embedding": (Embedded, TOKENS, {}),
-    "learned positions": (LearnedPositions, torch.ones(1, 32, 16), {"shared storage": 4 * 32 * 64}),
-}
-
-
-def copied_bytes(name: str) -> list[tuple[dict[str, int], int, int, int]]:
-    build, inputs, _ = COPIES[name]
-    torch.manual_seed(0)
-    model = syncengine.Parallel(build())
-    gradient_bytes = sum(p.nbytes for p in model.parameters())
-    below_a_page = sum(p.nbytes for p in model.parameters() if p.nbytes < 4096)
-    found = []
-    for _ in range(3):  # the first plan, the rebuilt one, and memory that was used before
-        model(inputs).square().sum().backward()
+@pytest.mark.parametrize("name", ["resnet18", "gpt", "lstm", "recommender"])
+@run_on_ranks()
+def test_what_is_copied(name: str):
+    """Of gradients of at least a page: nothing."""
+    kind = workload(name)
+    model = syncengine.Parallel(kind.model(), **kind.options)
+    generator = torch.Generator().manual_seed(syncengine.rank())
+    for step in range(3):  # the first plan, the rebuilt one, and memory that was used before
+        kind.loss(model, generator, step).backward()
         stats = model.sync_stats()
-        copied = {reason: n for reason, n in stats["copied_bytes"].items() if n}
-        found.append((copied, stats["reduced_bytes"], gradient_bytes, below_a_page))
+        assert stats["copied_bytes"].pop("small") <= sum(p.nbytes for p in model.parameters() if p.nbytes < 4096)
+        assert not any(stats["copied_bytes"].values()), stats
+        assert stats["reduced_bytes"] == sum(p.nbytes for p in model.parameters())
         model.zero_grad()
-    return found
-
-
-@pytest.mark.parametrize("name", COPIES)
-def test_what_is_copied(pool: RankPool, name: str):
-    for answer in pool.run(copied_bytes, name):
-        for copied, reduced, gradient_bytes, below_a_page in answer:
-            assert copied.pop("small", 0) <= below_a_page
-            assert copied == COPIES[name][2]
-            assert reduced == gradient_bytes
-
-
-# --- Ways to use gradients
-
-
-def replaced_by_hook(model: nn.Module, x: torch.Tensor) -> None:
-    for p in model.parameters():
-        p.register_hook(lambda grad: torch.full_like(grad, 0.5) * grad.mean())
-    model(x).square().sum().backward()
-
-
-def retained_graph(model: nn.Module, x: torch.Tensor) -> None:
-    loss = model(x).square().sum()
-    with model.no_sync():
-        model(x).sum().backward()
-    loss = model(x).square().sum()
-    loss.backward(retain_graph=True)
-
-
-def several_backwards(model: nn.Module, x: torch.Tensor) -> None:
-    for factor in (1.0, 2.0, 3.0):
-        (model(x * factor) * factor).square().sum().backward()
-
-
-def clipped(model: nn.Module, x: torch.Tensor) -> None:
-    model(x).square().sum().backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-
-
-def kept_across_steps(model: nn.Module, x: torch.Tensor) -> None:
-    model(x).square().sum().backward()
-    kept = [p.grad for p in model.parameters()]
-    model.zero_grad()
-    model(x * 3).square().sum().backward()
-    for p, earlier in zip(model.parameters(), kept, strict=True):
-        p.grad += earlier
-
-
-def detached_in_place(model: nn.Module, x: torch.Tensor) -> None:
-    model(x).square().sum().backward()
-    for p in model.parameters():
-        p.grad.detach_().mul_(2)
-    model(x).square().sum().backward()
-
-
-USES = [replaced_by_hook, retained_graph, several_backwards, clipped, kept_across_steps, detached_in_place]
-
-
-@run_on_ranks(gloo=True)
-def test_gradients_are_ddps_however_they_are_used():
-    for use in USES:
-        found = []
-        for wrap in (syncengine.Parallel, DistributedDataParallel):
-            torch.manual_seed(1)
-            model = wrap(Mlp())
-            x = torch.randn(5, 24, generator=torch.Generator().manual_seed(syncengine.rank()))
-            use(model, x)
-            use(model, x)  # into what the first left, and with rebuilt buckets
-            found.append([p.grad for p in model.parameters()])
-        assert different_bits(*found) == 0, use.__name__
-
-
-# --- Memory
-
-
-def memory() -> int:
-    """Anonymous and shared memory of this process, in bytes; of what ranks share, its part.
-
-    Anonymous memory in full: what this process still has in common with others that were forked like it would seem to
-    grow when one of them ends.
-    """
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
-    fields = dict(line.split(":", 1) for line in lines)
-    return sum(int(fields[name].split()[0]) * 1024 for name in ("Anonymous", "Pss_Shmem"))
 
 
 def growth_with_changing_batches() -> list[int]:
@@ -187,7 +46,8 @@ def growth_with_changing_batches() -> list[int]:
         if step in (299, 999):
             syncengine.barrier()
             gc.collect()
-            seen.append(memory())
+            # Anonymous memory in full: what is in common with other forks would grow when one of them ends.
+            seen.append(memory_of_this_process("Anonymous") + memory_of_this_process("Pss_Shmem"))
             syncengine.barrier()
     return seen
 
@@ -197,33 +57,6 @@ def test_memory_does_not_grow_with_changing_batch_sizes(pool: RankPool):
         for rank in ranks:
             early, late = rank.result()
             assert late - early < MIB
-
-
-def check_shutdown_with_gradients_alive() -> None:
-    model = syncengine.Parallel(Mlp())
-    x = torch.ones(3, 24)
-    model(x).square().sum().backward()
-    grads = [p.grad for p in model.parameters()]
-    copies = [grad.clone() for grad in grads]
-    tensor = syncengine.empty(1000)
-    tensor.fill_(3)
-    syncengine.shutdown()
-    del model
-    gc.collect()
-    assert all(map(torch.equal, grads, copies))
-    for grad in grads:
-        grad.mul_(2)
-    assert all(torch.equal(grad, copy * 2) for grad, copy in zip(grads, copies, strict=True))
-    assert tensor.sum() == 3000
-    syncengine.init()
-    again = syncengine.Parallel(Mlp())
-    again(x).square().sum().backward()
-
-
-def test_gradients_outlive_the_engine(pool: RankPool):
-    with pool.spawn_ranks(check_shutdown_with_gradients_alive) as ranks:
-        for rank in ranks:
-            rank.result()
 
 
 @run_on_ranks(gloo=True)

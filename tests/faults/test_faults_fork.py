@@ -2,34 +2,15 @@
 
 import os
 import signal
-import traceback
 
 import pytest
 import torch
-from faults import ended, memory_of_this_process, my_rank
+from faults import ended, in_child, memory_of_this_process, my_rank
 from pool import run_on_ranks
 from torch.utils.data import DataLoader, TensorDataset
 
 import syncengine
 from syncengine.errors import InvalidUsage
-
-
-def in_child(function) -> tuple[int, str]:
-    """Runs `function` in a forked child: its exit code, and what it returned or raised."""
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            text = str(function())
-        except BaseException:
-            text = traceback.format_exc()
-        os.write(write, text.encode()[-3000:])
-        os._exit(0)
-    os.close(write)
-    with os.fdopen(read) as answer:
-        text = answer.read()
-    _, status = os.waitpid(pid, 0)
-    return os.waitstatus_to_exitcode(status), text
 
 
 @run_on_ranks(world=2)

@@ -132,23 +132,6 @@ def test_futures_may_be_completed_late_and_in_any_order():
 
 
 @run_on_ranks(gloo=True)
-def test_under_no_sync_hooks_do_not_run():
-    calls = []
-
-    def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        calls.append(bucket.index())
-        return default_hooks.allreduce_hook(None, bucket)
-
-    model = syncengine.Parallel(Mlp())
-    model.register_comm_hook(None, hook)
-    with model.no_sync():
-        model(data()).sum().backward()
-    assert not calls
-    model(data()).sum().backward()
-    assert calls == [0]
-
-
-@run_on_ranks(gloo=True)
 def test_hooks_in_join():
     """A rank without a batch hands zeros to its hook, which divides by the number of all ranks in any case."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from faults import wait_for_file
+from faults import in_child, memory_of_this_process, wait_for_file
 from parallel_models import Mlp, Run, train
 from pool import RankPool, run_on_ranks
 from raising_model import InBackward
@@ -95,35 +94,39 @@ def test_no_large_gradient_is_copied_or_staged(pool: RankPool):
         assert moved["direct_bytes"] >= moved["all"] - small
 
 
-def outlive_everything() -> None:
-    """Gradients, and children forked meanwhile, outlive the communicator."""
-    model = syncengine.Parallel(Mlp())
-    model(torch.randn(3, 24)).sum().backward()
+@pytest.mark.parametrize("gradient_memory", ["arena", "torch"])
+@run_on_ranks(settings=None)
+def test_gradients_outlive_the_communicator(gradient_memory: str):
+    """And so do children that were forked meanwhile."""
+    syncengine.init(gradient_memory=gradient_memory, timeout=60.0)
+    model, x = syncengine.Parallel(Mlp()), torch.randn(3, 24)
+    model(x).sum().backward()
     kept = [(p.grad, p.grad.clone()) for p in model.parameters()]
+    tensor = syncengine.empty(1000).fill_(3.0)
     gc.collect()  # here: in the child a group of Gloo's, of an earlier test, would wait for threads
-    pid = os.fork()
-    if pid == 0:
+
+    def child() -> bool:
+        nonlocal kept, model
         same = all(torch.equal(grad, copy) for grad, copy in kept)
         kept[0][0].zero_()
         del kept, model
         gc.collect()
-        os._exit(0 if same else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        return same
+
+    assert in_child(child) == (0, "True")
     model.zero_grad()
     del model
     syncengine.shutdown()
     gc.collect()
     assert all(torch.equal(grad, copy) for grad, copy in kept)
-    for grad, _ in kept:
-        grad.add_(1)
+    for grad, copy in kept:
+        assert torch.equal(grad.add_(1), copy + 1)
+    assert tensor.sum() == 3000
+    syncengine.init(timeout=60.0)
+    syncengine.Parallel(Mlp())(x).sum().backward()
     del kept, grad
     gc.collect()
     assert torch.ones(10000).sum() == 10000
-
-
-@pytest.mark.parametrize("way", ["arena", "torch"])
-def test_gradients_outlive_the_communicator(pool: RankPool, way: str):
-    pool.run(outlive_everything, settings={"gradient_memory": way})
 
 
 def in_arena(tensor: torch.Tensor) -> bool:
@@ -165,20 +168,15 @@ def test_only_gradients_lie_in_the_arena():
     assert not in_arena(torch.empty(same_size))
 
 
-def check_failed_backward(folder: Path) -> None:
+@run_on_ranks(spawned=True)
+def test_a_failed_backward_leaves_the_allocator_as_it_was(tmp_path: Path):
     model = syncengine.Parallel(nn.Sequential(nn.Linear(64, 300), nn.Linear(300, 64)))
-    (folder / f"made {syncengine.rank()}").touch()
-    wait_for_file(folder / f"made {1 - syncengine.rank()}")  # else the other's failure may end this one's construction
+    (tmp_path / f"made {syncengine.rank()}").touch()
+    wait_for_file(tmp_path / f"made {1 - syncengine.rank()}")  # else the other's failure may end its construction
     with pytest.raises(ZeroDivisionError):
         model(InBackward.apply(torch.randn(5, 64, requires_grad=True), lambda: 1 // 0)).sum().backward()
     assert not in_arena(torch.empty(300, 64))
     assert all(p.grad is None for p in model.parameters())
-
-
-def test_a_failed_backward_leaves_the_allocator_as_it_was(pool: RankPool, tmp_path: Path):
-    with pool.spawn_ranks(check_failed_backward, tmp_path) as ranks:
-        for rank in ranks:
-            rank.result()
 
 
 @run_on_ranks(settings=None, environ={"SYNCENGINE_GRADIENT_MEMORY": "torch"})
@@ -198,22 +196,17 @@ def test_the_profiler_sees_gradients():
     assert allocated >= 4 * 512 * 512
 
 
-def shared_memory() -> int:
-    lines = dict(line.split(":", 1) for line in open("/proc/self/smaps_rollup").read().splitlines()[1:])  # noqa
-    return int(lines["Pss_Shmem"].split()[0]) * 1024
-
-
 def memory_over_a_model(gradients_outlive_it: bool) -> tuple[int, int, int]:
     """Of the arena: before a model of 4 MiB, with its gradients, and after these have gone."""
     syncengine.barrier()
-    before = shared_memory()
+    before = memory_of_this_process("Pss_Shmem")
     model = syncengine.Parallel(nn.Linear(1024, 1024, bias=False))
     for _ in range(5):
         model(torch.ones(2, 1024)).sum().backward()
         model.zero_grad()
     model(torch.ones(2, 1024)).sum().backward()
     syncengine.barrier()
-    during = shared_memory()
+    during = memory_of_this_process("Pss_Shmem")
     syncengine.barrier()
     gradients = [p.grad for p in model.parameters()] if gradients_outlive_it else []
     model.zero_grad()
@@ -222,9 +215,9 @@ def memory_over_a_model(gradients_outlive_it: bool) -> tuple[int, int, int]:
     del gradients
     syncengine.barrier()
     deadline = time.monotonic() + 5
-    while shared_memory() - before >= 2**20 and time.monotonic() < deadline:
+    while memory_of_this_process("Pss_Shmem") - before >= 2**20 and time.monotonic() < deadline:
         time.sleep(0.01)  # the engine's thread may be the one that drops the last reference
-    after = shared_memory()
+    after = memory_of_this_process("Pss_Shmem")
     syncengine.barrier()  # what a rank shares with one that has ended would count in full
     return before, during, after
 
@@ -316,12 +309,12 @@ def test_temporaries_take_no_memory_in_the_arena():
     Convolving.temporaries_first = True
     model = syncengine.Parallel(Weight())
     syncengine.barrier()
-    before = shared_memory()
+    before = memory_of_this_process("Pss_Shmem")
     for _ in range(3):
         model.zero_grad()
         step_of_convolving(model)
     syncengine.barrier()
-    growth = shared_memory() - before
+    growth = memory_of_this_process("Pss_Shmem") - before
     syncengine.barrier()
     assert growth < 1.75 * 2**20  # the gradient is of 1 MiB, each temporary, too
 

@@ -65,15 +65,6 @@ def test_small_models_between_hosts_have_several_buckets(mib: float, between_hos
     assert planner.cap == cap * MIB
 
 
-@run_on_ranks()
-def test_parameters_may_be_frozen_in_any_step():
-    model = syncengine.Parallel(Mlp())
-    for i in range(8):
-        model.module.head.requires_grad_(i not in (1, 2, 5))
-        backwards(model, 1)
-        assert (model.module.head.weight.grad is None) == (i in (1, 2, 5))
-
-
 @run_on_ranks(gloo=True)
 def test_a_rank_may_keep_models_that_others_have_dropped():
     """Below a group of the backend only the models keep the Python object of the communicator."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
-import os
 import re
 from pathlib import Path
 
+import pytest
 import torch
+from faults import in_child, memory_of_this_process
 from pool import RankPool, run_on_ranks
 from sharded_training import batch, common_memory, error_of, is_common, make, sharded, train, trained
 from torch import nn
@@ -81,57 +82,26 @@ def test_weights_and_state_are_in_memory_once():
     assert share < resident / 4 + MIB
 
 
-def own_bytes() -> int:
-    """In full: of pages that it has in common with other forks, a part would come and go with those."""
-    return int(re.search(r"Anonymous:\s+(\d+)", Path("/proc/self/smaps_rollup").read_text())[1]) * 1024
-
-
-def child_of(net: nn.Module, optimizer: torch.optim.Optimizer, before: int) -> str:
-    """Runs in a forked child."""
-    weight = net.body.weight.detach()
-    grown = own_bytes() - before
-    if grown > 4 * MIB:
-        return f"the fork copied {grown} bytes"
-    if weight.sum().item() != weight.clone().sum().item():
-        return "unreadable"
-    weight.fill_(7)
-    if not (weight == 7).all():
-        return "it can't write to its copy"
-    try:
-        optimizer.step()
-    except syncengine.errors.InvalidUsage as error:
-        return "" if "forked child" in str(error) else str(error)
-    return "it could step"
-
-
-def forks() -> list[str]:
+@run_on_ranks(spawned=True)
+def test_a_forked_child_reads_weights_that_nobody_has_copied():
     net, model, optimizer = trained(2, Large())
     optimizer.zero_grad()  # gradients are copied for children
     before = net.body.weight.detach().clone()
     gc.collect()
-    reads, writes = os.pipe()
-    size = own_bytes()
-    if (pid := os.fork()) == 0:
-        answer = "died"
-        try:
-            answer = child_of(net, optimizer, size)
-        except BaseException as error:
-            answer = repr(error)
-        finally:
-            os.write(writes, answer.encode() or b"ok")
-            os._exit(0)
-    os.close(writes)
-    answer = os.read(reads, 1000).decode()
-    os.close(reads)
-    os.waitpid(pid, 0)
-    kept = torch.equal(before, net.body.weight)
+    size = memory_of_this_process("Anonymous")
+
+    def child() -> str:
+        weight = net.body.weight.detach()
+        assert memory_of_this_process("Anonymous") - size <= 4 * MIB, "the fork copied them"
+        assert weight.sum().item() == weight.clone().sum().item()
+        assert (weight.fill_(7) == 7).all()
+        with pytest.raises(syncengine.errors.InvalidUsage, match="forked child"):
+            optimizer.step()
+        return "read"
+
+    assert in_child(child) == (0, "read")
+    assert torch.equal(before, net.body.weight)
     train(model, optimizer, 1)
-    return [answer, str(kept)]
-
-
-def test_a_forked_child_reads_weights_that_nobody_has_copied(pool: RankPool):
-    with pool.spawn_ranks(forks) as ranks:
-        assert [rank.result() for rank in ranks] == [["ok", "True"]] * 2
 
 
 @run_on_ranks()
@@ -142,12 +112,12 @@ def test_a_survivor_takes_the_memory_of_one_copy():
     optimizer.zero_grad()
     gc.collect()
     syncengine.barrier()
-    before = own_bytes()
+    before = memory_of_this_process("Anonymous")
     if syncengine.rank() == 1:
         model.communicator.abort("rank 1: enough")
     text = error_of(optimizer.step)
     assert "enough" in text, text
-    taken = own_bytes() - before
+    taken = memory_of_this_process("Anonymous") - before
     assert common_memory() == []
     tensors = [p for p in model.parameters() if p.requires_grad]
     tensors += [value for state in optimizer.state.values() for value in state.values()]
@@ -156,19 +126,15 @@ def test_a_survivor_takes_the_memory_of_one_copy():
     assert abs(taken - size) < 2 * MIB
 
 
-def workers() -> float:
+@run_on_ranks(spawned=True)
+def test_dataloader_workers():
     _, model, optimizer = trained(1, Large())
     data = torch.utils.data.DataLoader(torch.arange(8.0), batch_size=2, num_workers=2)
     total = 0.0
     for part in data:
         total += part.sum().item()
         train(model, optimizer, 1)
-    return total
-
-
-def test_dataloader_workers(pool: RankPool):
-    with pool.spawn_ranks(workers) as ranks:
-        assert [rank.result() for rank in ranks] == [28.0] * 2
+    assert total == 28.0
 
 
 @run_on_ranks()
@@ -185,23 +151,24 @@ def test_nothing_is_left_of_an_optimizer_that_is_gone():
     assert maps == [] and files == []
 
 
-def channels_last() -> list[bool]:
+@run_on_ranks()
+def test_layouts_stay():
     net, model, _ = trained(2, make("conv"))
     weight = net.body[0].weight
-    return [weight.is_contiguous(memory_format=torch.channels_last), is_common(weight), model(batch(0)).numel() > 0]
-
-
-def test_layouts_stay(pool: RankPool):
-    assert pool.run(channels_last) == [[True, True, True]] * 2
+    assert weight.is_contiguous(memory_format=torch.channels_last)
+    assert is_common(weight)
+    assert model(batch(0)).numel() > 0
 
 
 LAYERS = 64  # of 512 KiB: malloc would keep such blocks
 
 
-def growth_by_training() -> int:
+@run_on_ranks()
+def test_private_memory_is_not_kept():
+    """32 MiB of weights, and 32 MiB of each rank's part of the state, were private before."""
     torch.optim.AdamW(nn.Linear(1, 1).parameters())  # imports modules
     return_free_memory()
-    before = own_bytes()
+    before = memory_of_this_process("Anonymous")
     torch.manual_seed(0)
     model = syncengine.Parallel(nn.Sequential(*[nn.Linear(362, 362) for _ in range(LAYERS)]))
     optimizer = syncengine.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3, fused=True)
@@ -209,11 +176,6 @@ def growth_by_training() -> int:
         optimizer.zero_grad()
         model(torch.ones(1, 362)).sum().backward()
         optimizer.step()
-    growth = own_bytes() - before
+    growth = memory_of_this_process("Anonymous") - before
     optimizer.release()
-    return growth
-
-
-def test_private_memory_is_not_kept(pool: RankPool):
-    """32 MiB of weights, and 32 MiB of each rank's part of the state, were private before."""
-    assert all(growth < 12 * MIB for growth in pool.run(growth_by_training)), "more is kept than modules and buffers"
+    assert growth < 12 * MIB, "more is kept than modules and buffers"

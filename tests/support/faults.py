@@ -115,6 +115,24 @@ def ended(pool: RankPool, function: Callable[..., Any], *args: Any, **options: A
         return [(result, rank.output()) for result, rank in zip(results, ranks, strict=True)]
 
 
+def in_child(function: Callable[[], Any]) -> tuple[int, str]:
+    """Runs `function` in a forked child: its exit code, and what it returned or raised."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            text = str(function())
+        except BaseException:
+            text = traceback.format_exc()
+        os.write(write, text.encode()[-3000:])
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as answer:
+        text = answer.read()
+    _, status = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(status), text
+
+
 def suffer(body: Callable[[Callable[[], None]], Any], **settings: Any) -> Outcome:
     """Runs init(**settings) and `body(step)`, and tells how it ended; then shuts down.
 
