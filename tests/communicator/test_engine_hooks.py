@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from parallel_models import CAP, Mlp, data, gradients
+from parallel_models import CAP, Mlp, average, data, gradients
 from pool import run_on_ranks
 from torch import nn
 
@@ -55,11 +55,6 @@ def test_a_hook_over_the_communicator():
         return syncengine.hooks.fp16_compress(state, bucket)  # called, not registered: blocks
 
     averages(compress, torch.float16)
-
-    def average(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        syncengine.all_reduce(bucket.buffer(), "avg")
-        return syncengine.hooks.completed(bucket.buffer())
-
     averages(average, torch.float32)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from flat import flat
-from parallel_models import CAP
+from parallel_models import CAP, average
 from pool import RankPool, run_on_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -260,17 +260,8 @@ def test_sparse_gradients(pool: RankPool, kind: str, numerics: str):
         assert not again
 
 
-def plain_hook(state, bucket):
-    """One that the engine knows nothing of."""
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    buffer = bucket.buffer().div_(syncengine.world_size())
-    syncengine.all_reduce(buffer)
-    future.set_result(buffer)
-    return future
-
-
 HOOKS: dict[str, Callable[[syncengine.Parallel], None]] = {
-    "plain": lambda model: model.register_comm_hook(None, plain_hook),
+    "plain": lambda model: model.register_comm_hook(None, average),
     "allreduce": lambda model: model.register_comm_hook(None, default_hooks.allreduce_hook),
     "fp16": lambda model: model.register_comm_hook(None, default_hooks.fp16_compress_hook),
     "ours": lambda model: model.register_comm_hook(None, syncengine.hooks.bf16_compress),

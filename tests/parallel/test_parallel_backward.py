@@ -7,10 +7,9 @@ from functools import partial
 
 import pytest
 import torch
-from parallel_models import CAP, Mlp, averages, both, data, different_bits, gradients
+from parallel_models import CAP, Mlp, Opposite, backwards, both, data, different_bits, gradients
 from pool import run_on_ranks
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import syncengine
@@ -41,49 +40,17 @@ def test_a_parameter_in_two_reentrant_checkpoints_raises(alone: bool):
         model(data()).sum().backward()
 
 
+@pytest.mark.usefixtures("kinds_of_buckets")
 @run_on_ranks(gloo=True)
 def test_ranks_may_be_ready_in_opposite_orders():
-    """Buckets complete in any order: ranks that wait for each other's next bucket would hang."""
-
-    class Crossed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(24, 200) for _ in range(6))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            order = list(self.layers)[:: 1 if syncengine.rank() == 0 else -1]
-            return sum(layer(x) for layer in order)
-
-    torch.manual_seed(0)
-    module = Crossed()
-    expected = averages(module, module(data()).square().sum())
-    model = syncengine.Parallel(module, **CAP)
-    for _ in range(3):
-        model.zero_grad()
-        model(data()).square().sum().backward()
-        for grad, mean in zip(gradients(model), expected, strict=True):
-            torch.testing.assert_close(grad, mean)
-
-
-@run_on_ranks(gloo=True)
-def test_two_models_in_one_backward():
-    results = []
-    for wrap in (syncengine.Parallel, DistributedDataParallel):
-        torch.manual_seed(0)
-        first, second = wrap(nn.Linear(24, 24)), wrap(Mlp(), bucket_cap_mb=0.1)
-        for i in range(3):
-            (second(first(data(i))).sum() + first(data(i + 10)).square().sum()).backward()
-        results.append(gradients(first) + gradients(second))
-    assert not different_bits(*results)
-
-
-@run_on_ranks(world=4)
-def test_a_sub_communicator():
-    rank = syncengine.rank()
-    pair = syncengine.default_communicator().split([0, 2] if rank % 2 == 0 else [1, 3])
-    model = syncengine.Parallel(nn.Linear(2, 1, bias=False), process_group=pair)
-    model(torch.full((1, 2), float(rank))).sum().backward()
-    assert model.module.weight.grad.tolist() == [[1.0, 1.0] if rank % 2 == 0 else [2.0, 2.0]]
+    """Buckets complete in any order, and are reduced in one: who waits for another's next bucket would hang."""
+    for options in ({}, CAP):
+        both(partial(Opposite, 7), backwards, **options)
+    model = syncengine.Parallel(Opposite(7), **CAP)
+    backwards(model)
+    assert model.sync_stats()["buckets"] == 14
+    syncengine.all_gather(orders := torch.empty(2, 14, dtype=torch.int64), torch.tensor(model.reducer.ready_order()))
+    assert not torch.equal(*orders)
 
 
 @run_on_ranks()

@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from parallel_models import CAP, Branches, data, different_bits, gradients
+from parallel_models import CAP, Branches, average, data, different_bits, gradients
 from pool import run_on_ranks
 from raising_model import Bad, Raising
 from torch import nn
 
 import syncengine
 from syncengine.errors import Aborted, SyncError
-
-
-def own_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    average = bucket.buffer().clone()
-    syncengine.all_reduce(average, "avg")
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    future.set_result(average)
-    return future
-
 
 AFTER = r"backward of Parallel\(Linear\) raised after its averages were complete"
 
@@ -47,7 +36,7 @@ def test_averages_that_one_rank_has_dropped_are_noticed(with_hook: bool):
     module = nn.Linear(24, 2)
     model = syncengine.Parallel(module)
     if with_hook:
-        model.register_comm_hook(None, own_hook)
+        model.register_comm_hook(None, average)
     hook = RaisingHook(module.weight)
     model(data()).sum().backward()
     hook.bad = syncengine.rank() == 1
@@ -151,7 +140,7 @@ def test_who_refuses_with_all_but_one_bucket_on_their_way_keeps_nobody_waiting(w
 def test_gradients_outlive_an_error_in_forward_with_a_communication_hook():
     module = Raising()
     model = syncengine.Parallel(module)
-    model.register_comm_hook(None, own_hook)
+    model.register_comm_hook(None, average)
     model(data()).sum().backward()
     before = gradients(module)
     module.where = "forward"

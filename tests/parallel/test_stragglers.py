@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from parallel_models import data
+from parallel_models import average, data
 from pool import RankPool
-from torch import distributed as dist
 from torch import nn
 
 import syncengine
@@ -63,12 +62,6 @@ def train(model: nn.Module, steps: int, phase: str | None, accumulate: bool = Fa
                 model(data(i), delays["forward"], delays["backward"]).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-def average(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """A communication hook that the engine knows nothing of."""
-    syncengine.all_reduce(bucket.buffer(), "avg")
-    return syncengine.hooks.completed(bucket.buffer())
 
 
 def test_lateness_is_that_behind_the_fastest_rank():

@@ -104,6 +104,18 @@ class Outputs(nn.Module):
         return self.container(self.a(x), self.b(x))
 
 
+class Opposite(nn.Module):
+    """Gradients become ready in the opposite order on odd ranks."""
+
+    def __init__(self, parts: int) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([nn.Linear(24, 24) for _ in range(parts)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        order = list(self.parts)[:: 1 if syncengine.rank() % 2 else -1]
+        return torch.stack([part(x) for part in order])
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {"mlp": Mlp, "conv": Conv, "tied": Tied, "mixed": Mixed}
 
 
@@ -168,6 +180,12 @@ def data(step: int = 0) -> torch.Tensor:
 
 def gradients(model: nn.Module) -> list[torch.Tensor | None]:
     return [p.grad if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def average(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """A communication hook that the engine knows nothing of."""
+    syncengine.all_reduce(bucket.buffer(), "avg")
+    return syncengine.hooks.completed(bucket.buffer())
 
 
 def averages(module: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
