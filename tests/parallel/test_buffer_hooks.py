@@ -95,33 +95,6 @@ def test_a_buffer_hook_may_call_the_models_own_broadcast():
 
 
 @run_on_ranks()
-def test_optimizers_that_torch_applies_in_backward():
-    """DDP raises on a CPU, where it asks for a stream."""
-    from torch.distributed.optim import _apply_optimizer_in_backward
-
-    results = []
-    for in_backward in (True, False):
-        torch.manual_seed(0)
-        module = Mlp()
-        settings = {"lr": 0.1, "momentum": 0.9}
-        if in_backward:
-            _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), settings)
-        model = syncengine.Parallel(module)
-        optimizer = torch.optim.SGD(module.parameters(), **settings)
-        for i in range(3):
-            with model.no_sync():
-                model(data(10 + i)).square().mean().backward()  # no step
-            model(data(i)).square().mean().backward()
-            if in_backward:
-                assert all(p.grad is None for p in model.parameters())
-            else:
-                optimizer.step()
-                optimizer.zero_grad()
-        results.append([p.detach().clone() for p in model.parameters()])
-    assert not different_bits(*results)
-
-
-@run_on_ranks()
 def test_a_fused_optimizer_without_torch_distributed():
     for optimizer in (torch.optim.SGD, torch.optim.NAdam):  # of the second torch has no functional form
         torch.manual_seed(0)

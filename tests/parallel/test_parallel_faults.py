@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from faults import WITHIN, wait_for_failure, wait_for_file, wait_until
+from faults import wait_for_failure
 from parallel_models import CAP, Mlp, averages, data
-from pool import RankPool, run_on_ranks
+from pool import run_on_ranks
 from raising_model import InBackward
 from torch import nn
 
 import syncengine
-from syncengine.errors import Aborted, InvalidUsage, Mismatch, PeerLost, SyncError, Timeout
+from syncengine.errors import Aborted, InvalidUsage, Mismatch, SyncError, Timeout
 
 LATER = 1.0  # seconds until all ranks have come as far
 
@@ -48,7 +45,7 @@ def fails_on_rank_1(kind: type[Exception], own: str, others: str) -> contextlib.
     return pytest.raises(kind, match=own) if syncengine.rank() == 1 else pytest.raises(Aborted, match=others)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, 3, 8])
 @run_on_ranks(gloo=True)
 def test_an_error_in_backward_reaches_all_ranks(world: int):
     torch.manual_seed(0)
@@ -116,11 +113,11 @@ def test_unfinished_reduction_names_the_parameters(on_ranks: list[int]):
         time.sleep(LATER)
     with pytest.raises(SyncError) as error:
         model(data(), False) if forgets else loss.backward()
-    text = str(error.value)
+    (text,) = error.value.args
     assert "Expected to have finished reduction in the prior iteration before starting a new one" in text
     assert error.type is (InvalidUsage if forgets else Aborted)
     culprit = syncengine.rank() if forgets else 0
-    assert f"Parameter indices which did not receive grad for rank {culprit}: 2 3" in text
+    assert f"Parameter indices which did not receive grad for rank {culprit}: 2 3\n" in text  # Lightning replaces it
     assert f"Parameters which did not receive grad for rank {culprit}: sometimes.weight, sometimes.bias" in text
 
 
@@ -141,51 +138,6 @@ def test_different_buckets_are_a_mismatch():
     model = syncengine.Parallel(Mlp(), init_sync=False, bucket_cap_mb=[100.0, 0.1][syncengine.rank()])
     with pytest.raises(Mismatch, match=r"bucket 0 of Parallel\(Mlp\)"):
         model(data()).sum().backward()
-
-
-# --- Ranks of their own: they die
-
-
-def die() -> None:
-    time.sleep(LATER)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def survives(act: Callable[[], None]) -> str:
-    model = syncengine.Parallel(Acting(act), **CAP)
-    loss = model(data()).sum()
-    with pytest.raises(PeerLost) as error:
-        loss.backward()
-    assert model.module.first.weight.grad is None
-    return str(error.value)
-
-
-def test_a_rank_killed_in_backward_is_named(pool: RankPool):
-    with pool.spawn_ranks(survives, die, world=3) as ranks:
-        for rank in (0, 2):
-            assert "rank 1" in ranks[rank].result(timeout=15.0)
-
-
-def waits_for_ever(folder: Path) -> float:
-    model = syncengine.Parallel(Mlp())
-    loss = model(data()).sum()
-    if syncengine.rank() == 1:
-        wait_for_file(folder / "over")
-        return 0.0
-    (folder / "waits").touch()
-    with pytest.raises(KeyboardInterrupt):
-        loss.backward()
-    return time.monotonic()
-
-
-def test_ctrl_c_ends_the_wait_in_backward(pool: RankPool, tmp_path: Path):
-    with pool.spawn_ranks(waits_for_ever, tmp_path) as ranks:
-        wait_for_file(tmp_path / "waits")
-        wait_until("S", ranks[0].pid)
-        pressed = time.monotonic()
-        ranks[0].signal(signal.SIGINT)
-        assert ranks[0].result() - pressed < WITHIN
-        (tmp_path / "over").touch()
 
 
 def test_invalid_usage_is_what_frameworks_catch():

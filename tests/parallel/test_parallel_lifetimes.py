@@ -56,7 +56,9 @@ def steps_applied(module: nn.Module, model: nn.Module) -> None:
     _apply_optimizer_in_backward(SGD, module.parameters(), {"lr": RATE})
 
 
-def trained_in_backward(arrange: Callable[..., None] | None, branch: Callable[[int], bool], **options: Any) -> list:
+def trained_in_backward(
+    arrange: Callable[..., None] | None, branch: Callable[[int], bool], accumulates: bool = False, **options: Any
+) -> list:
     """Weights after some steps; without `arrange` by DDP and an ordinary optimizer."""
     torch.manual_seed(0)
     module = Branches()
@@ -67,6 +69,9 @@ def trained_in_backward(arrange: Callable[..., None] | None, branch: Callable[[i
         model = syncengine.Parallel(module, **options)
         arrange(module, model)
     for i in range(3):
+        if accumulates:
+            with model.no_sync():
+                model(data(10 + i), branch(i)).square().mean().backward()  # no step
         model(data(i), branch(i)).square().mean().backward()
         if arrange is None:
             optimizer.step()
@@ -92,6 +97,13 @@ def test_optimizers_in_backward_step_parameters_that_only_others_have_used():
 @run_on_ranks(gloo=True)
 def test_optimizers_in_backward_of_a_static_graph():
     train_as_ddp(IN_BACKWARD, lambda i: syncengine.rank() == 0, static_graph=True)
+
+
+@pytest.mark.usefixtures("kinds_of_buckets")
+@run_on_ranks(gloo=True)
+def test_optimizers_in_backward_make_no_step_under_no_sync():
+    arrangements = (steps_fused, steps_applied)
+    train_as_ddp(arrangements, lambda i: True, accumulates=True, find_unused_parameters=True)
 
 
 @run_on_ranks()

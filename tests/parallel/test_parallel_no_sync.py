@@ -56,14 +56,3 @@ def test_a_penalty_on_weights_made_in_forward_may_have_a_backward_of_its_own():
             model.module.penalty.backward()
 
     both(Penalized, step)
-
-
-@run_on_ranks()
-def test_a_backward_past_the_wrapper_stays_local():
-    model = syncengine.Parallel(nn.Linear(24, 3))
-    model(data()).sum().backward()
-    model.zero_grad()
-    model.module(data()).sum().backward()
-    local = nn.Linear(24, 3)
-    local(data()).sum().backward()
-    assert torch.equal(model.module.weight.grad, local.weight.grad)

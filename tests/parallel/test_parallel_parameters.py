@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from parallel_models import CAP, Branches, Mlp, backwards, both, data
 from pool import run_on_ranks
 from torch import nn
@@ -20,20 +19,6 @@ def test_freezing_on_one_rank_only_is_an_error_on_all():
         model.module.head.bias.requires_grad_(False)
     with pytest.raises(SyncError, match=r"head\.bias requires a gradient on rank 0, but not on rank 1"):
         model(data()).sum().backward()
-
-
-@run_on_ranks()
-def test_ignored_parameters_stay_local():
-    rank = syncengine.rank()
-    module = nn.Linear(2, 1)
-    with torch.no_grad():
-        module.bias.fill_(rank)
-    syncengine.Parallel._set_params_and_buffers_to_ignore_for_model(module, ["bias"])
-    model = syncengine.Parallel(module)
-    assert module.bias.item() == rank
-    (model(torch.ones(1, 2)) * (rank + 1)).sum().backward()
-    assert module.bias.grad.item() == rank + 1
-    assert module.weight.grad.tolist() == [[1.5, 1.5]]
 
 
 @run_on_ranks(gloo=True)

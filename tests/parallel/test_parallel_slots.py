@@ -154,6 +154,8 @@ def test_the_first_plan_of_a_copy_inside_join(trained_before: bool):
 def test_communicators_of_splits_agree_by_themselves():
     half = [0, 2] if syncengine.rank() % 2 == 0 else [1, 3]
     split = syncengine.default_communicator().split(half)
+    with pytest.raises(syncengine.errors.InvalidUsage, match="default communicator"):
+        pickle.dumps(syncengine.Parallel(small(), process_group=split))
     for round in range(4):
         model = syncengine.Parallel(small(), process_group=split)
         spare = copy.deepcopy(syncengine.Parallel(small())) if round == 1 else None
