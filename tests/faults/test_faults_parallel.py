@@ -20,7 +20,6 @@ from faults import (
 )
 from faults_model import Model, model_and_step
 from pool import run_on_ranks
-from torch import nn
 
 import syncengine
 
@@ -80,38 +79,6 @@ def test_killed_in_backward(pool, world, victim, point):
 
 def boom():
     raise ValueError("boom")
-
-
-def raise_in(where) -> Outcome:
-    def body(step):
-        model, train = model_and_step()
-        train()
-        if my_rank() == 1:
-            setattr(model, where, boom)
-        step()
-        try:
-            train()
-        except ValueError as error:
-            return str(error)
-        except syncengine.errors.SyncError:
-            assert no_mixture(model, syncengine.world_size())
-            raise
-
-    return suffer(body, timeout=30.0)
-
-
-@pytest.mark.parametrize(
-    ("where", "text"),
-    [("at_forward", "rank 1 raised in forward: ValueError: boom"), ("at_backward", "rank 1: backward aborted")],
-)
-@pytest.mark.parametrize("world", [2, 3, 8])
-def test_raising_in_the_model(pool, world, where, text):
-    outcomes = pool.run(raise_in, where, world=world, settings=None)
-    assert (outcomes[1].value, outcomes[1].left) == ("boom", [])
-    for number, outcome in enumerate(outcomes):
-        if number != 1:
-            outcome.check("Aborted", soon=True)
-            assert outcome.text == text
 
 
 def raise_in_split() -> Outcome:
@@ -210,31 +177,3 @@ def test_collective_where_others_run_backward(world):
     outcome = suffer(body, timeout=30.0)
     outcome.check("Mismatch", f"rank {world - 1}", soon=True)
     assert "all_reduce(sum, float32, 100 elements)" in outcome.text or "its collective call number" in outcome.text
-
-
-def one_step_less(world) -> Outcome:
-    def body(step):
-        _, train = model_and_step()
-        train()
-        step()
-        if my_rank() != world - 1:
-            train()
-
-    return suffer(body, timeout=30.0)
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_training_ends_early_on_one_rank(pool, world):
-    *waiting, left = pool.run(one_step_less, world, world=world, settings=None)
-    left.check()
-    for outcome in waiting:
-        outcome.check("PeerLost", f"rank {world - 1} has left", soon=True)
-
-
-@run_on_ranks(world=2, settings=None)
-def test_models_that_differ():
-    def body(step):
-        step()
-        syncengine.Parallel(nn.Linear(4, 4 + my_rank()))
-
-    suffer(body, timeout=30.0).check("Mismatch", "weight", soon=True)
