@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -11,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from faults import WITHIN, wait_until
-from pool import RankFailure, run_on_ranks
+from pool import run_on_ranks
 
 import syncengine
 from syncengine.errors import InvalidUsage, SyncError
@@ -50,23 +48,15 @@ def test_one_process_is_a_world_of_one(alone):
 
 
 def test_init_again_is_the_same_communicator(alone):
-    communicator = syncengine.init(numerics="ring", timeout=9)
-    assert syncengine.init() is communicator
-    assert syncengine.init(numerics="ring") is communicator
+    communicator = syncengine.init(gradient_memory="torch", numerics="ring")
+    for asked in ({}, {"gradient_memory": "torch"}, {"numerics": "ring"}, {"timeout": communicator.timeout}):
+        assert syncengine.init(**asked) is communicator
     with pytest.raises(InvalidUsage, match=r"numerics='rank_order'.* already has numerics='ring'"):
         syncengine.init(numerics="rank_order")
+    with pytest.raises(InvalidUsage, match=r"timeout=7\.0.* already has timeout=1800\.0"):  # the default
+        syncengine.init(timeout=7)
     syncengine.shutdown()
     assert syncengine.init(numerics="rank_order").numerics == "rank_order"
-
-
-def test_init_again_asks_for_what_is_there(alone):
-    communicator = syncengine.init(gradient_memory="torch", numerics="ring")
-    assert syncengine.init(gradient_memory="torch") is communicator
-    with pytest.raises(InvalidUsage, match=r"numerics='rank_order'.* already has numerics='ring'"):
-        syncengine.init(numerics="rank_order")
-    assert syncengine.init(timeout=communicator.timeout) is communicator  # the default
-    with pytest.raises(InvalidUsage, match=r"timeout=7\.0.* already has timeout=1800\.0"):
-        syncengine.init(timeout=7)
 
 
 def test_bad_setting_leaves_nothing_initialised(alone):
@@ -117,41 +107,21 @@ def init_with(settings_by_rank):
         return f"{type(error).__name__}: {error}"
 
 
-def init_again_and_again():
-    seen = []
+@run_on_ranks(world=3, settings=None)
+def test_communicators_one_after_another():
     for _ in range(5):
         communicator = syncengine.init(timeout=20)
-        tensor = torch.ones(3)
-        communicator.all_reduce(tensor)
-        seen.append(tensor.sum().item())
+        communicator.all_reduce(tensor := torch.ones(3))
+        assert tensor.tolist() == [3.0] * 3
         syncengine.shutdown()
-    return seen
 
 
 def timeout_of_group():
     return syncengine.init().timeout
 
 
-def raise_on_one(kind):
-    if syncengine.rank() == 1:
-        time.sleep(0.2)
-        raise kind("the disk is full")
-    start = time.monotonic()
-    try:
-        syncengine.all_reduce(torch.ones(8))
-    except SyncError as error:
-        return type(error).__name__, str(error), time.monotonic() - start
-    return None
-
-
-def wait_for_rank_2():
-    if syncengine.rank() == 2:
-        time.sleep(30)
-    print("waiting", flush=True)
-    syncengine.barrier()
-
-
-def fork_and_exit():
+@run_on_ranks(spawned=True)
+def test_forked_child_leaves_the_group_alone():
     """A child that ends, in order or by an error, says nothing to the parent's peers."""
     for status in (0, 1):
         child = os.fork()
@@ -160,9 +130,8 @@ def fork_and_exit():
                 raise ValueError("the child's own business")
             sys.exit(status)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == status
-    tensor = torch.ones(3)
-    syncengine.all_reduce(tensor)
-    return tensor.sum().item()
+    syncengine.all_reduce(tensor := torch.ones(3))
+    assert tensor.tolist() == [2.0] * 3
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
@@ -206,43 +175,9 @@ def test_init_that_fails_on_one_rank_fails_on_all(pool):
     assert answers[0] == f"Aborted: rank 1 failed in init: {answers[1]}"
 
 
-def test_communicators_one_after_another(pool):
-    assert pool.run(init_again_and_again, world=3, settings=None) == [[9.0] * 5] * 3
-
-
 def test_timeout_is_the_process_groups(pool):
     assert pool.run(timeout_of_group, settings=None, gloo=True) == [1800.0] * 2
     assert pool.run(timeout_of_group, settings=None, environ={"SYNCENGINE_TIMEOUT": "33"}) == [33.0] * 2
-
-
-@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
-def test_uncaught_error_is_told_to_the_others_at_once(pool, kind):
-    with pool.spawn_ranks(raise_on_one, kind, world=3) as ranks:
-        for rank in (0, 2):
-            name, text, seconds = ranks[rank].result()
-            assert name == "Aborted"
-            assert f"rank 1: {kind.__name__}: the disk is full" in text
-            assert seconds < WITHIN
-        assert ranks[1].exit_code() == (1 if kind is ValueError else -signal.SIGINT)
-        assert f"{kind.__name__}: the disk is full" in ranks[1].output()
-
-
-def test_ctrl_c_ends_a_wait_and_tells_the_others(pool):
-    with pool.spawn_ranks(wait_for_rank_2, world=3) as ranks:
-        while not all("waiting" in rank.output() for rank in ranks[:2]):
-            assert ranks[0].exit_code(0.01) is None
-        for rank in ranks[:2]:
-            wait_until("S", rank.pid)
-        ranks[0].signal(signal.SIGINT)
-        for rank, text in ((ranks[0], "KeyboardInterrupt"), (ranks[1], "Aborted: rank 0 was interrupted")):
-            with pytest.raises(RankFailure, match=text):
-                rank.result(timeout=WITHIN)
-        assert ranks[0].exit_code() == -signal.SIGINT
-
-
-def test_forked_child_leaves_the_group_alone(pool):
-    with pool.spawn_ranks(fork_and_exit) as ranks:
-        assert [rank.result() for rank in ranks] == [6.0, 6.0]
 
 
 @run_on_ranks(world=3)
@@ -337,9 +272,10 @@ def test_autograd_sees_that_tensors_with_gaps_are_written() -> None:
             product.backward()
 
 
-def overlapping_calls() -> None:
+@pytest.mark.parametrize("world", [2, 3])
+@run_on_ranks()
+def test_a_call_follows_those_in_flight_on_the_same_memory(world: int) -> None:
     """Of two asynchronous calls on the same memory the second follows the first, whichever goes through a copy."""
-    size = syncengine.world_size()
     columns: list[Callable[[torch.Tensor], torch.Tensor]] = [lambda t: t[:, ::2], lambda t: t, lambda t: t[:, 1::2]]
     for first, second in itertools.product(columns, repeat=2):
         for dropped in (False, True):
@@ -352,10 +288,5 @@ def overlapping_calls() -> None:
             if not dropped:
                 work.wait()
             for view in (first, second):
-                view(expected).mul_(size)
+                view(expected).mul_(world)
             assert torch.equal(tensor, expected), dropped
-
-
-def test_a_call_follows_those_in_flight_on_the_same_memory(pool):
-    pool.run(overlapping_calls, world=2)
-    pool.run(overlapping_calls, world=3)

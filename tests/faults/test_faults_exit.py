@@ -4,6 +4,7 @@ import atexit
 import ctypes
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 import time
@@ -25,6 +26,8 @@ def end_and_wait(how) -> Outcome:
     time.sleep(0.3)
     if how == "raise":
         raise ValueError("batch 7 is not a number: \u00e9\u4e2d")
+    if how == "interrupt":
+        raise KeyboardInterrupt("the disk is full")
     if how == "sys.exit":
         sys.exit(5)
     if how == "os._exit":
@@ -41,6 +44,7 @@ def wait_for_rank_1(step):
 
 ENDS = {
     "raise": (1, "Aborted", "rank 1: ValueError: batch 7 is not a number: \u00e9\u4e2d"),
+    "interrupt": (-signal.SIGINT, "Aborted", "rank 1: KeyboardInterrupt: the disk is full"),
     "sys.exit": (5, "PeerLost", "rank 1 has left (it exited or called syncengine.shutdown())"),
     "return": (0, "PeerLost", "rank 1 has left (it exited or called syncengine.shutdown())"),
     "os._exit": (6, "PeerLost", "rank 1 died"),
@@ -54,6 +58,7 @@ def test_the_others_hear_of_an_end(pool, how):
         for waiting in (ranks[0], ranks[2]):
             waiting.result().check(error, text, soon=True)
         assert ranks[1].exit_code() == code, ranks[1].output()
+        assert error != "Aborted" or text.removeprefix("rank 1: ") in ranks[1].output()
 
 
 def last_of_all() -> Outcome:
