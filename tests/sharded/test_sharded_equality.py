@@ -34,21 +34,6 @@ FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
 STEPS = 8  # RAdam's updates are others from the sixth on
 
 
-def against_ddp(options: dict) -> list[str]:
-    torch.set_num_threads(1)
-    ours, _, optimizer = trained(50, **options)
-    theirs = make()
-    plain_optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-2, **options)
-    train(DistributedDataParallel(theirs), plain_optimizer, 50)
-    return different_weights(ours, theirs) + differences(plain_optimizer.state_dict(), optimizer.state_dict())
-
-
-@pytest.mark.parametrize(("world", "options"), [(2, {}), (3, {"fused": True})], ids=["default", "fused"])
-def test_fifty_steps_of_a_larger_model_have_the_bits_of_ddp(pool: RankPool, world: int, options: dict):
-    mode = {"timeout": 60.0, "numerics": "rank_order" if world == 2 else "ring"}
-    assert pool.run(against_ddp, options, world=world, gloo=True, settings=mode) == [[]] * world
-
-
 class Case(NamedTuple):
     optimizer: str
     how: str
@@ -72,6 +57,7 @@ CASES = [
     if (how != "fused" or name in FUSED)
 ]
 CASES += [Case(name, "foreach", None, model) for name in OPTIMIZERS for model in ("conv", "tied", "mixed")]
+CASES += [Case("AdamW", how, None, "mlp") for how in ("foreach", "fused")]
 
 
 class Together(nn.Module):

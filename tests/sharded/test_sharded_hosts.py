@@ -10,15 +10,11 @@ import pytest
 import torch
 from pool import RankPool
 from sharded_training import copies, differences, different_weights, error_of, make, plain, train, trained
-from test_hosts import run, start
 
 import syncengine
 
-PLACEMENTS = ["ab", "aab", "aabb", "abab"]
 
-
-def on_hosts(hosts: str) -> tuple[list[str], list[torch.Tensor], int]:
-    communicator = start(hosts)
+def on_hosts() -> tuple[list[str], list[torch.Tensor], int]:
     theirs = make()
     ours, model, optimizer = trained(5)
     with optimizer.writing() as may_write, torch.no_grad():
@@ -32,13 +28,13 @@ def on_hosts(hosts: str) -> tuple[list[str], list[torch.Tensor], int]:
     train(reference, plain_optimizer, range(5, 7))
     wrong = different_weights(ours, theirs) + differences(plain_optimizer.state_dict(), optimizer.state_dict())
     parts = sum(piece.end - piece.begin for piece in optimizer._sharing.blocks[0].shard.pieces)
-    communicator.barrier()
+    syncengine.barrier()
     return wrong, copies(ours), parts
 
 
-@pytest.mark.parametrize("hosts", PLACEMENTS)
+@pytest.mark.parametrize("hosts", ["ab", "aab", "aabb", "abab"])
 def test_hosts_have_the_same_bits_and_share_within(pool: RankPool, hosts: str):
-    answers = run(pool, on_hosts, hosts)
+    answers = pool.run(on_hosts, hosts=hosts)
     assert [wrong for wrong, _, _ in answers] == [[]] * len(hosts)
     total = sum(p.numel() for p in make().parameters())
     for host in set(hosts):
@@ -49,9 +45,9 @@ def test_hosts_have_the_same_bits_and_share_within(pool: RankPool, hosts: str):
         assert all(torch.equal(a, b) for a, b in zip(weights, answers[0][1], strict=True))
 
 
-def bytes_between_hosts(hosts: str) -> list[list[int]]:
+def bytes_between_hosts() -> list[list[int]]:
     """That this rank sends in each of ten steps, plain and sharded."""
-    communicator = start(hosts)
+    communicator = syncengine.default_communicator()
     sent: list[list[int]] = []
     for kind in (torch.optim.AdamW, partial(syncengine.ShardedOptimizer, optimizer_class=torch.optim.AdamW)):
         model = syncengine.Parallel(make(), bucket_cap_mb=1)  # else timings choose, for each model, what crosses
@@ -68,7 +64,7 @@ def bytes_between_hosts(hosts: str) -> list[list[int]]:
 @pytest.mark.parametrize("hosts", ["ab", "aabb"])
 def test_nothing_more_crosses_than_gradients(pool: RankPool, hosts: str):
     """But for a few bytes, in the median step."""
-    by_rank = run(pool, bytes_between_hosts, hosts)
+    by_rank = pool.run(bytes_between_hosts, hosts=hosts)
     as_before, as_sharded = (
         statistics.median(sum(step) for step in zip(*(sent[kind] for sent in by_rank), strict=True)) for kind in (0, 1)
     )
@@ -77,8 +73,7 @@ def test_nothing_more_crosses_than_gradients(pool: RankPool, hosts: str):
     assert as_sharded < as_before + gradients / 100
 
 
-def hosts_after_an_error(hosts: str, fails: int) -> tuple[str, list[torch.Tensor]]:
-    start(hosts)
+def hosts_after_an_error(fails: int) -> tuple[str, list[torch.Tensor]]:
     net, model, optimizer = trained(2)
 
     def go() -> None:
@@ -95,7 +90,7 @@ def hosts_after_an_error(hosts: str, fails: int) -> tuple[str, list[torch.Tensor
 
 @pytest.mark.parametrize("fails", [0, 1])
 def test_hosts_have_the_same_after_an_error_in_writing(pool: RankPool, fails: int):
-    answers = run(pool, hosts_after_an_error, "ab", fails)
+    answers = pool.run(hosts_after_an_error, fails, hosts="ab")
     for rank, (text, weights) in enumerate(answers):
         assert ("ValueError: no" if rank == fails else f"Aborted: rank {fails}: in writing(): ValueError: no") == text
         assert all(torch.equal(a, b) for a, b in zip(weights, answers[0][1], strict=True))

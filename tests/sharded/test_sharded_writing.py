@@ -153,44 +153,6 @@ def test_assign_is_refused():
     assert "load_state_dict(assign=True) would put another tensor in the place of parameter" in text
 
 
-def write_in_context(fails: str) -> list:
-    reference_net = make()
-    net, model, optimizer = trained(2)
-
-    def go() -> None:
-        with optimizer.writing() as may_write, torch.no_grad():
-            if may_write:
-                net.head.weight.clamp_(-0.01, 0.01)
-                if fails == "writer":
-                    raise ValueError("no")
-            elif fails == "other":
-                net.head.weight.add_(1)
-
-    text = error_of(go)
-    reference, plain_optimizer = plain(reference_net)
-    train(reference, plain_optimizer, 2)
-    with torch.no_grad():
-        reference_net.head.weight.clamp_(-0.01, 0.01)
-    if not fails:
-        train(model, optimizer, range(2, 4))
-        train(reference, plain_optimizer, range(2, 4))
-    return [text, different_weights(net, reference_net) if fails != "other" else []]
-
-
-@pytest.mark.parametrize("fails", ["", "writer", "other"])
-def test_writing(pool: RankPool, fails: str):
-    (first, wrong), (second, others_wrong) = pool.run(write_in_context, fails)
-    assert wrong == others_wrong == []
-    if fails == "":
-        assert first == second == ""
-    elif fails == "writer":
-        assert first == "ValueError: no"
-        assert second.startswith("Aborted: rank 0: in writing(): ValueError: no")
-    else:
-        assert first.startswith("Aborted: rank 1: in writing(): parameter head.weight was written to")
-        assert second.startswith("InvalidUsage: rank 1: in writing(): parameter head.weight was written to")
-
-
 @pytest.mark.parametrize("elements", [True, False])
 @run_on_ranks(world=3)
 def test_step_alone_changes_weights_and_the_versions_of_all_of_them(elements: bool):
