@@ -13,9 +13,8 @@ import torch
 from pool import run_on_ranks
 from test_horovod import of_rank
 
-import syncengine
 import syncengine.horovod as hvd
-from syncengine.errors import InvalidUsage, Mismatch, SyncError
+from syncengine.errors import InvalidUsage, Mismatch
 from syncengine.horovod.streams import Plan
 
 SETTINGS = {"timeout": 20.0}
@@ -159,32 +158,6 @@ def test_sets_given_to_init_and_join_in_them():
     if hvd.rank() == 1:
         assert hvd.allreduce(torch.ones(1), process_set=one).item() == 1
     assert hvd.join() == 1
-
-
-@run_on_ranks(settings=SETTINGS)
-def test_mismatches_leave_the_communicator_alive():
-    """One after the other, named or not, without init() in between."""
-    hvd.init()
-    rank = hvd.rank()
-    communicator = syncengine.default_communicator()
-    for call in (
-        lambda: hvd.allreduce(torch.ones(2 + rank, 3)),
-        lambda: hvd.allreduce(torch.ones((6,) if rank else (2, 3))),
-        lambda: hvd.allreduce(torch.ones(2, dtype=torch.int32 if rank else torch.float32)),
-        lambda: hvd.allgather(torch.ones(2, 3 + rank), name="rows"),
-        lambda: hvd.broadcast(torch.ones(2 + rank), 0),
-        lambda: hvd.broadcast(torch.ones(2), rank),
-        lambda: hvd.alltoall(torch.ones(4, 1 + rank)),
-        lambda: hvd.reducescatter(torch.ones(4 + rank)),
-        lambda: hvd.allreduce(torch.ones(2), name=f"a.{rank}"),
-        lambda: hvd.barrier() if rank else hvd.allgather_object(3),
-    ):
-        with pytest.raises(hvd.HorovodInternalError) as caught:
-            call()
-        assert isinstance(caught.value, Mismatch)
-        assert communicator.exception() is None
-    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2
-    assert hvd.HorovodInternalError is hvd.mpi_ops.HorovodInternalError is SyncError
 
 
 WRONG = {
