@@ -21,6 +21,7 @@ from faults import (
     wait_for_file,
     wait_until,
 )
+from pool import run_on_ranks
 
 import syncengine
 
@@ -220,24 +221,21 @@ def test_stopped_for_a_moment_is_no_error(pool):
             rank.result().check()
 
 
-def work_with_timeout(step_timeout) -> Outcome:
+@run_on_ranks(world=3, settings=None)
+def test_work_wait_gives_up():
     def body(step):
         if my_rank() == 0:
             work = syncengine.all_reduce(torch.ones(8), async_op=True)
             step()
-            work.wait(timeout=step_timeout)
+            work.wait(timeout=0.5)
         else:
             wait_for_failure()
             step()
             syncengine.all_reduce(torch.ones(8))
 
-    return suffer(body, timeout=20.0)
-
-
-def test_work_wait_gives_up(pool):
-    for outcome in pool.run(work_with_timeout, 0.5, world=3, settings=None):
-        outcome.check("Timeout", "s in all_reduce(")
-        assert 0.5 <= seconds_after("^rank 0 waits for ranks 1, 2 since", outcome.text) < WITHIN
+    outcome = suffer(body, timeout=20.0)
+    outcome.check("Timeout", "s in all_reduce(")
+    assert 0.5 <= seconds_after("^rank 0 waits for ranks 1, 2 since", outcome.text) < WITHIN
 
 
 def late_but_done() -> Outcome:

@@ -35,7 +35,9 @@ def test_backward_beside_join(joined: int):
     hvd.join()
 
 
-def norm_beside_join(steps: list[int]) -> None:
+@pytest.mark.parametrize(("steps", "world"), [([2, 0], 2), ([1, 3, 2], 3)], ids=str)
+@run_on_ranks(settings=SOON)
+def test_sync_batch_norm_beside_join(steps: list[int], world: int):
     """Against a BatchNorm of one process over the samples of those who still have some."""
     hvd.init()
     rank = hvd.rank()
@@ -54,11 +56,6 @@ def norm_beside_join(steps: list[int]) -> None:
         torch.testing.assert_close(ours.running_var, alone.running_var)
         assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == len(active)
     assert hvd.join() == max(r for r, own in enumerate(steps) if own == max(steps))
-
-
-@pytest.mark.parametrize("steps", [[2, 0], [1, 3, 2]], ids=str)
-def test_sync_batch_norm_beside_join(pool, steps):
-    pool.run(norm_beside_join, steps, world=len(steps), settings=SOON)
 
 
 @run_on_ranks()

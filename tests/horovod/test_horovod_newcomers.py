@@ -23,7 +23,11 @@ def sgd(model: nn.Module, *layers: int, **options: object) -> torch.optim.Optimi
     return hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1), model.named_parameters(), **options)
 
 
-def unfreeze_step_by_step(case: str, passes: int) -> None:
+@pytest.mark.parametrize(
+    ("case", "passes", "world"), [("average", 1, 2), ("sum", 2, 3), ("fp16", 1, 2), ("groups", 1, 2)]
+)
+@run_on_ranks()
+def test_gradual_unfreezing(case: str, passes: int, world: int):
     """From the last layer to the first: frozen, then added by the optimizer, by its base, or by hand."""
     hvd.init()
     options, oracle = CASES[case]
@@ -52,11 +56,6 @@ def unfreeze_step_by_step(case: str, passes: int) -> None:
             assert torch.equal(p.grad, expected[name]) if name in names else p.grad is None, (step, name)
         optimizer.zero_grad()
     assert len(names) == 2 * len(layers)
-
-
-@pytest.mark.parametrize(("case", "passes"), [("average", 1), ("sum", 2), ("fp16", 1), ("groups", 1)])
-def test_gradual_unfreezing(pool, case, passes):
-    pool.run(unfreeze_step_by_step, case, passes, world=passes + 1)
 
 
 @run_on_ranks(settings={"timeout": 10.0})

@@ -131,15 +131,6 @@ def outcome(
         return Outcome([*tensors, *(t.clone() for t in state.values())], counter.frame_count, list(state))
 
 
-def compared(place: str, backend: str, optimize_ddp: bool | str, options: dict[str, Any]) -> tuple[int, int]:
-    """Checks that our outcome has the bits of DDP's; returns the numbers of graphs."""
-    ours = outcome(syncengine.Parallel, place, backend, optimize_ddp, **options)
-    theirs = outcome(DistributedDataParallel, place, backend, optimize_ddp, **options)
-    assert ours.names == theirs.names
-    assert all(same_bits(a, b) for a, b in zip(ours.tensors, theirs.tensors, strict=True))
-    return ours.graphs, theirs.graphs
-
-
 FINE = {"bucket_cap_mb": 1}
 
 
@@ -157,11 +148,15 @@ FINE = {"bucket_cap_mb": 1}
         ("over", "inductor", True, {"make": Narrow}),
     ],
 )
+@run_on_ranks(gloo=True, timeout=300)
 def test_compiled_training_has_the_bits_and_graphs_of_ddp(
-    pool: RankPool, place: str, backend: str, optimize_ddp: bool | str, options: dict[str, Any]
+    place: str, backend: str, optimize_ddp: bool | str, options: dict[str, Any]
 ):
-    for ours, theirs in pool.run(compared, place, backend, optimize_ddp, options, gloo=True, timeout=300):
-        assert ours == theirs >= (2 if place == "parts" else 1)
+    wraps = (syncengine.Parallel, DistributedDataParallel)
+    ours, theirs = (outcome(wrap, place, backend, optimize_ddp, **options) for wrap in wraps)
+    assert ours.names == theirs.names
+    assert all(same_bits(a, b) for a, b in zip(ours.tensors, theirs.tensors, strict=True))
+    assert ours.graphs == theirs.graphs >= (2 if place == "parts" else 1)
 
 
 @run_on_ranks()

@@ -6,8 +6,8 @@ import hashlib
 
 import pytest
 import torch
-from parallel_models import Run, bits_between_ours_and_ddp, different_bits, train
-from pool import RankPool
+from parallel_models import Run, bits_between_ours_and_ddp, train
+from pool import RankPool, run_on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -85,37 +85,28 @@ def gradient_of(rank: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(20_000, generator=torch.Generator().manual_seed(rank)).to(dtype)
 
 
-def errors_against_float64(dtype: torch.dtype) -> tuple[float, float]:
-    """Mean distance of our average and of DDP's from the exact one."""
-    own = gradient_of(syncengine.rank(), dtype)
-    exact = sum(gradient_of(r, dtype).double() for r in range(syncengine.world_size())) / syncengine.world_size()
-    ours, theirs = average(syncengine.Parallel, own), average(DistributedDataParallel, own)
-    return (ours.double() - exact).abs().mean().item(), (theirs.double() - exact).abs().mean().item()
+def averages_of(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+    """In float64, of each rank's gradient: the exact average, ours and DDP's."""
+    exact = sum(gradient.double() for gradient in gradients) / len(gradients)
+    wraps = (syncengine.Parallel, DistributedDataParallel)
+    return [exact, *(average(wrap, gradients[syncengine.rank()]).double() for wrap in wraps)]
 
 
 @pytest.mark.parametrize("world", [3, 4, 8])
-def test_rank_order_is_nearer_to_the_exact_mean_than_ddp(pool: RankPool, world: int):
-    for ours, theirs in pool.run(errors_against_float64, torch.bfloat16, world=world, gloo=True):
-        assert ours < 0.8 * theirs
-
-
-def exact_averages_differ(dtype: torch.dtype) -> int:
-    """Gradients that are small integers times a power of two: every order of summation is exact."""
-
-    def gradient(rank: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(rank)
-        return (torch.randint(-16, 17, (30_011,), generator=generator) * 2.0**-3).to(dtype)
-
-    exact = sum(gradient(r).double() for r in range(syncengine.world_size())) / syncengine.world_size()
-    own = gradient(syncengine.rank())
-    ours, theirs = average(syncengine.Parallel, own), average(DistributedDataParallel, own)
-    return different_bits([ours + 0, ours + 0], [exact.to(dtype) + 0, theirs + 0])  # + 0: negative zeros become zeros
+@run_on_ranks(gloo=True)
+def test_rank_order_is_nearer_to_the_exact_mean_than_ddp(world: int):
+    exact, ours, theirs = averages_of([gradient_of(rank, torch.bfloat16) for rank in range(world)])
+    assert (ours - exact).abs().mean() < 0.8 * (theirs - exact).abs().mean()
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])
-@pytest.mark.parametrize("mode", ["rank_order", "ring"])
-def test_scaled_integers_are_exact_in_every_mode(pool: RankPool, mode: str, world: int):
+@pytest.mark.parametrize("numerics", ["rank_order", "ring"])
+@run_on_ranks(gloo=True)
+def test_scaled_integers_are_exact_in_every_mode(numerics: str, world: int):
+    """Gradients that are small integers times a power of two: every order of summation is exact."""
+    generators = [torch.Generator().manual_seed(rank) for rank in range(world)]
+    integers = [torch.randint(-16, 17, (30_011,), generator=generator) for generator in generators]
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        assert (
-            pool.run(exact_averages_differ, dtype, world=world, gloo=True, settings={"numerics": mode}) == [0] * world
-        )
+        exact, ours, theirs = averages_of([(each * 2.0**-3).to(dtype) for each in integers])
+        assert torch.equal(ours, exact.to(dtype).double())
+        assert torch.equal(theirs, ours)

@@ -53,14 +53,11 @@ def check_in_place(run: Callable[[], list[torch.Tensor]]) -> None:
         assert different_bits(run(), in_place) == 0
 
 
-def the_same_as_in_place(runs: list[Run]) -> None:
-    for run in runs:
-        check_in_place(lambda run=run: train(syncengine.Parallel, run))
-
-
 @pytest.mark.parametrize("world", [3, 4])
-def test_rank_order_has_the_bits_of_buckets_in_place(pool: RankPool, world: int):
-    pool.run(the_same_as_in_place, [*RUNS, Run(dtype=torch.float16)], world=world)
+@run_on_ranks()
+def test_rank_order_has_the_bits_of_buckets_in_place(world: int):
+    for run in (*RUNS, Run(dtype=torch.float16)):
+        check_in_place(lambda run=run: train(syncengine.Parallel, run))
 
 
 HOOKS: dict[str, Callable[[Any], None]] = {
@@ -71,17 +68,14 @@ HOOKS: dict[str, Callable[[Any], None]] = {
 }
 
 
-def hooks_have_the_bits_of_buckets_in_place(name: str) -> None:
+@pytest.mark.parametrize("name", HOOKS)
+@pytest.mark.parametrize("numerics", ["rank_order", "ring"])
+@run_on_ranks(world=3)
+def test_hooks_of_the_engine_have_the_bits_of_buckets_in_place(numerics: str, name: str):
+    """Where 1/N is not exact, the order of scaling and rounding shows."""
     options = (("mixed_precision", _MixedPrecision(torch.bfloat16)),) if name == "mixed precision" else ()
     for run in (Run(options=options), Run(accumulate=2, set_to_none=False, options=options)):
         check_in_place(lambda run=run: train(partial(with_hook, syncengine.Parallel, HOOKS[name]), run))
-
-
-@pytest.mark.parametrize("name", HOOKS)
-@pytest.mark.parametrize("mode", ["rank_order", "ring"])
-def test_hooks_of_the_engine_have_the_bits_of_buckets_in_place(pool: RankPool, mode: str, name: str):
-    """Where 1/N is not exact, the order of scaling and rounding shows."""
-    pool.run(hooks_have_the_bits_of_buckets_in_place, name, world=3, settings={"numerics": mode})
 
 
 def compresses_from_the_third_step_on() -> list[torch.Tensor]:
@@ -131,7 +125,8 @@ def test_a_kept_gradient_does_not_change():
             assert grad.untyped_storage().nbytes() == grad.nbytes
 
 
-def fails_in_backward() -> str:
+@run_on_ranks()
+def test_an_error_in_backward_leaves_no_gradient():
     def fail() -> None:
         time.sleep(LATER)
         raise KeyError("bad")
@@ -141,16 +136,12 @@ def fails_in_backward() -> str:
         model = syncengine.Parallel(module, **CAP)
     if syncengine.rank() == 1:
         module[1].register_forward_hook(lambda layer, inputs, output: InBackward.apply(output, fail))
-    with pytest.raises(KeyError if syncengine.rank() == 1 else Aborted) as error:
+    kind, text = (KeyError, "bad") if syncengine.rank() == 1 else (Aborted, "rank 1: backward aborted")
+    with pytest.raises(kind, match=text):
         backwards(model, 1)
     assert all(p.grad is None for p in module.parameters())
     with pytest.raises(SyncError):
         model(data())
-    return str(error.value)
-
-
-def test_an_error_in_backward_leaves_no_gradient(pool: RankPool):
-    assert "rank 1: backward aborted" in pool.run(fails_in_backward)[0]
 
 
 @run_on_ranks()

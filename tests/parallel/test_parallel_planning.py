@@ -20,15 +20,6 @@ from syncengine.parallel.buckets import BucketPlanner
 MIB = 1024 * 1024
 
 
-def sizes_of_buckets(options: dict[str, Any]) -> tuple[int, list[int]]:
-    """The cap, in bytes, and the number of buckets in each of 6 steps."""
-    model, counts = syncengine.Parallel(Mlp(), **options), []
-    for _ in range(6):
-        backwards(model, 1)
-        counts.append(model.sync_stats()["buckets"])
-    return model._planning.planner.cap, counts
-
-
 @pytest.mark.parametrize(
     ("options", "numerics", "cap", "counts"),
     [
@@ -38,11 +29,14 @@ def sizes_of_buckets(options: dict[str, Any]) -> tuple[int, list[int]]:
     ],
     ids=["default", "given", "ring"],
 )
-def test_the_size_of_buckets_is_fixed(
-    pool: RankPool, options: dict[str, Any], numerics: str, cap: int, counts: list[int]
-):
-    for found in pool.run(sizes_of_buckets, options, settings={"numerics": numerics}):
-        assert found == (cap, counts)
+@run_on_ranks()
+def test_the_size_of_buckets_is_fixed(options: dict[str, Any], numerics: str, cap: int, counts: list[int]):
+    """The cap, in bytes, and the number of buckets in each step."""
+    model = syncengine.Parallel(Mlp(), **options)
+    for count in counts:
+        backwards(model, 1)
+        assert model.sync_stats()["buckets"] == count
+    assert model._planning.planner.cap == cap
 
 
 @run_on_ranks(settings=None)

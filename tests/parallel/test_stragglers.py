@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from parallel_models import average, data
-from pool import RankPool
+from pool import RankPool, run_on_ranks
 from torch import nn
 
 import syncengine
@@ -247,26 +247,20 @@ def test_a_step_without_a_batch_is_nobodys_lateness(pool: RankPool):
         assert found["ranks"][2]["late_ms"] < found["ranks"][1]["late_ms"]
 
 
-def count_calls_and_a_step() -> list[dict[str, int]]:
-    """What counters say of 50 all-reduces of 8 bytes, and of one step, where ranks are compared."""
+@run_on_ranks()
+def test_nothing_is_sent_for_it():
+    """A call of 8 bytes is one operation of 8 bytes, and a step one of its gradients' bytes: no message besides."""
     model = syncengine.Parallel(nn.Linear(24, 2))
     for i in range(5):
         model(data(i)).sum().backward()
     assert model.stragglers()["steps"] == 3
-    counters, found = model.communicator.counters, []
-    for work in (
-        lambda: [syncengine.all_reduce(torch.ones(2)) for _ in range(50)],
-        lambda: model(data()).sum().backward(),
+    counters = model.communicator.counters
+    for work, expected in (
+        (lambda: [syncengine.all_reduce(torch.ones(2)) for _ in range(50)], {"operations": 50, "one_shot_bytes": 400}),
+        (lambda: model(data()).sum().backward(), {"operations": 1, "one_shot_bytes": 200}),
     ):
         before = counters()
         work()
         after = counters()
-        found.append({name: after[name] - before[name] for name in after if name != "sleeps"})
-    return found
-
-
-def test_nothing_is_sent_for_it(pool: RankPool):
-    """A call of 8 bytes is one operation of 8 bytes, and a step one of its gradients' bytes: no message besides."""
-    for calls, step in pool.run(count_calls_and_a_step):
-        assert {name: count for name, count in calls.items() if count} == {"operations": 50, "one_shot_bytes": 400}
-        assert {name: count for name, count in step.items() if count} == {"operations": 1, "one_shot_bytes": 200}
+        counted = {name: after[name] - before[name] for name in after if name != "sleeps"}
+        assert {name: count for name, count in counted.items() if count} == expected

@@ -288,22 +288,24 @@ def run_on_ranks(
     is empty: a list of what is wrong, a number of bytes that differ.
 
     Its parameters are those of the test, by `pytest.mark.parametrize`; one that is called `world` is the number of
-    ranks, one that is called `hosts` says on which they live. `spawned`: in processes of their own. `hosts`: for a test
-    on each of these, of a function that need not know.
+    ranks, one that is called `hosts` says on which they live, `numerics` is init's. `spawned`: in processes of their
+    own. `hosts`: for a test on each of these, of a function that need not know.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., None]:
         parameters = inspect.signature(function).parameters
 
         def test(pool: RankPool, **arguments: Any) -> None:
-            where = {"world": arguments.get("world", world), "hosts": arguments.get("hosts", "")}
+            how = {"world": arguments.get("world", world), "hosts": arguments.get("hosts", ""), **options}
+            if "numerics" in arguments and "settings" not in options:
+                how["settings"] = {**DEFAULT_SETTINGS, "numerics": arguments["numerics"]}
             known = {name: value for name, value in arguments.items() if name in parameters}
             call = (_call_on_rank, function.__module__, function.__name__, known)
             if spawned:
-                with pool.spawn_ranks(*call, **where, **options) as processes:
+                with pool.spawn_ranks(*call, **how) as processes:
                     wrong = [rank.result() for rank in processes]
             else:
-                wrong = pool.run(*call, **where, **options)
+                wrong = pool.run(*call, **how)
             assert not any(wrong), wrong
 
         more = ["pool", *(["hosts"] if hosts else [])]
