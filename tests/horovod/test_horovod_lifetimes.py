@@ -127,19 +127,6 @@ def test_the_later_of_two_on_one_parameter_takes_over():
 
 
 @run_on_ranks()
-def test_one_is_not_made_while_another_reduces():
-    hvd.init()
-    model = make_model()
-    earlier = sgd(model)
-    expected = of_ranks(model, 0)
-    loss_of(model, 0).backward()
-    with pytest.raises(InvalidUsage, match=r"0.weight .* between backward and step\(\)"):
-        sgd(model)
-    earlier.step()
-    assert all(map(torch.equal, gradients(model), map(average, expected)))
-
-
-@run_on_ranks()
 def test_after_an_error_a_new_one_takes_over():
     """The earlier one, in the middle of its step, is still there."""
     hvd.init()

@@ -5,61 +5,27 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
 import torch
 from faults import in_child, memory_of_this_process, wait_for_file
+from models import workload
+from models.workload import train as train_workload
 from parallel_models import Mlp, Run, train
 from pool import RankPool, run_on_ranks
 from raising_model import InBackward
 from torch import nn
 
 import syncengine
-from examples.gpt.model import GPT, GPTConfig
-
-
-def gradients_of_steps(
-    make: Callable[[], nn.Module], loss_of: Callable[[nn.Module, int, torch.Generator], torch.Tensor]
-) -> list[torch.Tensor]:
-    torch.manual_seed(3)
-    model = syncengine.Parallel(make())
-    generator = torch.Generator().manual_seed(syncengine.rank())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    history = []
-    for step in range(3):
-        optimizer.zero_grad()
-        loss_of(model, step, generator).backward()
-        history += [p.grad.clone() for p in model.parameters()]
-        optimizer.step()
-    return history
-
-
-def make_gpt() -> nn.Module:
-    return GPT(GPTConfig(vocabulary=128, layers=2, heads=2, width=64))
-
-
-def loss_of_gpt(model: nn.Module, step: int, generator: torch.Generator) -> torch.Tensor:
-    tokens = torch.randint(128, (2, 33), generator=generator)
-    return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-
-
-def make_conv() -> nn.Module:
-    body = [nn.Conv2d(3, 32, 3, bias=False), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU()]
-    return nn.Sequential(*body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
-
-
-def loss_of_conv(model: nn.Module, step: int, generator: torch.Generator) -> torch.Tensor:
-    return model(torch.randn(2 + step, 3, 16, 16, generator=generator)).square().sum()
 
 
 def train_all() -> tuple[list[list[bytes]], dict[str, int]]:
     runs = [Run("mlp"), Run("mlp", accumulate=2), Run("mlp", set_to_none=False), Run("tied"), Run("conv")]
     runs += [Run("mixed", dtype=None), Run("mlp", dtype=torch.bfloat16), Run("mlp", options=(("bucket_cap_mb", 0.1),))]
     results = [train(syncengine.Parallel, run) for run in runs]
-    results += [gradients_of_steps(make_gpt, loss_of_gpt), gradients_of_steps(make_conv, loss_of_conv)]
+    results.append(train_workload(syncengine.Parallel, workload("gpt")).gradients)
     bits = [[t.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for t in result] for result in results]
     return bits, syncengine.default_communicator().counters()
 
@@ -70,7 +36,7 @@ def test_bits_are_those_of_the_staged_way(pool: RankPool, world: int):
     found = pool.run(train_all, world=world, settings={"gradient_memory": "arena"})
     assert [bits for bits, _ in found] == [bits for bits, _ in expected]
     for (_, before), (_, after) in zip(expected, found, strict=True):
-        assert after["direct_bytes"] - before["direct_bytes"] > 30e6  # of 43e6 that these runs reduce
+        assert after["direct_bytes"] - before["direct_bytes"] > 55e6  # of 83e6 that these runs reduce
 
 
 @run_on_ranks()

@@ -9,27 +9,20 @@ import numpy
 import torch
 from parallel_models import CAP, Mlp
 from pool import RankPool, run_on_ranks
-from random_layers import Delay
+from random_layers import Delay, Layer
 from torch import nn
 
 import syncengine
 
+SHAPES: dict[str, Any] = {"w": (8, 8), "a": 64, "b": 64}
 
-class Trap(nn.Module):
+
+def trap(forward: Callable[[Any, torch.Tensor], torch.Tensor]) -> nn.Module:
     """Parameters whose gradients autograd makes as views of each other, or of what it still needs."""
-
-    def __init__(self, forward: Callable[[Trap, torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.randn(8, 8))
-        self.a = nn.Parameter(torch.randn(64))
-        self.b = nn.Parameter(torch.randn(64))
-        self.trap = forward
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.trap(self, x)
+    return Layer(forward, **{name: nn.Parameter(torch.randn(shape)) for name, shape in SHAPES.items()})
 
 
-def added_view(m: Trap, x: torch.Tensor) -> torch.Tensor:
+def added_view(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return Delay.apply(x @ m.w) + m.a.view(8, 8) + (x @ m.b.view(8, 8))
 
 
@@ -37,7 +30,7 @@ def added_view(m: Trap, x: torch.Tensor) -> torch.Tensor:
 def test_others_keep_their_local_gradients():
     """Whoever else looks at a gradient's memory sees the local gradient for good."""
     rank = syncengine.rank()
-    model = syncengine.Parallel(Trap(lambda m, x: m.kept + m.b.view(8, 8) + x), **CAP)
+    model = syncengine.Parallel(trap(lambda m, x: m.kept + m.b.view(8, 8) + x), **CAP)
     inner = model.module
     inner.w.requires_grad_(False)
     kept_by_hook = []
@@ -71,7 +64,7 @@ class FromNumpy(torch.autograd.Function):
 def test_memory_of_others_is_not_written():
     rank = syncengine.rank()
     array = numpy.full(64, float(rank), dtype=numpy.float32)
-    module = Trap(lambda m, x: FromNumpy.apply(m.a, array))
+    module = trap(lambda m, x: FromNumpy.apply(m.a, array))
     module.w.requires_grad_(False)
     module.b.requires_grad_(False)
     model = syncengine.Parallel(module, **CAP)
@@ -93,10 +86,10 @@ def check_copies() -> dict[str, dict[str, int]]:
         p.register_hook(lambda grad: grad * 2)  # a gradient made by Python code is still autograd's alone
     hooked(torch.randn(3, 24)).sum().backward()
     found["hooked"] = hooked.sync_stats()
-    shared = syncengine.Parallel(Trap(added_view), **CAP)
+    shared = syncengine.Parallel(trap(added_view), **CAP)
     shared(torch.randn(8, 8)).square().sum().backward()
     found["shared"] = shared.sync_stats()
-    layout = syncengine.Parallel(Trap(added_view), **CAP)
+    layout = syncengine.Parallel(trap(added_view), **CAP)
     layout.module.w.grad = torch.zeros(8, 8).t().contiguous().t()
     layout(torch.randn(8, 8)).square().sum().backward()
     found["layout"] = layout.sync_stats()

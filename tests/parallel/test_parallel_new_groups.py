@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from faults import my_rank
 from pool import run_on_ranks
 from torch import nn
 
@@ -15,10 +15,6 @@ import syncengine
 from syncengine.errors import Aborted, InvalidUsage
 
 TIMEOUT = {"SYNCENGINE_TIMEOUT": "10"}
-
-
-def my_rank() -> int:
-    return int(os.environ["RANK"])
 
 
 def wrapped(group: dist.ProcessGroup | syncengine.Communicator | None = None) -> syncengine.Parallel:
