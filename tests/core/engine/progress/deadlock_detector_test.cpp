@@ -1,7 +1,6 @@
 // Ranks that wait for each other: an error where nobody can end it, and never where somebody can.
 #include "engine/progress/deadlock_detector.h"
 
-#include <barrier>
 #include <random>
 
 #include "job.h"
@@ -30,26 +29,12 @@ struct Table {
   std::vector<DeadlockDetector> ranks;
 };
 
-// How many threads the rank of the calling thread has.
-thread_local int threads_of_my_rank = 1;
+// Each rank has one thread.
 void run_counting_threads(int size, const std::function<void(int, Communicator&)>& body) {
-  run_job(size, {}, body, [] { return threads_of_my_rank; });
+  run_job(size, {}, body, [] { return 1; });
 }
 
 void pause(double time) { std::this_thread::sleep_for(seconds(time)); }
-
-// Rank 0 makes a call, rank 1 waits for a bucket: neither comes for the other's. Returns the error's text.
-std::string wait_crosswise(int rank, Communicator& communicator, ErrorKind kind) {
-  auto slots = communicator.reserve_slots(1);
-  std::vector<float> data(100);
-  auto call = [&] {
-    if (rank == 0)
-      communicator.run(all_reduce_of(data));
-    else
-      communicator.wait(communicator.announce(slots, 0, 1, all_reduce_of(data)));
-  };
-  return CHECK_THROWS(call(), kind);
-}
 
 }  // namespace
 
@@ -110,25 +95,6 @@ TEST(a_change_starts_the_search_anew) {
   }
 }
 
-TEST(cycles_are_mismatches_not_timeouts) {
-  run_counting_threads(2, [](int rank, Communicator& communicator) {
-    auto start = Clock::now();
-    const std::string text = wait_crosswise(rank, communicator, ErrorKind::Mismatch);
-    CHECK(contains(text, "rank 0 waits in") || contains(text, "rank 1 waits in"));
-    CHECK(contains(text, "for rank 0") && contains(text, "for rank 1"));
-    CHECK(Clock::now() - start < seconds(5));  // the timeout is 30 minutes
-  });
-}
-
-TEST(cycles_across_communicators_are_found) {
-  run_counting_threads(2, [](int rank, Communicator& communicator) {
-    auto first = communicator.split({0, 1}), second = communicator.split({0, 1});
-    std::vector<float> data(100);
-    const auto text = CHECK_THROWS((rank == 0 ? first : second)->run(all_reduce_of(data)), ErrorKind::Mismatch);
-    CHECK(contains(text, "of another communicator for rank"));
-  });
-}
-
 // Each waits in another pair. Who finds it fails its own pairs; its error, uncaught, ends the job and so reaches the
 // third.
 TEST(cycles_of_three_are_found) {
@@ -145,31 +111,6 @@ TEST(cycles_of_three_are_found) {
     communicator.abort(ErrorKind::Mismatch, text);
     for (const char* each : {"for rank 0", "for rank 1", "for rank 2"}) CHECK(contains(text, each));
     CHECK(Clock::now() - start < seconds(5));
-  });
-}
-
-// Both first threads wait, each for what the other rank's second thread will bring. Its first call comes late.
-TEST(another_thread_may_bring_what_is_missing) {
-  run_counting_threads(2, [](int rank, Communicator& communicator) {
-    auto slots = communicator.reserve_slots(1);
-    std::vector<float> bucket(100, 1.0f), metrics(100, 1.0f);
-    auto announce = [&] { communicator.wait(communicator.announce(slots, 0, 1, all_reduce_of(bucket))); };
-    auto call = [&] { communicator.run(all_reduce_of(metrics)); };
-    threads_of_my_rank = 2;
-    testing::run_ranks(2, [&](int thread) {
-      threads_of_my_rank = 2;
-      if (thread == 1) pause(1.2);
-      bool first = thread == rank;
-      first ? announce() : call();
-    });
-    CHECK_EQ(bucket[99] + metrics[99], 4.0f);
-  });
-}
-
-TEST(uncertain_cycles_are_timeouts_that_name_both_sides) {
-  // The other rank waits by then, also on a busy machine.
-  run_job(2, {.timeout = seconds(2.5)}, [](int rank, Communicator& communicator) {
-    CHECK(contains(wait_crosswise(rank, communicator, ErrorKind::Timeout), "; meanwhile rank "));
   });
 }
 
