@@ -3,7 +3,7 @@
 #include <numeric>
 #include <random>
 
-#include "job.h"
+#include "hosts_job.h"
 
 namespace syncengine {
 
@@ -81,25 +81,27 @@ TEST(many_threads_and_communicators) {
 // Several threads wait for works of one communicator, in any order.
 TEST(several_threads_wait_on_one_communicator) {
   constexpr int kThreads = 4, kRounds = 80 / testing::kSlowdown;
-  run_job(2, {}, [](int rank, Communicator& communicator) {
-    for (int round = 0; round < kRounds; ++round) {
-      std::vector<std::vector<float>> data(kThreads * 4);
-      std::vector<std::shared_ptr<Work>> works;
-      for (size_t i = 0; i < data.size(); ++i) {
-        data[i].assign(i % 5 ? 100 * i + 1 : 100000, static_cast<float>(rank + 1));
-        works.push_back(communicator.submit(all_reduce_of(data[i])));
-      }
-      testing::run_ranks(kThreads, [&](int thread) {
-        std::mt19937 random(thread * 1000 + round * 2 + rank);
-        if (random() % 4 == 0) pause(1);
-        for (size_t i : testing::shuffled(works.size(), random)) {
-          communicator.wait(works[i]);
-          CHECK_EQ(data[i].front(), 3.0f);
-          CHECK_EQ(data[i].back(), 3.0f);
+  for (const char* hosts : {"aa", "ab"}) {
+    testing::run_hosts(hosts, {}, [](int rank, Communicator& communicator) {
+      for (int round = 0; round < kRounds; ++round) {
+        std::vector<std::vector<float>> data(kThreads * 4);
+        std::vector<std::shared_ptr<Work>> works;
+        for (size_t i = 0; i < data.size(); ++i) {
+          data[i].assign(i % 5 ? 100 * i + 1 : 100000, static_cast<float>(rank + 1));
+          works.push_back(communicator.submit(all_reduce_of(data[i])));
         }
-      });
-    }
-  });
+        testing::run_ranks(kThreads, [&](int thread) {
+          std::mt19937 random(thread * 1000 + round * 2 + rank);
+          if (random() % 4 == 0) pause(1);
+          for (size_t i : testing::shuffled(works.size(), random)) {
+            communicator.wait(works[i]);
+            CHECK_EQ(data[i].front(), 3.0f);
+            CHECK_EQ(data[i].back(), 3.0f);
+          }
+        });
+      }
+    });
+  }
 }
 
 TEST(more_announcements_than_the_log_and_the_records_hold) {

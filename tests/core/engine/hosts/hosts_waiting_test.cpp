@@ -73,20 +73,4 @@ TEST(what_nobody_waits_for_moves_on_over_hosts) {
   });
 }
 
-TEST(threads_that_wait_for_other_hosts_end_together) {
-  run_hosts("ab", {}, [](int rank, Communicator& communicator) {
-    constexpr int kThreads = 4;
-    for (int round = 0; round < 20; ++round) {
-      std::vector<std::vector<float>> data(kThreads, std::vector<float>(70000));
-      std::vector<std::shared_ptr<Work>> works;
-      for (auto& each : data) {
-        fill(each, rank);
-        works.push_back(communicator.submit(all_reduce_of(each)));
-      }
-      testing::run_ranks(kThreads, [&](int thread) { communicator.wait(works[thread]); });
-      for (auto& each : data) check_values(each, [](size_t i) { return sum_of_values(2, i); });
-    }
-  });
-}
-
 }  // namespace syncengine
