@@ -1,7 +1,7 @@
 // An Interhost whose hosts are objects of one process: bytes are copied under one lock by the receiving side's run().
 // For tests of what is built on the interface, and the simplest thing that passes its conformance suite.
 //
-// Faults: cut() is a rank's sudden death; hold() keeps everything where it is until it is called again.
+// A fault: cut() is a rank's sudden death.
 #pragma once
 
 #include <algorithm>
@@ -30,11 +30,6 @@ class FakeNetwork : public std::enable_shared_from_this<FakeNetwork> {
   void cut(int rank) {
     std::lock_guard lock(mutex_);
     lose(rank, Error(ErrorKind::PeerLost, "rank " + std::to_string(rank) + " died, or its connection broke"));
-  }
-  void hold(bool held) {
-    std::lock_guard lock(mutex_);
-    held_ = held;
-    changed_.notify_all();
   }
   // Before the job: bytes are moved by the thread in run() alone.
   void bind() { bound_ = true; }
@@ -139,7 +134,7 @@ class FakeNetwork : public std::enable_shared_from_this<FakeNetwork> {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<Host> hosts_;
-  bool held_ = false, bound_ = false;
+  bool bound_ = false;
 };
 
 class FakeInterhost : public Interhost {
@@ -197,7 +192,7 @@ class FakeInterhost : public Interhost {
     std::unique_lock lock(network_->mutex_);
     ++own().steps[std::this_thread::get_id()];
     auto deliver = [&] {
-      if (!network_->held_) network_->deliver(rank_);
+      network_->deliver(rank_);
       return own().news || own().stopping || own().woken;
     };
     if (!deliver()) network_->changed_.wait_for(lock, at_most, deliver);

@@ -250,6 +250,21 @@ inline void a_goodbye_loses_nothing(MakeEndpoints make) {
   }
 }
 
+// Where small transfers go ahead: a rank that is slower than its peer finds what that one sent, and nothing more,
+// though it has left meanwhile.
+inline void what_was_sent_before_a_goodbye_may_be_asked_for_after_it(MakeEndpoints make) {
+  Cluster hosts(make, 2);
+  Bytes sent = pattern(4000, 8), got(4000);
+  hosts[1].wait_done(hosts[1]->send(0, 1, sent.data(), sent.size()));
+  hosts[1].wait_done(hosts[1]->send(0, 2, sent.data(), sent.size()));
+  hosts[1].leave();
+  hosts[0].wait_lost(1);
+  hosts[0].wait_done(hosts[0]->receive(1, 1, got.data(), got.size()));
+  CHECK(got == sent);
+  CHECK(hosts[0].wait_failed(hosts[0]->receive(1, 1, got.data(), got.size())).kind() == ErrorKind::PeerLost);
+  CHECK(hosts[0].wait_failed(hosts[0]->receive(1, 2, got.data(), 10)).kind() == ErrorKind::Mismatch);
+}
+
 inline void threads_share_an_endpoint(MakeEndpoints make) {
   constexpr int kThreads = 4, kRounds = 30;
   Cluster hosts(make, 2);

@@ -17,21 +17,4 @@ Endpoints fake(int size) {
 
 INTERHOST_CONFORMANCE(fake_interhost, fake)
 
-TEST(fake_interhost_can_be_cut_and_held) {
-  auto network = FakeNetwork::create(2);
-  Running zero(network->endpoint(0)), one(network->endpoint(1));
-  std::byte byte{7}, got{};
-  network->hold(true);
-  auto receive = one->receive(0, 1, &got, 1);
-  auto send = zero->send(1, 1, &byte, 1);
-  std::this_thread::sleep_for(std::chrono::milliseconds(20));
-  CHECK(!receive->ended() && !send->ended());
-  network->hold(false);
-  one.wait_done(receive);
-  CHECK(got == byte);
-  auto lost = one->receive(0, 2, &got, 1);
-  network->cut(0);
-  CHECK(contains(one.wait_failed(lost).what(), "rank 0 died"));
-}
-
 }  // namespace syncengine::testing

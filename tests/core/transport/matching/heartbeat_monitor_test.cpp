@@ -44,6 +44,7 @@ TEST(heartbeat_is_lost_after_the_silence_given) {
     scene.said_after(silence - 0.2);
     const auto text = CHECK_THROWS(scene.said_after(silence + 0.2), ErrorKind::PeerLost);
     CHECK(contains(text, "rank 1 has been silent for") && contains(text, "init(silence=...)"));
+    CHECK(contains(text, "its process is stopped, or its host or the network to it is down"));
   }
 }
 

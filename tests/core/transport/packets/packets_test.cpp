@@ -63,6 +63,7 @@ class Stranger {
 INTERHOST_CONFORMANCE(packets_polled, polled)
 INTERHOST_CONFORMANCE(packets_calling, calling)
 INTERHOST_CONFORMANCE(packets_backwards, backwards)
+INTERHOST_CONFORMANCE_CASE(packets, polled, what_was_sent_before_a_goodbye_may_be_asked_for_after_it)
 
 TEST(packets_whose_mover_fails_end_the_peer_alone) {
   auto wire = std::make_shared<FakeWire>(3, FakeWire::How{});
@@ -93,18 +94,6 @@ TEST(packets_leave_nothing_under_way_after_goodbyes) {
     CHECK(contains(one.wait_failed(never).what(), "rank 2 has left"));
   }
   for (int rank = 0; rank < 3; ++rank) CHECK(wire->closed(rank) == true);
-}
-
-// A rank that is slower than its peer finds what that one sent, and nothing more, though it has left meanwhile.
-TEST(packets_sent_before_a_goodbye_may_be_asked_for_after_it) {
-  Cluster hosts(polled, 2);
-  Bytes sent = pattern(4000, 8), got(4000);
-  hosts[1].wait_done(hosts[1]->send(0, 1, sent.data(), sent.size()));
-  hosts[1].leave();
-  hosts[0].wait_lost(1);
-  hosts[0].wait_done(hosts[0]->receive(1, 1, got.data(), got.size()));
-  CHECK(got == sent);
-  CHECK(hosts[0].wait_failed(hosts[0]->receive(1, 1, got.data(), got.size())).kind() == ErrorKind::PeerLost);
 }
 
 TEST(packets_leave_without_a_peer_that_does_not_answer) {

@@ -159,25 +159,6 @@ TEST(tcp_silence_is_named) {
   CHECK(Clock::now() - begin >= seconds(0.35));
 }
 
-// A host that migrates, a cgroup that is frozen, a link that fails over.
-TEST(tcp_seconds_of_silence_are_survived) {
-  Stage stage({.sockets = 2});
-  put(stage.control(), frame({.kind = Kind::Heartbeat}));
-  std::this_thread::sleep_for(std::chrono::milliseconds(3000));
-  CHECK(!(*stage.zero)->failure(1));
-  put(stage.control(), frame({.kind = Kind::Message, .payload = 3}) + "bye");
-  while (!(*stage.zero)->hear()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-}
-
-// Before its first heartbeat a rank may still be connecting with others.
-TEST(tcp_silence_counts_from_the_first_sign_of_life) {
-  Stage stage({.sockets = 2, .heartbeat = 0.05, .silence = 0.3});
-  std::this_thread::sleep_for(std::chrono::milliseconds(700));
-  CHECK(!(*stage.zero)->failure(1));
-  put(stage.control(), frame({.kind = Kind::Heartbeat}));
-  stage.lost();
-}
-
 TEST(tcp_honest_ranks_are_never_silent) {
   Stage stage({.sockets = 2, .heartbeat = 0.05, .silence = 2});
   std::this_thread::sleep_for(std::chrono::milliseconds(2500));

@@ -1,6 +1,4 @@
 // TCP passes the suite of all transports between hosts, in its variants.
-#include <barrier>
-
 #include "interhost_conformance.h"
 #include "tcp_dial.h"
 
@@ -25,20 +23,7 @@ Endpoints checked(int size) { return over_tcp(size, {.sockets = 3, .checksum = t
 INTERHOST_CONFORMANCE(tcp, plain)
 INTERHOST_CONFORMANCE(tcp_one_socket, one_socket)
 INTERHOST_CONFORMANCE(tcp_checked, checked)
-
-// A rank that is slower than its peer finds what that one sent, and nothing more, though it has left meanwhile.
-TEST(tcp_what_was_sent_before_a_goodbye_may_be_asked_for_after_it) {
-  Cluster hosts(plain, 2);
-  Bytes sent = pattern(4000, 8), got(4000);
-  hosts[1].wait_done(hosts[1]->send(0, 1, sent.data(), sent.size()));
-  hosts[1].wait_done(hosts[1]->send(0, 2, sent.data(), sent.size()));
-  hosts[1].leave();
-  hosts[0].wait_lost(1);
-  hosts[0].wait_done(hosts[0]->receive(1, 1, got.data(), got.size()));
-  CHECK(got == sent);
-  CHECK(hosts[0].wait_failed(hosts[0]->receive(1, 1, got.data(), got.size())).kind() == ErrorKind::PeerLost);
-  CHECK(hosts[0].wait_failed(hosts[0]->receive(1, 2, got.data(), 10)).kind() == ErrorKind::Mismatch);
-}
+INTERHOST_CONFORMANCE_CASE(tcp, plain, what_was_sent_before_a_goodbye_may_be_asked_for_after_it)
 
 // As many as a large job has on one rank, and all at once.
 TEST(tcp_sixteen_ranks) {
