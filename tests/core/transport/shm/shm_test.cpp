@@ -1,15 +1,15 @@
 // Shared memory by itself: arenas and their seals, the heap, severing, fork, and signs of life.
 #include <fcntl.h>
 #include <sys/mman.h>
-#include <sys/resource.h>
 #include <sys/stat.h>
 
 #include <algorithm>
+#include <barrier>
 #include <cstring>
 #include <random>
+#include <thread>
 
 #include "child.h"
-#include "job.h"
 #include "shm_memory.h"
 #include "transport/shm/arena.h"
 
@@ -18,7 +18,6 @@ namespace syncengine {
 using testing::chars;
 using testing::contains;
 using testing::is_mapped_shared;
-using testing::run_job;
 using testing::true_in_child;
 
 namespace {
@@ -226,30 +225,6 @@ TEST(a_forked_child_has_copies_of_its_own) {
   CHECK_EQ(*reinterpret_cast<char*>(peer->at(static_cast<uint64_t>(arena->offset_of(tensor.get(), 1)), 1)), 5);
 }
 
-TEST(a_forked_engine_refuses_and_the_parent_goes_on) {
-  std::barrier together(2);
-  run_job(2, {}, [&](int rank, Communicator& communicator) {
-    auto shared = communicator.allocate(4);
-    auto* value = static_cast<float*>(shared.get());
-    *value = 1;
-    together.arrive_and_wait();
-    if (rank == 0) {
-      CHECK(true_in_child([&] {
-        try {
-          communicator.run(testing::all_reduce_of(value, 4, DType::Float32));
-        } catch (const Error& error) {
-          communicator.abort(ErrorKind::Aborted, "");  // neither of them may reach the parent's peers
-          communicator.close();
-          return error.kind() == ErrorKind::InvalidUsage && contains(error.what(), "forked child") && *value == 1;
-        }
-        return false;
-      }));
-    }
-    communicator.run(testing::all_reduce_of(value, 4, DType::Float32));
-    CHECK_EQ(*value, 2.0f);
-  });
-}
-
 TEST(each_watcher_finds_a_dead_owner_for_itself) {
   auto arena = shm::Arena::create(kArena);
   shm::prepare_liveness(arena->header());
@@ -331,19 +306,6 @@ TEST(default_arenas_fit_into_a_process_together) {
     CHECK(bytes % shm::kPage == 0 && bytes >= (testing::kSlowdown == 1 ? kTiB / 2 : 1 << 30));
     CHECK(bytes * ranks <= 32 * kTiB);
   }
-}
-
-TEST(default_arenas_respect_a_limit_on_addresses) {
-  if (testing::kSlowdown != 1) return;  // a sanitizer has taken more than any limit
-  CHECK(true_in_child([] {
-    constexpr size_t kGiB = size_t{1} << 30;
-    const rlimit limits{.rlim_cur = 16 * kGiB, .rlim_max = 16 * kGiB};
-    setrlimit(RLIMIT_AS, &limits);
-    const size_t bytes = shm::default_arena_bytes(64 * kGiB, 4);
-    std::vector<std::shared_ptr<shm::Arena>> all;
-    for (int rank = 0; rank < 4; ++rank) all.push_back(shm::Arena::create(bytes));
-    return bytes >= kGiB / 2 && bytes * 4 <= 8 * kGiB;
-  }));
 }
 
 }  // namespace syncengine
