@@ -16,8 +16,8 @@ from unittest import mock
 import test_hosts
 import torch
 import torch.distributed as dist
-from faults import suffer
-from test_hosts import launched_rank, live_on, start, use_everything
+from faults import live_on, my_rank, suffer
+from test_hosts import leave_in_the_middle, start, use_everything
 from two_groups import as_under_ddp
 
 import syncengine
@@ -70,13 +70,6 @@ def train_over_two_groups(hosts):
     dist.destroy_process_group()
 
 
-def exit_without_shutdown(hosts):
-    start(hosts)
-    global model
-    model = syncengine.Parallel(torch.nn.Linear(8, 8))
-    model(torch.ones(2, 8)).sum().backward()
-
-
 def finalize_first(hosts):
     from mpi4py import MPI
 
@@ -109,7 +102,7 @@ def leave_while_one_is_stopped(hosts):
     before = time.monotonic()
     syncengine.shutdown()
     left_within = time.monotonic() - before
-    if launched_rank() == 0:
+    if my_rank() == 0:
         os.kill(pid.item(), signal.SIGCONT)
     return [outcome, left_within]
 
@@ -129,10 +122,10 @@ def init_only(hosts, interhost=None):
 
 
 def name_tcp_on_rank_1(hosts):
-    return init_only(hosts, "tcp" if launched_rank() == 1 else None)
+    return init_only(hosts, "tcp" if my_rank() == 1 else None)
 
 
-CASES = [use_everything, train, raise_on_last, beside_own_messages, exit_without_shutdown, finalize_first]
+CASES = [use_everything, train, raise_on_last, beside_own_messages, leave_in_the_middle, finalize_first]
 CASES += [train_over_two_groups, leave_while_one_is_stopped, kill_last, init_only, name_tcp_on_rank_1]
 
 if __name__ == "__main__":
@@ -143,5 +136,5 @@ if __name__ == "__main__":
         answers.append(cases[name](hosts))
         if argument != sys.argv[-1]:
             syncengine.shutdown()
-    answer = {"rank": launched_rank(), "answers": answers}
+    answer = {"rank": my_rank(), "answers": answers}
     os.write(1, json.dumps(answer).encode() + b"\n")

@@ -47,7 +47,7 @@ def test_bits_training_and_errors(name):
 
 @each_mpi
 def test_exit_without_shutdown(name):
-    assert answers(name, "exit_without_shutdown:ab") == [[None]] * 2
+    assert answers(name, "leave_in_the_middle:ab") == [[None]] * 2
 
 
 @each_mpi

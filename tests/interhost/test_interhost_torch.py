@@ -4,15 +4,14 @@ import os
 import signal
 import time
 from functools import partial
-from pathlib import Path
 
 import pytest
 import test_hosts
 import torch
 import torch.distributed as dist
-from faults import WITHIN, ended, suffer
+from faults import WITHIN, ended, live_on, suffer
 from pool import RankPool
-from test_hosts import live_on, start, wait_until_busy
+from test_hosts import start, wait_until_busy
 from two_groups import as_under_ddp, in_two_threads
 
 import syncengine
@@ -41,12 +40,6 @@ def test_bits_are_those_of_one_host(pool: RankPool, numerics: str) -> None:
     for hosts in ("aab", "abc"):
         for got in run(pool, test_hosts.reduce_all, hosts, numerics):
             assert test_hosts.same(got, alone[0]), hosts
-
-
-def test_training_is_that_of_one_host(pool: RankPool) -> None:
-    alone = run(pool, test_hosts.train, "aaaa", "rank_order")
-    for hosts in ("aaab", "abab"):
-        test_hosts.check_trained(run(pool, test_hosts.train, hosts, "rank_order"), alone)
 
 
 def use_other_groups(hosts):
@@ -134,16 +127,8 @@ def test_shutdown_gives_the_group_back(pool: RankPool) -> None:
     assert run(pool, init_twice, "ab") == [2, 2]  # the program's and ours
 
 
-def leave_in_the_middle(hosts):
-    """An exit without shutdown(), with a model still there."""
-    start(hosts)
-    global model
-    model = syncengine.Parallel(torch.nn.Linear(8, 8))
-    model(torch.ones(2, 8)).sum().backward()
-
-
 def test_exit_without_shutdown(pool: RankPool) -> None:
-    ended(pool, leave_in_the_middle, "ab", settings=None, gloo=True, environ=TORCH)
+    ended(pool, test_hosts.leave_in_the_middle, "ab", settings=None, gloo=True, environ=TORCH)
 
 
 @pytest.mark.parametrize("hosts", ["ab", "aaab"])
@@ -162,23 +147,6 @@ def test_stopped_on_another_host(pool: RankPool) -> None:
             outcome = rank.result()
             outcome.check("PeerLost", "rank 2 has been silent")
             assert outcome.at - stopped_at < WITHIN
-
-
-def test_frozen_for_seconds_on_another_host(pool: RankPool, tmp_path: Path) -> None:
-    thawed = tmp_path / "thawed"
-    with spawn(pool, test_hosts.all_reduce_until, "abc", str(thawed)) as ranks:
-        test_hosts.check_frozen_goes_on(ranks, thawed)
-
-
-def test_an_aborts_text_crosses_hosts(pool: RankPool) -> None:
-    for outcome in run(pool, test_hosts.raise_on_last, "aabb"):
-        outcome.check("Aborted")
-        assert outcome.text == "rank 3: ValueError: the data set is empty"
-
-
-def test_a_timeout_names_the_rank_on_another_host(pool: RankPool) -> None:
-    for outcome in run(pool, test_hosts.wait_for_one, "aabb", 0):
-        outcome.check("Timeout", "waits for rank 3 ")
 
 
 def only_init(hosts, group):
@@ -200,14 +168,3 @@ def test_what_can_not_carry_it_is_refused(pool: RankPool, unused_port: int, grou
         outcomes = [rank.result() for rank in ranks]
         assert any(outcome.error == "InvalidUsage" for outcome in outcomes), outcomes
         assert all(text in outcome.text for outcome in outcomes), outcomes
-
-
-def other_settings(hosts):
-    live_on(hosts)
-    interhost = ("tcp", "torch")[int(os.environ["RANK"])]
-    return suffer(lambda step: None, timeout=20.0, interhost=interhost)
-
-
-def test_all_ranks_must_name_the_same(pool: RankPool) -> None:
-    for outcome in run(pool, other_settings, "ab"):
-        outcome.check("Mismatch", "rank 0 has interhost='tcp', rank 1 has interhost='torch'")

@@ -38,8 +38,9 @@ def set_fault(rank: int, fault: str) -> None:
 
 
 def my_rank() -> int:
-    """This process's rank, known before init()."""
-    return int(os.environ["RANK"])
+    """This process's rank, known before init(): as the pool says, or mpirun."""
+    names = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+    return next(int(os.environ[name]) for name in names if name in os.environ)
 
 
 def memory_of_this_process(kind: str) -> int:
