@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from flat import flat
+from hosts import why_not
 from hypothesis import settings
 from pool import RankPool
 from ports import unused_ports
@@ -77,6 +78,13 @@ def kinds_of_buckets(pool: RankPool, request: pytest.FixtureRequest) -> Iterator
 def unused_port() -> int:
     """A TCP port that is free."""
     return unused_ports()[0]
+
+
+@pytest.fixture(scope="session")
+def needs_hosts() -> None:
+    """Skips a test with hosts of its own where none can be made: see hosts.py."""
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
 
 
 @pytest.fixture(scope="session", autouse=True)

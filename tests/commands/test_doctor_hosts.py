@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 from command import environ_of
-from hosts import Hosts, why_not
+from hosts import Hosts
 from pool import RankPool
 from programs import run_programs
 
-reason = why_not()
-pytestmark = pytest.mark.skipif(reason is not None, reason=reason or "")
+pytestmark = pytest.mark.usefixtures("needs_hosts")
 
 
 def reports(

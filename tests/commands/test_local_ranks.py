@@ -9,15 +9,13 @@ from collections.abc import Callable, Iterator
 import pytest
 from command import alone, syncengine
 from doctor_ranks import finding, report_of
-from hosts import Hosts, why_not
+from hosts import Hosts
 from pool import RankPool
 
 
 @pytest.fixture(scope="module")
-def without_loopback() -> Iterator[Callable[[int], None]]:
+def without_loopback(needs_hosts: None) -> Iterator[Callable[[int], None]]:
     """Moves a process where the loopback interface is down."""
-    if (reason := why_not()) is not None:
-        pytest.skip(reason)
     with Hosts(0) as hosts:
         yield hosts.entering_switch()
 
