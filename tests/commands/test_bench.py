@@ -135,7 +135,7 @@ def test_wrong_elements_are_counted():
     assert count_wrong(result[:10], expected) == 1000
 
 
-def measured(*arguments: str, broken: int = 0) -> tuple[int, dict[str, Any] | None]:
+def measured(arguments: tuple[str, ...], broken: int = 0) -> tuple[int, dict[str, Any] | None]:
     """Runs the command on this rank, in this process. Rank 1 spoils `broken` elements of each result."""
     call = Case.call
 
@@ -154,15 +154,11 @@ def measured(*arguments: str, broken: int = 0) -> tuple[int, dict[str, Any] | No
     return code, json.loads(said.getvalue()) if said.getvalue() else None
 
 
-def measured_with(arguments: tuple[str, ...], broken: int = 0) -> tuple[int, dict[str, Any] | None]:
-    return measured(*arguments, broken=broken)
-
-
 @pytest.mark.parametrize("memory", ["torch", "shared"])
 def test_every_collective_is_right(pool: RankPool, memory: str):
     """Three ranks: parts of sizes that are no powers of two."""
     wanted = ("--collective", "all", "-b", "8", "-e", "300K", "-f", "37", "--memory", memory)
-    (code, report), *others = pool.run(measured_with, wanted, world=3, settings=None)
+    (code, report), *others = pool.run(measured, wanted, world=3, settings=None)
     assert code == 0
     assert others == [(0, None), (0, None)]
     assert report["ranks"] == 3
@@ -181,7 +177,7 @@ def test_every_reduction_is_right(pool: RankPool, dtype: str, op: str):
     if op == "avg" and not DTYPES[dtype].is_floating_point:
         pytest.skip("refused")
     wanted = ("-d", dtype, "-o", op, "-b", "5000", "-e", "5000")
-    (code, report), _, _ = pool.run(measured_with, wanted, world=3, settings=None)
+    (code, report), _, _ = pool.run(measured, wanted, world=3, settings=None)
     assert (code, report["rows"][0]["wrong"]) == (0, 0)
 
 
@@ -189,7 +185,7 @@ def test_every_reduction_is_right(pool: RankPool, dtype: str, op: str):
 def test_a_broken_result_is_counted(pool: RankPool, name: str):
     """By elements, in each of the turns, and the exit code says it."""
     wanted = ("--collective", name, "-b", "4K", "-e", "4K")
-    (code, report), (other, _) = pool.run(measured_with, wanted, 5, settings=None)
+    (code, report), (other, _) = pool.run(measured, wanted, 5, settings=None)
     turns = 4
     assert report["rows"][0]["wrong"] == 5 * turns
     assert (code, other) == (1, 0)
@@ -214,7 +210,7 @@ def measured_beside_a_broken_gloo(arguments: tuple[str, ...], broken: int) -> tu
 
     measure.gloo_case = broken_case
     try:
-        return measured("--compare", *arguments)
+        return measured(("--compare", *arguments))
     finally:
         measure.gloo_case = case_of
 
@@ -257,12 +253,12 @@ def test_the_ratio_is_gloos_time_over_ours(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_unchecked_results_are_not_called_right(pool: RankPool):
-    (code, report), _ = pool.run(measured_with, ("-c", "0", "-b", "4K", "-e", "4K"), 5, settings=None)
+    (code, report), _ = pool.run(measured, ("-c", "0", "-b", "4K", "-e", "4K"), 5, settings=None)
     assert (code, report["rows"][0]["wrong"]) == (0, None)
 
 
 def test_a_root_that_is_no_rank(pool: RankPool):
-    results = pool.run(measured_with, ("--collective", "broadcast", "-r", "2"), settings=None)
+    results = pool.run(measured, ("--collective", "broadcast", "-r", "2"), settings=None)
     assert [code for code, _ in results] == [2, 2]
 
 

@@ -15,9 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from command import ranks_by_hand
+from installation import copy_of_packages
 from pool import RankPool
 from programs import run_programs
-from repository import ROOT, TESTS
+from repository import TESTS
 from torch.distributed.distributed_c10d import Backend, BackendConfig
 from torch.nn.parallel import DistributedDataParallel
 
@@ -85,11 +86,7 @@ def test_this_installation_has_the_entry_point():
 
 def test_an_extension_that_does_not_load_breaks_only_what_needs_it(tmp_path: Path):
     """An installation of its own, found first. With the patch asked for: DDP serves, and a line says why."""
-    for package in ("syncengine", "syncengine_autoload"):
-        ignored = shutil.ignore_patterns("_C.*.so", "__pycache__")
-        shutil.copytree(ROOT / package, tmp_path / package, ignore=ignored)
-    extension = tmp_path / "syncengine" / Path(_C.__file__).name
-    extension.write_bytes(b"of another time")
+    extension = copy_of_packages(tmp_path, lambda _: b"of another time")
     about = tmp_path / "syncengine-0.1.0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: syncengine\nVersion: 0.1.0\n")

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from command import environ_of, slurm_variables
+from installation import copy_of_packages
 from pool import RankPool
 from programs import run_programs
 from repository import ROOT, SUPPORT
+from test_launchers_real import command_of, start
 
 LATE = 100.0  # seconds that ranks would wait
 
@@ -45,15 +45,8 @@ BROKEN = "sys.path.insert(0, os.environ['BROKEN']); __import__('importlib').inva
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder with a syncengine that can't be loaded."""
-    import shutil
-
-    from syncengine import _C
-
     folder = tmp_path_factory.mktemp("broken")
-    for package in ("syncengine", "syncengine_autoload"):
-        ignored = shutil.ignore_patterns("_C.*.so", "__pycache__")
-        shutil.copytree(ROOT / package, folder / package, ignore=ignored)
-    (folder / "syncengine" / Path(_C.__file__).name).write_bytes(b"of another time")
+    copy_of_packages(folder, lambda _: b"of another time")
     return str(folder)
 
 
@@ -173,32 +166,16 @@ def test_the_patch(programs: RankPool, tmp_path: Path, unused_port: int):
     assert list(answers.values()) == ["HeardError: rank 1 has ended by ValueError: no data"] * 2
 
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-
-
-def launched(command: list[str], path: str) -> dict[int, str]:
-    told = subprocess.run([*command, path], env=environment(), capture_output=True, text=True, timeout=LATE)
-    return heard(told.stdout, told.stderr)
-
-
 # Rank 0 ends first: a launcher ends the others with the first that fails.
 STAYS = """if rank == 0: open(__file__ + " has said", "w").close()
     while not os.path.exists(__file__ + " has said"): time.sleep(0.02)
     raise"""
 
 
-def test_torchrun(tmp_path: Path):
-    answers = launched(TORCHRUN, script(tmp_path, IMPORT, BAD, INIT, after=STAYS))
-    assert answers[0].startswith(f"Aborted: rank 1 failed in init: {SETTING}")
-
-
-@pytest.mark.parametrize("name", ["openmpi", "mpich"])
-def test_mpirun(tmp_path: Path, name: str):
-    from test_launchers_real import mpi
-
-    mpirun, python = mpi(name)
-    answers = launched([*mpirun, python], script(tmp_path, IMPORT, BAD, INIT, after=STAYS))
-    assert answers[0].startswith(f"Aborted: rank 1 failed in init: {SETTING}")
+@pytest.mark.parametrize("launcher", ["torchrun", "openmpi", "mpich"])
+def test_launchers(tmp_path: Path, launcher: str):
+    told = start([*command_of(launcher), script(tmp_path, IMPORT, BAD, INIT, after=STAYS)])
+    assert heard(told.stdout, told.stderr)[0].startswith(f"Aborted: rank 1 failed in init: {SETTING}")
 
 
 def test_a_child_of_a_rank_is_no_rank(programs: RankPool, tmp_path: Path, unused_port: int):

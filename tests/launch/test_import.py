@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from installation import copy_of_packages
 from repository import ROOT
 
 import syncengine
@@ -31,14 +32,9 @@ def imported_from(folder: Path) -> str:
     return told.stderr.splitlines()[-1]
 
 
-def copy_of_sources(folder: Path) -> None:
-    for package in ("syncengine", "syncengine_autoload"):
-        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("_C.*.so", "__pycache__"))
-
-
 def test_in_the_source_folder_it_says_so(tmp_path: Path):
     """Python finds the sources first, also where the package is installed."""
-    copy_of_sources(tmp_path)
+    copy_of_packages(tmp_path)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     text = imported_from(tmp_path)
     assert text.startswith("ModuleNotFoundError: No module named 'syncengine._C': ")
@@ -48,7 +44,7 @@ def test_in_the_source_folder_it_says_so(tmp_path: Path):
 
 
 def test_an_installation_for_another_python_is_named_as_such(tmp_path: Path):
-    copy_of_sources(tmp_path)
+    copy_of_packages(tmp_path)
     (tmp_path / "syncengine" / "_C.cpython-33m-x86_64-linux-gnu.so").touch()
     text = imported_from(tmp_path)
     assert "_C.cpython-33m-x86_64-linux-gnu.so is for another Python" in text
@@ -56,7 +52,7 @@ def test_an_installation_for_another_python_is_named_as_such(tmp_path: Path):
 
 
 def test_other_modules_that_are_missing_are_named_as_ever(tmp_path: Path):
-    copy_of_sources(tmp_path)
+    copy_of_packages(tmp_path)
     (tmp_path / "torch.py").write_text("import nowhere_to_be_found")
     assert imported_from(tmp_path) == "ModuleNotFoundError: No module named 'nowhere_to_be_found'"
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from syncengine.errors import Aborted, InvalidUsage, PeerLost, Timeout, name_ranks
+from syncengine.errors import Aborted, InvalidUsage, PeerLost, Timeout
 from syncengine.launch import Launch, slurm, store
 from syncengine.launch.arrivals import as_error, failure_notice, wait_for_ranks
 from syncengine.launch.environment import detect
@@ -234,8 +234,3 @@ def test_long_wait_is_logged_once(caplog):
     with caplog.at_level(logging.WARNING, "syncengine"):
         wait_for_ranks(lambda: next(looks), "join", 60.0, 0.0)
     assert [record.message for record in caplog.records] == ["waiting since 0 s: ranks 0, 2 did not join yet"]
-
-
-def test_names_of_many_ranks_are_short():
-    assert name_ranks({5}) == "rank 5"
-    assert name_ranks({*range(20), 30, 31}) == "ranks 0-19, 30, 31"

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from pool import RankPool
 from repository import SUPPORT
-from test_launchers_real import TORCHRUN, mpi, start
+from test_launchers_real import command_of, start
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -44,13 +44,7 @@ def launch(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         "horovod": ["examples.horovod_mnist", f"--save={folder / 'weights.pt'}"],
     }
     script = [str(SUPPORT / "launched_programs.py"), str(folder), json.dumps(list(programs.values()))]
-    if request.param == "torchrun":
-        command = [*TORCHRUN, *script]
-    else:
-        mpirun, python = mpi(request.param)
-        unbound = ["--bind-to", "none"] if request.param == "openmpi" else []
-        command = [*mpirun, *unbound, python, *script]
-    ended = start(command)
+    ended = start([*command_of(request.param), *script])
     assert ended.returncode == 0, ended.stdout + ended.stderr
     ranks = [json.loads(file.read_text()) for file in folder.glob("*.json") if file.name != "metrics.json"]
     ranks.sort(key=lambda outcomes: outcomes[0][1] == "")  # rank 0 reports

@@ -47,8 +47,16 @@ def mpi(name):
     folder = ROOT / f".venv-{name}" / "bin"
     if not (folder / "mpirun").exists():
         pytest.skip(f"no {folder}: run `make .venv-{name}/ready`")
-    options = {"openmpi": ["--allow-run-as-root", "--oversubscribe"], "mpich": []}[name]
+    options = {"openmpi": ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"], "mpich": []}[name]
     return [str(folder / "mpirun"), *options, "-n", "2"], str(folder / "python")
+
+
+def command_of(launcher):
+    """What starts a script on two ranks."""
+    if launcher == "torchrun":
+        return TORCHRUN
+    mpirun, python = mpi(launcher)
+    return [*mpirun, python]
 
 
 @pytest.mark.parametrize("when", [["never", "group", "before"], ["after", "never"]])
@@ -140,14 +148,3 @@ def test_ranks_started_by_hand(pool, unused_port):
 def test_slurm_variables(pool, unused_port):
     """srun's variables, set by hand: rank 0's address comes from the list of nodes."""
     assert started(pool, slurm_variables(2, unused_port), "never") == answers(2, "never")
-
-
-def without_world_size():
-    del os.environ["WORLD_SIZE"]
-    launched_script.main("never")
-
-
-def test_missing_variable_ends_the_script(pool):
-    with pool.spawn_ranks(without_world_size, world=1, settings=None) as ranks:
-        assert ranks[0].exit_code() == 1
-        assert "InvalidUsage: WORLD_SIZE is missing" in ranks[0].output()
