@@ -131,28 +131,6 @@ def test_find_executable_batch_size():
 
 
 @run_alone
-def test_out_of_memory_with_a_model_for_each_attempt():
-    def run(kind):
-        accelerator = kind(cpu=True)
-        tried = []
-
-        @find_executable_batch_size(starting_batch_size=8)
-        def attempt(size):
-            tried.append(size)
-            accelerator.free_memory()
-            model, optimizer, data = prepared(accelerator, batch=size)
-            if size > 4:
-                inner = model.module.transformer.h[1]  # in the middle of the forward
-                inner.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(RuntimeError(OUT_OF_MEMORY)))
-            train(accelerator, model, optimizer, data)
-            return weights(model)
-
-        return attempt(), tried
-
-    both(run)
-
-
-@run_alone
 def test_arguments_reach_the_wrapper_and_the_group():
     forget()
     handlers = [

@@ -27,19 +27,21 @@ def test_fabric(tmp_path: Path):
     same(load(tmp_path / "ours.pt"), load(tmp_path / "ddp.pt"))
 
 
-def test_accelerate(tmp_path: Path):
-    assert "Parallel: loss" in torchrun("with_accelerate.py", "--out", tmp_path / "ours.pt", home=tmp_path)
-    said = over_gloo(torchrun, "with_accelerate.py", "--ddp", "--out", tmp_path / "ddp.pt", home=tmp_path)
-    assert "DistributedDataParallel: loss" in said
-    same(load(tmp_path / "ours.pt"), load(tmp_path / "ddp.pt"))
-
-
-def test_transformers(tmp_path: Path):
-    ours, ddp = tmp_path / "ours", tmp_path / "ddp"
-    assert "Parallel: loss" in torchrun("with_transformers.py", "--out", ours, home=tmp_path)
-    said = over_gloo(torchrun, "with_transformers.py", "--ddp", "--out", ddp, home=tmp_path)
-    assert "DistributedDataParallel: loss" in said
-    same(load(ours / "weights.pt"), load(ddp / "weights.pt"))
+@pytest.mark.parametrize("name", ["with_accelerate", "with_transformers"])
+def test_accelerate_and_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
+    """By one line; over DDP and Gloo; and with no line changed and Parallel in DDP's place, of which one line tells."""
+    ways = {"ours": ([], "0", "Parallel"), "ddp": (["--ddp"], "0", "DistributedDataParallel")}
+    ways["patched"] = (["--ddp"], "1", "Parallel")
+    weights = []
+    for way, (arguments, patch, made) in ways.items():
+        monkeypatch.setenv("SYNCENGINE_PATCH", patch)
+        said = over_gloo(torchrun, f"{name}.py", *arguments, "--out", tmp_path / way, home=tmp_path)
+        assert said.splitlines()[-1].startswith(f"{made}: loss ")
+        path = tmp_path / way
+        weights.append(load(path / "weights.pt" if path.is_dir() else path))
+    ours, ddp, patched = weights
+    same(ours, ddp)
+    same(patched, ddp)
 
 
 def test_peft(tmp_path: Path):
@@ -50,18 +52,6 @@ def test_peft(tmp_path: Path):
     ours = load(tmp_path / "ours.pt")
     assert len(ours) == 10  # 2 of query and value in each layer, and the classifier's
     same(ours, load(tmp_path / "ddp.pt"))
-
-
-@pytest.mark.parametrize("name", ["with_accelerate", "with_transformers"])
-def test_no_line_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
-    """Over DDP and Gloo; and the same with Parallel in DDP's place, of which one line tells."""
-    out = {patched: tmp_path / patched for patched in ("0", "1")}
-    for patched, made in (("0", "DistributedDataParallel: loss"), ("1", "Parallel: loss")):
-        monkeypatch.setenv("SYNCENGINE_PATCH", patched)
-        said = over_gloo(torchrun, f"{name}.py", "--ddp", "--out", out[patched], home=tmp_path)
-        assert made in said.splitlines()[-1]
-    ours, ddp = (load(path / "weights.pt" if path.is_dir() else path) for path in (out["1"], out["0"]))
-    same(ours, ddp)
 
 
 def test_accelerate_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -163,22 +163,6 @@ def test_manual_optimization(lightning):
 
 
 @on_ranks
-def test_manual_optimization_of_a_static_graph(lightning):
-    def step(self, batch, index):
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
-        optimizer.step()
-
-    def train(lightning, strategy):
-        model = module(lightning, automatic_optimization=False, training_step=step)
-        fit(lightning, strategy, model)
-        return weights(model)
-
-    both(lightning, train, static_graph=True)
-
-
-@on_ranks
 def test_bfloat16(lightning):
     def train(lightning, strategy, precision):
         model = module(lightning)
