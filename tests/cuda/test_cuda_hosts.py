@@ -15,12 +15,12 @@ from itertools import product
 from typing import Any
 
 import pytest
+import test_cuda_parallel
 import torch
 import torch.distributed as dist
 from cuda_ranks import alone, marked, needs_a_gpu_each, run_processes
-from cuda_training import batch, graph_step, job
-from models.workload import same_bits
-from parallel_models import CAP, Mlp
+from cuda_training import batch, job
+from parallel_models import Mlp
 from test_cuda_conformance import NUMERICS, conformance, same, values
 from test_cuda_equality import Run, differ
 from test_cuda_parallel import averages_on_streams, check_average, exact_average, host_runs_ahead
@@ -185,31 +185,7 @@ def runs_ahead(rank: int) -> str:
 
 def replays(rank: int) -> str:
     begin(rank)
-    with job():
-        trained = []
-        for captured in (True, False):
-            torch.manual_seed(3)
-            model = syncengine.Parallel(Mlp().cuda(), **CAP)
-            optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-            x = torch.empty(6, 24, device="cuda")
-            stream = torch.cuda.Stream()
-            with torch.cuda.stream(stream):
-                for step in range(4):
-                    x.copy_(batch(step))
-                    graph_step(model, optimizer, x)
-                graph = torch.cuda.CUDAGraph()
-                if captured:
-                    with torch.cuda.graph(graph, stream=stream):
-                        graph_step(model, optimizer, x)
-                for turn in range(100):
-                    x.copy_(batch(turn % 7))
-                    if turn % 17 == 5 * rank:
-                        time.sleep(0.003)  # this rank is late
-                    graph.replay() if captured and turn % 10 else graph_step(model, optimizer, x)
-                stream.synchronize()
-            trained.append([p.detach().cpu() for p in model.parameters()])
-        assert all(map(same_bits, *trained))
-    return "good"
+    return test_cuda_parallel.replays(rank, warm_up_aside=True)
 
 
 @marked

@@ -44,13 +44,9 @@ def why_no_gpu() -> str:
 
 
 def run_threads(
-    world: int,
-    body: Callable[[int, Communicator], object],
-    devices: int = 1,
-    algorithm: str = "auto",
-    **settings: object,
+    world: int, body: Callable[[int, Communicator], object], algorithm: str = "auto", **settings: object
 ) -> list[object]:
-    """Runs body(rank, communicator) on `world` threads, rank r on device r % devices; returns the results by rank.
+    """Runs body(rank, communicator) on `world` threads, on one device; returns the results by rank.
 
     A body that raises fails the others' communicator, as a process that ends would.
     """
@@ -68,7 +64,7 @@ def run_threads(
 
     def run(rank: int) -> object:
         communicator = solo(options) if world == 1 else connect(rank)
-        torch.cuda.set_device(rank % devices)
+        torch.cuda.set_device(0)
         try:
             with torch.cuda.stream(torch.cuda.Stream()):
                 result = body(rank, communicator)

@@ -10,7 +10,6 @@ import torch.distributed as dist
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 COMPLEX = (torch.complex64, torch.complex128)
-OTHERS = (torch.bool, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def ours(**options: Any) -> dist.ProcessGroup:
