@@ -204,9 +204,19 @@ class ForTools(DistributedDataParallel):
             raise TypeError(f"a dist.BuiltinCommHookType is needed, not {comm_hook_type!r}")
         self._install_hook(None, comm_hook_type)
 
+    @contextmanager
+    def _logging_refusals(self) -> Iterator[None]:
+        """DDP's reducer notes what it refuses."""
+        try:
+            yield
+        except InvalidUsage as error:
+            self.logger.set_error_and_log(str(error))
+            raise
+
     def _install_hook(self, state: Any, hook: Hook | dist.BuiltinCommHookType) -> None:
         if self._reduces:
-            self.reducer.install_hook(state, hook)
+            with self._logging_refusals():
+                self.reducer.install_hook(state, hook)
         else:  # with one rank; but a hook may do more than to communicate
             self._compose(hooks=[(hook, state)])
 
@@ -226,7 +236,8 @@ class ForTools(DistributedDataParallel):
         if self.static_graph:
             warnings.warn("You've set static_graph to be True, no need to set it again.", UserWarning, stacklevel=2)
             return
-        self.reducer.set_static_graph()
+        with self._logging_refusals():
+            self.reducer.set_static_graph()
         self.static_graph = self._options.static_graph = True
         if self.find_unused_parameters:
             warn_of_find_unused(stacklevel=3)

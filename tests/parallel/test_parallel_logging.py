@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -139,6 +141,27 @@ def test_the_iteration_is_the_last_that_was_timed(rate: int):
 
     ours, theirs = of_both(step)
     assert ours == theirs
+
+
+@run_on_ranks(gloo=True)
+def test_what_comes_too_late_is_logged():
+    def after_training(model: nn.Module) -> None:
+        model(data(0)).sum().backward()
+        model._set_static_graph()
+
+    def twice(model: nn.Module) -> None:
+        for _ in range(2):
+            model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+
+    def refused(call: Callable[[nn.Module], None], model: nn.Module) -> list[Any]:
+        with pytest.raises(RuntimeError, match="should be called before training|can only be called once") as raised:
+            call(model)
+        logged = model._get_ddp_logging_data()
+        return [logged["error"] in str(raised.value), logged["has_error"], logged["iteration"]]
+
+    for call, forwards in ((after_training, 1), (twice, 0)):
+        ours, theirs = of_both(partial(refused, call))
+        assert ours == theirs == [True, 1, forwards]
 
 
 def errors_in_training(static: bool, steps: int) -> list[tuple[str, str, Any, Any]]:
