@@ -4,7 +4,7 @@
 #   make test        the C++ core's tests, then those of Python that take less than a second or two
 #   make test-thorough  the other tests of Python: the longer ones, listed in tests/thorough.txt
 #   make test-integrations  the tests with Lightning, Accelerate, Transformers, Ray, torchft, Flower: installs them
-#   make sanitize    the C++ core's tests under ThreadSanitizer and AddressSanitizer + UBSan, and the portable core's
+#   make sanitize    the C++ core's tests under ThreadSanitizer, for any processor, and AddressSanitizer + UBSan
 #   make build       the extension, in place, as users get it
 #   make core-test   only the C++ core's tests
 #   make arm-check   compiles the C++ core for ARM, if aarch64-linux-gnu-g++ is installed
@@ -99,7 +99,7 @@ core-test:
 	$(MAKE) --no-print-directory -C tests/core FLAVORS=plain
 
 sanitize:
-	$(MAKE) --no-print-directory -C tests/core FLAVORS="portable tsan asan"
+	$(MAKE) --no-print-directory -C tests/core FLAVORS="tsan asan"
 
 arm-check:
 	$(MAKE) --no-print-directory -C tests/core -j$(shell nproc) arm-check

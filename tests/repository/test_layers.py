@@ -122,7 +122,7 @@ def test_cudas_headers_stay_in_one_folder():
 
 
 def test_one_file_asks_which_processor_this_is():
-    """The portable build of the core relies on it."""
+    """The core's flavor tsan relies on it, where this is any processor."""
     asks = re.compile(r"\b(__x86_64__|__amd64__|__i386__|__aarch64__|__arm__|__ARM_\w+|__SSE\w+|__AVX\w+)\b")
     assert [path for path in SOURCES if asks.search(path.read_text())] == [ROOT / "csrc" / "base" / "processor.h"]
 

@@ -1,4 +1,4 @@
-// Included first by every file of the portable flavor: what only x86 has is an error then, though this may be x86.
+// Included first by every file of the flavor tsan: what only x86 has is an error then, though this may be x86.
 // A processor's branches belong behind base/processor.h.
 // The standard library's own uses come before.
 #include <atomic>
