@@ -43,6 +43,12 @@ def my_rank() -> int:
     return next(int(os.environ[name]) for name in names if name in os.environ)
 
 
+def live_on(hosts: str) -> int:
+    """This rank's host, before init(): its letter. Returns the number of ranks."""
+    os.environ["SYNCENGINE_HOST_ID"] = hosts[my_rank()]
+    return len(hosts)
+
+
 def memory_of_this_process(kind: str) -> int:
     """Bytes, as /proc/self/smaps_rollup counts them."""
     return 1024 * int(re.findall(rf"^{kind}:\s+(\d+)", Path("/proc/self/smaps_rollup").read_text(), re.MULTILINE)[0])
