@@ -99,6 +99,7 @@ def _first_reason(group: dist.ProcessGroup, own: str | None) -> str | None:
     try:
         _wait_for(meeting, (own or "").encode(), ranks)
     except Failed as failed:
+        meeting.stay_until_heard(to_come=True)
         raise syncengine_autoload.HeardError(failed.notice.decode()) from None
     except BaseException as error:
         meeting.fail(f"rank {dist.get_rank()}: {type(error).__name__}: {error}".encode())

@@ -156,10 +156,12 @@ def test_with_torch_distributed(
     check_told(answers, told)
 
 
-def test_the_patch(programs: RankPool, tmp_path: Path, unused_port: int):
-    """Without an import of syncengine: the rank ends before it wraps its model."""
+@pytest.mark.parametrize("late", [0, 3])
+def test_the_patch(programs: RankPool, tmp_path: Path, unused_port: int, late: int):
+    """Without an import of syncengine: the rank ends before it wraps its model. Rank 0, which serves the store, stays
+    until a late one has heard, too."""
     before = f"import torch, torch.distributed as dist\ndist.init_process_group('gloo', {LATE_GROUP})"
-    come = "torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))"
+    come = f"time.sleep({late} if rank == 2 else 0); torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))"
     path = script(tmp_path, before, "raise ValueError('no data')", come)
     answers = said(programs, path, by_hand(unused_port, SYNCENGINE_PATCH="1"))
     del answers[1]
