@@ -92,7 +92,7 @@ def all_reduce() -> str:
         core to core and back. *Floor*: each rank scales the bytes in place. *`syncengine.empty`*: in memory
         that peers read and write. *Gloo*: with quartiles, as it has threads of its own, and as many ranks as cores
         leave them no core. Results with spread are in
-        [benchmarks/results](benchmarks/results)."""
+        [benchmarks/results](benchmarks/results). {measured_at(openmpi, mpich)}"""
     return f"{markdown(head, rows)}\n\n{wrapped(caption)}"
 
 
@@ -128,7 +128,8 @@ def train_step() -> str:
         *Step*: in plain torch. *Floor*: scaling the gradients in place, timed in the same way, so that an overhead
         may be below it. *With views*: `gradient_as_bucket_view=True`. Medians of {step["options"]["pairs"]} pairs
         with bootstrap intervals (95 %), {distance(step)} ns from core to core and back; memory varies by some tenths
-        of a MiB. A step of the wrapped model that is not synchronized takes at most {worst:.3f} times a plain one."""
+        of a MiB. A step of the wrapped model that is not synchronized takes at most {worst:.3f} times a plain one.
+        {measured_at(step, memory)}"""
     return f"{wrapped(title)}\n\n{markdown(head, rows)}\n\n{wrapped(caption)}"
 
 
@@ -157,7 +158,8 @@ def sharded() -> str:
         (95 %), {distance(step)} ns from core to core and back. *Plain*: `syncengine.Parallel` with
         torch.optim.AdamW on each rank. *ZeRO*: torch's `ZeroRedundancyOptimizer`. *Optimizer*: its part of the
         step, ranks start together. What a rank's peak memory (Pss) is above what it was before an MLP of 67 M
-        parameters was built: {held["sharded"]:.0f} MiB sharded, {held["today"]:.0f} plain."""
+        parameters was built: {held["sharded"]:.0f} MiB sharded, {held["today"]:.0f} plain.
+        {measured_at(step, memory)}"""
     return f"{markdown(head, rows)}\n\n{wrapped(caption)}"
 
 
@@ -177,10 +179,10 @@ def sharded_memory() -> str:
             row += [f"{held['sharded'] / held['today']:.2f}", f"{one_copy:.0f}", f"{held['sharded'] / one_copy:.2f}"]
             rows.append(row)
     head = ["model", "ranks", "plain, MiB", "sharded, MiB", "of plain", "one copy, MiB", "of one copy"]
-    caption = """
+    caption = f"""
         Growth of a rank's memory (Pss) from before the model is built to the peak of training with AdamW, of the
         rank that grew most. *One copy*: weights and two moments divided by the number of ranks, and a gradient;
-        activations and everything else come on top."""
+        activations and everything else come on top. {measured_at(*documents)}"""
     return f"{markdown(head, sorted(rows, key=lambda row: row[0]))}\n\n{wrapped(caption)}"
 
 
@@ -201,7 +203,7 @@ def micro_batches() -> str:
         intervals (95 %). *M = 8*: a step of eight micro-batches by the number of ranks, and what another deal to
         three would cost, with two gradients a rank, which is not built: twelve micro-batches are dealt as 4, 4, 4.
         2 cores, one thread a rank, medians of {document["options"]["steps"]} without the optimizer, all interleaved in
-        the same processes; what trained the same has the same bits."""
+        the same processes; what trained the same has the same bits. {measured_at(document)}"""
     return f"{markdown(head, rows.values())}\n\n{wrapped(caption)}"
 
 
@@ -217,7 +219,8 @@ def elastic() -> str:
     caption = f"""
         One of 4 ranks on 2 cores is killed at a random instant of a step of eight micro-batches, with AdamW: ms until
         the last of the others begins its next step, and how many of {document["options"]["runs"]} runs took less than
-        so many ms, and not less than the edge before. All end with the weights of a run in which nobody died."""
+        so many ms, and not less than the edge before. All end with the weights of a run in which nobody died.
+        {measured_at(document)}"""
     return f"{markdown(['model', 'median', '95 %', 'longest', *edges], rows)}\n\n{wrapped(caption)}"
 
 
@@ -229,6 +232,12 @@ def peaks(result: dict) -> dict[str, float]:
 def beyond_plain(growth: dict[str, list[int]]) -> dict[str, float]:
     """By engine: MiB that the peak grows by, less what it grows by with the model alone."""
     return {engine: (median(found) - median(growth["plain"])) / 2**20 for engine, found in growth.items()}
+
+
+def measured_at(*documents: dict) -> str:
+    """A sentence that says of which commits these results are; "-dirty": and of changes that were not committed."""
+    commits = sorted({document["commit"] for document in documents})
+    return f"Measured at {' and '.join(commits)}."
 
 
 def distance(document: dict) -> int:
