@@ -132,8 +132,9 @@ class Rendezvous:
             self._sign(notice)
 
     def stay_until_heard(self, to_come: bool) -> None:
-        """After fail(): where this process serves the store, its end waits, for 30 s at most, until the ranks that wait
-        have heard of the failure; with `to_come` also those that have not come yet, unless they have met before.
+        """After fail(), or Failed: where this process serves the store, its end waits, for 30 s at most, until ranks
+        that wait have heard of the failure; with `to_come` also those that have not come yet, unless they have met
+        before.
         """
         store: dist.Store = self.store
         while isinstance(store, dist.PrefixStore):
@@ -143,7 +144,7 @@ class Rendezvous:
             Finalize(None, _wait_until_heard, (self, to_come), exitpriority=0)
 
     def unheard(self, to_come: bool) -> bool:
-        """Whether ranks have not heard of the failure that this one has left: see stay_until_heard()."""
+        """Whether ranks have not heard of the failure that this one knows of: see stay_until_heard()."""
         for peer in range(self._size):
             signature = self._read_signature(str(peer))
             if signature is None:
