@@ -1,0 +1,260 @@
+"""Optimizers and hooks that run in backward: when they step, and on which gradients, beside DDP."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from parallel_models import (
+    Branches,
+    averages,
+    data,
+    different_bits,
+)
+from pool import run_on_ranks
+from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.sgd import SGD
+
+import syncengine
+from syncengine.errors import InvalidUsage
+
+RATE = 0.1
+
+
+def steps_by_hook(module: nn.Module, model: nn.Module) -> None:
+    def step(parameter: torch.Tensor) -> None:
+        with torch.no_grad():
+            parameter.add_(parameter.grad, alpha=-RATE)
+        parameter.grad = None
+
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+
+
+def steps_fused(module: nn.Module, model: nn.Module) -> None:
+    model._register_fused_optim(SGD, RATE)
+
+
+def steps_applied(module: nn.Module, model: nn.Module) -> None:
+    _apply_optimizer_in_backward(SGD, module.parameters(), {"lr": RATE})
+
+
+def trained_in_backward(
+    arrange: Callable[..., None] | None, branch: Callable[[int], bool], accumulates: bool = False, **options: Any
+) -> list:
+    """Weights after some steps; without `arrange` by DDP and an ordinary optimizer."""
+    torch.manual_seed(0)
+    module = Branches()
+    if arrange is None:
+        model = DistributedDataParallel(module, **options)
+        optimizer = SGD(module.parameters(), RATE)
+    else:
+        model = syncengine.Parallel(module, **options)
+        arrange(module, model)
+    for i in range(3):
+        if accumulates:
+            with model.no_sync():
+                model(data(10 + i), branch(i)).square().mean().backward()  # no step
+        model(data(i), branch(i)).square().mean().backward()
+        if arrange is None:
+            optimizer.step()
+        module.zero_grad()
+    return [p.detach().clone() for p in module.parameters()]
+
+
+def train_as_ddp(arrangements: tuple[Callable[..., None], ...], branch: Callable[[int], bool], **options: Any) -> None:
+    expected = trained_in_backward(None, branch, **options)
+    for arrange in arrangements:
+        ours = trained_in_backward(arrange, branch, **options)
+        assert not different_bits(ours, expected), arrange.__name__
+
+
+IN_BACKWARD = (steps_by_hook, steps_fused, steps_applied)
+
+
+@run_on_ranks(gloo=True)
+def test_optimizers_in_backward_step_parameters_that_only_others_have_used():
+    train_as_ddp(IN_BACKWARD, lambda i: syncengine.rank() == i % 2, find_unused_parameters=True)
+
+
+@run_on_ranks(gloo=True)
+def test_optimizers_in_backward_of_a_static_graph():
+    train_as_ddp(IN_BACKWARD, lambda i: syncengine.rank() == 0, static_graph=True)
+
+
+@pytest.mark.usefixtures("kinds_of_buckets")
+@run_on_ranks(gloo=True)
+def test_optimizers_in_backward_make_no_step_under_no_sync():
+    arrangements = (steps_fused, steps_applied)
+    train_as_ddp(arrangements, lambda i: True, accumulates=True, find_unused_parameters=True)
+
+
+@run_on_ranks()
+def test_hooks_of_parameters_that_nobody_has_used_do_not_run():
+    module = Branches()
+    model = syncengine.Parallel(module, find_unused_parameters=True)
+    names = []
+    for name, parameter in module.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p, name=name: names.append(name))
+    model(data(), False).sum().backward()
+    assert sorted(names) == sorted(n for n, p in module.named_parameters() if p.grad is not None)
+    assert len(names) < len(list(module.parameters()))
+
+
+@pytest.mark.parametrize("last", ["second", "first"])
+@run_on_ranks()
+def test_hooks_wait_for_the_wrapper_that_averages(last: str):
+    module = nn.Linear(2, 1, bias=False)
+    first = syncengine.Parallel(module)
+    seen: list = []
+    module.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.tolist()))
+    x = torch.full((1, 2), float(syncengine.rank()))
+    first(x).sum().backward()
+    second = syncengine.Parallel(module)
+    module.zero_grad()
+    (second if last == "second" else first)(x).sum().backward()
+    assert seen == [[[0.5, 0.5]]] * 2
+    dropped = first(x)
+    module.zero_grad()
+    second(x).sum().backward()  # which is none of the first's, though that has a forward open
+    assert seen == [[[0.5, 0.5]]] * 3
+    assert module.weight.grad.tolist() == [[0.5, 0.5]]
+    del dropped, second
+    module.zero_grad()
+    first(x).sum().backward()
+    assert seen == [[[0.5, 0.5]]] * 4
+
+
+@run_on_ranks(gloo=True)
+def test_each_of_two_wrappers_takes_the_optimizers_that_are_applied_later():
+    for part in (lambda module: module, lambda module: module[0]):
+        module = nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 24))
+        whole = syncengine.Parallel(module)
+        wrappers = [whole, syncengine.Parallel(part(module))]
+        for model in wrappers:
+            with torch.no_grad():
+                model(data())
+        _apply_optimizer_in_backward(SGD, module.parameters(), {"lr": RATE})
+        for i, model in enumerate(wrappers * 2):
+            parameters = list(model.parameters())
+            slopes = averages(model.module, model.module(data(i)).square().mean())
+            expected = [p.detach() - RATE * slope for p, slope in zip(parameters, slopes, strict=True)]
+            model(data(i)).square().mean().backward()
+            for parameter, value in zip(parameters, expected, strict=True):
+                torch.testing.assert_close(parameter.detach(), value)
+                assert parameter.grad is None
+
+
+@run_on_ranks(gloo=True)
+def test_optimizers_applied_after_forwards_have_run():
+    def after_evaluation(module: nn.Module, model: nn.Module) -> None:
+        with torch.no_grad():
+            model(data(), True)
+        steps_applied(module, model)
+
+    def after_a_step(module: nn.Module, model: nn.Module) -> None:
+        with model.no_sync():
+            model(data(), True)
+        steps_applied(module, model)
+
+    train_as_ddp((after_evaluation, after_a_step), lambda i: True, find_unused_parameters=True)
+
+
+def listens(module: nn.Module, model: nn.Module) -> None:
+    module.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+
+
+@run_on_ranks()
+def test_a_hook_or_an_optimizer_that_comes_between_forward_and_backward_is_an_error():
+    for arrange in (listens, steps_applied):
+        module = nn.Linear(24, 2)
+        model = syncengine.Parallel(module)
+        before = copy.deepcopy(module.state_dict())
+        out = model(data())
+        arrange(module, model)
+        with pytest.raises(InvalidUsage, match=r"parameter (weight|bias) of Parallel\(Linear\).*before the forward"):
+            out.sum().backward()
+        syncengine.barrier()
+        assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
+
+
+def part_of_a_whole(module: nn.Sequential, wrap: Callable[[nn.Module], nn.Module]) -> Callable[[], torch.Tensor]:
+    module[0] = wrap(module[0])
+    whole = wrap(module)
+    return lambda: whole(data())
+
+
+def sum_over_two(module: nn.Sequential, wrap: Callable[[nn.Module], nn.Module]) -> Callable[[], torch.Tensor]:
+    one, other = wrap(module), wrap(nn.Sequential(nn.Linear(24, 24), module[0]))
+    return lambda: one(data()) + other(data())
+
+
+def one_of_two_is_local(module: nn.Sequential, wrap: Callable[[nn.Module], nn.Module]) -> Callable[[], torch.Tensor]:
+    whole, part = wrap(module), wrap(module[0])
+
+    def forward() -> torch.Tensor:
+        outputs = whole(data())
+        with part.no_sync():
+            part(data())
+        return outputs
+
+    return forward
+
+
+def part_that_is_not_used(module: nn.Sequential, wrap: Callable[[nn.Module], nn.Module]) -> Callable[[], torch.Tensor]:
+    whole = wrap(module)
+    other = wrap(nn.ModuleList([module[0], nn.Linear(24, 24)]), find_unused_parameters=True)
+    other.module.forward = lambda x: other.module[1](x)
+    return lambda: whole(data()) + other(data())
+
+
+def with_hooks(arrange: Callable[..., Any], hooks: Callable[..., None] | None) -> tuple[list, list, Callable]:
+    """Parameters, how often a hook on each has run, and the forward."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 24))
+    parameters = list(module.parameters())
+    forward = arrange(module, syncengine.Parallel)
+    counts = [0] * len(parameters)
+    if hooks:
+        for i, parameter in enumerate(parameters):
+            parameter.register_post_accumulate_grad_hook(lambda _, i=i: counts.__setitem__(i, counts[i] + 1))
+        hooks(module, None)
+    return parameters, counts, forward
+
+
+@run_on_ranks(gloo=True)
+def test_hooks_run_once_where_one_of_two_wrappers_averages():
+    """The weights are those that an optimizer behind the backward makes."""
+
+    def trained(hooks: Callable[..., None] | None) -> list[torch.Tensor]:
+        parameters, counts, forward = with_hooks(one_of_two_is_local, hooks)
+        for step in range(1, 4):
+            forward().square().mean().backward()
+            if hooks:
+                assert counts == [step] * len(parameters), counts
+            else:
+                SGD(parameters, RATE).step()
+            for parameter in parameters:
+                parameter.grad = None
+        return [p.detach().clone() for p in parameters]
+
+    for hooks in (steps_by_hook, steps_applied):
+        assert not different_bits(trained(hooks), trained(None)), hooks.__name__
+
+
+@run_on_ranks(gloo=True)
+def test_hooks_of_a_parameter_that_two_wrappers_average_are_refused():
+    for arrange in (part_of_a_whole, sum_over_two, part_that_is_not_used):
+        for hooks in (steps_by_hook, steps_applied):
+            _, counts, forward = with_hooks(arrange, hooks)
+            for _ in range(2):
+                loss = forward().square().mean()
+                with pytest.raises(InvalidUsage, match="has a hook.*belongs to two wrappers.*put both parts into one"):
+                    loss.backward()
+            assert not any(counts)
+            syncengine.barrier()  # it costs a step
