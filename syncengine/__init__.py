@@ -48,7 +48,7 @@ if torch.distributed.is_available():
     _register()
 
 try:
-    __version__ = importlib.metadata.version("syncengine")
+    __version__ = importlib.metadata.version("syncengine-torch")
 except importlib.metadata.PackageNotFoundError:  # built in place
     __version__ = "unknown"
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from syncengine.doctor.facts import Facts
+from syncengine.doctor.facts import OTHER_PROJECT, Facts
 from syncengine.errors import name_ranks
 
 FATAL, WARNING, NOTE = "fatal", "warning", "note"
@@ -83,6 +83,13 @@ def _versions(everyone: Sequence[Facts]) -> Iterator[Finding]:
             others = sorted(rank for group in list(groups.values())[1:] for rank in group)
             text = f"ranks differ in their version of {package}: {sides}"
             yield Finding(f"versions of {package}", WARNING, others, text, f"install the same {package} on all hosts")
+    for version, ranks in grouped(everyone, lambda f: f["versions"].get(OTHER_PROJECT)).items():
+        text = (
+            f"{name_ranks(ranks)}: syncengine {version} is installed beside syncengine-torch: another project, or "
+            "ours by its earlier name. Both write into the folder syncengine"
+        )
+        remedy = "pip uninstall syncengine syncengine-torch, then install syncengine-torch again"
+        yield Finding("two distributions", FATAL, ranks, text, remedy)
 
 
 def _settings(everyone: Sequence[Facts]) -> Iterator[Finding]:

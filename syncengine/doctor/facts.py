@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib.metadata
 import os
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 Facts = dict[str, Any]
 
 PROBE_BYTES = 1 << 20
+OTHER_PROJECT = "the distribution syncengine"
 _SECRETS = ("SYNCENGINE_SECRET",)
 _SHOWN = ("TORCH_DEVICE_BACKEND_", "OMP_", "MKL_NUM_", "GLOO_SOCKET_", "NCCL_SOCKET_", "MASTER_")
 # Beside those of Config.
@@ -82,12 +84,12 @@ def _extension(import_error: str) -> dict[str, Any]:
 
 def _versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
-    for package in ("syncengine", "torch", "numpy", "mpi4py"):
-        try:
+    for package in ("syncengine-torch", "torch", "numpy", "mpi4py", "syncengine"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    # The import's name on the package index belongs to another project, which has this folder as well.
+    names = {"syncengine-torch": "syncengine", "syncengine": OTHER_PROJECT}
+    return {names.get(package, package): version for package, version in found.items()}
 
 
 def _cpus() -> dict[str, Any]:

@@ -34,7 +34,7 @@ def page_of(analyses: Sequence[Analysis], directories: Sequence[Path]) -> str:
 
         from syncengine.report import pictures
     except ModuleNotFoundError as error:
-        raise InvalidUsage("the page needs matplotlib and jinja2: pip install 'syncengine[report]'") from error
+        raise InvalidUsage("the page needs matplotlib and jinja2: pip install matplotlib jinja2") from error
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters.update(ms=ms_text, percent=lambda part: f"{100 * part:.0f} %")
     template = environment.from_string(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))

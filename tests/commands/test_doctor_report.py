@@ -124,6 +124,22 @@ def test_facts_of_this_process():
     assert len(found["cuda"]["devices"]) == torch.cuda.device_count()
 
 
+def test_another_projects_distribution_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """The one that has our import's name on the package index."""
+    about = tmp_path / "syncengine-0.3.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: syncengine\nVersion: 0.3.0\n")
+    found = json.loads(json.dumps(collect_facts(Launch("single", 0, 1), "")))
+    assert [one.name for one in find_all([found]) if one.name == "two distributions"] == []
+    monkeypatch.syspath_prepend(tmp_path)
+    found = json.loads(json.dumps(collect_facts(Launch("single", 0, 1), "")))
+    assert found["versions"]["syncengine"] == syncengine.__version__
+    (one,) = [one for one in find_all([found]) if one.name == "two distributions"]
+    assert (one.severity, one.ranks) == ("fatal", [0])
+    assert "syncengine 0.3.0 is installed beside syncengine-torch" in one.text
+    assert one.remedy.startswith("pip uninstall syncengine syncengine-torch")
+
+
 def test_facts_of_the_entry_point(monkeypatch: pytest.MonkeyPatch):
     """As torch reads its switch, and pip's metadata says it."""
 

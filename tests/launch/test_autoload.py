@@ -87,9 +87,9 @@ def test_this_installation_has_the_entry_point():
 def test_an_extension_that_does_not_load_breaks_only_what_needs_it(tmp_path: Path):
     """An installation of its own, found first. With the patch asked for: DDP serves, and a line says why."""
     extension = copy_of_packages(tmp_path, lambda _: b"of another time")
-    about = tmp_path / "syncengine-0.1.0.dist-info"
+    about = tmp_path / "syncengine_torch-0.1.0.dist-info"
     about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: syncengine\nVersion: 0.1.0\n")
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: syncengine-torch\nVersion: 0.1.0\n")
     (about / "entry_points.txt").write_text("[torch.backends]\nsyncengine = syncengine_autoload:load\n")
     shutil.copy(SCRIPTS / "broken_installation.py", tmp_path)
     told = run([sys.executable, "broken_installation.py"], tmp_path, SYNCENGINE_PATCH="1")

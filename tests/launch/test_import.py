@@ -58,5 +58,5 @@ def test_other_modules_that_are_missing_are_named_as_ever(tmp_path: Path):
 
 
 def test_the_version_is_the_installed_one():
-    assert syncengine.__version__ == importlib.metadata.version("syncengine")
+    assert syncengine.__version__ == importlib.metadata.version("syncengine-torch")
     assert f'version = "{syncengine.__version__}"' in (ROOT / "pyproject.toml").read_text()

@@ -9,7 +9,7 @@ namespace {
   throw Error(
       ErrorKind::InvalidUsage,
       "this build of syncengine has no CUDA side: install a torch with CUDA and nvcc of the same CUDA version, then "
-      "build again (pip install --no-build-isolation --force-reinstall --no-deps syncengine)");
+      "build again in a checkout (pip install --no-build-isolation --force-reinstall --no-deps .)");
 }
 
 }  // namespace
