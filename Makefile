@@ -11,7 +11,7 @@
 #   make cuda-check  compiles and links the CUDA side, and runs it on a device in software, if nvcc is installed
 #   make cuda-torch-check  the GPU tests of Python on that device, by a torch without CUDA, if nvcc is installed
 #                    (neither needs a GPU)
-#   make gpu         builds and runs the GPU tests and benchmarks with the present Python and torch; downloads nothing
+#   make gpu         runs the GPU tests and benchmarks with the present Python and torch in 9 minutes; downloads nothing
 #   make lint        formatters, linters and the type checker, changing nothing
 #   make format      formatters and linters, changing what they can
 #   make clean       removes what was built; `rm -r .venv*` removes the environments too
@@ -73,7 +73,7 @@ build/test-hooks.built: .venv/ready $(SOURCES)
 
 # ---- what it is for ----
 
-.PHONY: train test test-thorough test-integrations core-build core-test sanitize arm-check cuda-check cuda-torch-check gpu gpu-core gpu-build gpu-tests gpu-benchmarks lint format clean
+.PHONY: train test test-thorough test-integrations core-build core-test sanitize arm-check cuda-check cuda-torch-check gpu lint format clean
 train: build
 	$(PY) -m examples.same_bits
 	$(PY) -m examples.train_gpt compare
@@ -113,26 +113,10 @@ cuda-torch-check: $(if $(shell command -v nvcc),build-for-tests)
 	$(if $<,SYNCENGINE_TEST_CUDA=software PYTHONPATH=tests/support $(PY) -m pytest -q -m gpu --noconftest -p no:cacheprovider \
 	  -p software_torch --numprocesses 2 --dist loadfile tests/cuda)
 
-# With whatever python3 and torch are there, in place: a GPU machine often reaches no package index. `make -k gpu` goes
-# on after a failure. With pytest-xdist four tests run at a time: most of their time is that of processes that import
-# torch.
-gpu: gpu-core gpu-tests gpu-benchmarks
-
-gpu-core:
-	$(MAKE) --no-print-directory -C tests/core -j$(shell nproc) cuda-device CUDA_ARCHS=-arch=native
-
-gpu-build:
-	SYNCENGINE_TEST_HOOKS=1 $(PYTHON) setup.py -q build_ext --inplace
-	@$(PYTHON) -c 'import sys; from syncengine import _C; sys.exit(None if _C.has_cuda else "the extension was built without CUDA")'
-
-gpu-tests: GPU_TESTS = $(PYTHON) -m pytest -q --noconftest -p no:cacheprovider tests/cuda
-gpu-tests: WORKERS = $(shell $(PYTHON) -c 'import xdist' 2> /dev/null && echo --numprocesses 4)
-gpu-tests: gpu-build
-	$(GPU_TESTS) -m "gpu and not alone" $(WORKERS); status=$$?; $(GPU_TESTS) -m "gpu and alone" && exit $$status
-
-gpu-benchmarks: gpu-build
-	$(PYTHON) -m benchmarks.cuda_all_reduce
-	$(PYTHON) -m benchmarks.cuda_train_step --trace build/cuda_train_step-trace.json
+# With whatever python3 and torch are there, in place: a GPU machine often reaches no package index. It may be there
+# for minutes, so the steps come in order of worth, each with a limit; STEPS names some of them.
+gpu:
+	$(PYTHON) scripts/gpu_run.py $(STEPS)
 
 lint: .venv/ready
 	.venv/bin/ruff check .

@@ -49,8 +49,7 @@ def save(path: Path, benchmark: str, options: dict, results: list[dict], **versi
 
 def machine() -> dict[str, object]:
     """What a reader needs to judge a timing. The load average tells whether something else was running."""
-    lscpu = subprocess.run(["lscpu"], check=False, capture_output=True, text=True, env=os.environ | {"LC_ALL": "C"})
-    pairs = dict(line.split(":", 1) for line in lscpu.stdout.splitlines() if ":" in line)
+    pairs = dict(line.split(":", 1) for line in said("env", "LC_ALL=C", "lscpu").splitlines() if ":" in line)
     cpu = {field: pairs[field].strip() for field in CPU_FIELDS if field in pairs}
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     usable = len(os.sched_getaffinity(0))
@@ -88,13 +87,18 @@ def installed() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit, with `-dirty` where anything but results has changed; empty outside a git checkout."""
-    head = git("rev-parse", "--short=12", "HEAD")
-    changes = git("status", "--porcelain", "--", ".", ":!benchmarks/results", ":!README.md")
+    """The commit, with `-dirty` where anything but results has changed; outside a git checkout what COMMIT says."""
+    head = said("git", "rev-parse", "--short=12", "HEAD")
+    if not head:
+        return os.environ.get("COMMIT", "")
+    changes = said("git", "status", "--porcelain", "--", ".", ":!benchmarks/results", ":!README.md")
     return f"{head}-dirty" if changes else head
 
 
-def git(*arguments: str) -> str:
-    """What git says; nothing where there is no repository."""
-    run = subprocess.run(["git", *arguments], check=False, cwd=REPOSITORY, capture_output=True, text=True)
-    return run.stdout.strip()
+def said(*command: str) -> str:
+    """What a program prints; nothing where it fails, or is not there."""
+    try:
+        run = subprocess.run(command, check=False, cwd=REPOSITORY, capture_output=True, text=True)
+    except OSError:
+        return ""
+    return run.stdout.strip() if run.returncode == 0 else ""

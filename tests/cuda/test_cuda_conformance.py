@@ -48,6 +48,7 @@ CASES = [
     for op in (OPS if "reduce" in collective and size < LARGE else ["sum"])
     if "reduce" not in collective or is_supported(dtype, op)
 ]
+DRAWN = int(os.environ.get("SYNCENGINE_TEST_CASES", "120"))  # of them, by a world, algorithm and order
 ONE_OF_EACH_PATH = [
     Case("all_reduce", torch.float32, size, memory)
     for size, memory in [(37, "ordinary"), (40_000, "ordinary"), (40_000, "empty")]
@@ -191,7 +192,7 @@ def in_a_process(rank: int) -> str:
     for algorithm, numerics in WAYS:
         os.environ["SYNCENGINE_TEST_ALGORITHM"] = algorithm
         communicator = syncengine.init(numerics=numerics, timeout=60.0)
-        conformance(communicator, f"{algorithm} in processes", 8 if SOFTWARE else 120)
+        conformance(communicator, f"{algorithm} in processes", 8 if SOFTWARE else DRAWN)
         check_paths(communicator, algorithm)
         syncengine.shutdown()
     return "good"

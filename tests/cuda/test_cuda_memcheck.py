@@ -14,7 +14,7 @@ import pytest
 from cuda_ranks import alone, marked, needs_real
 from repository import ROOT
 
-TESTS = ROOT / "build" / "core-cuda" / "cuda_tests"
+TESTS = ROOT / "build" / "core-gpu" / "cuda_tests"
 
 
 def sanitizer() -> str:
@@ -30,7 +30,7 @@ def sanitizer() -> str:
 @marked
 def test_memcheck_finds_nothing():
     if not TESTS.exists():
-        pytest.skip(f"no {TESTS}: `make gpu-core` builds it")
+        pytest.skip(f"no {TESTS}: `make gpu STEPS=build` builds it")
     options = "--tool memcheck --target-processes all --report-api-errors no --error-exitcode 9"
     # Ranks as processes: the sanitizer may wait for a kernel on the host, where threads would wait for each other.
     command = [sanitizer(), *options.split(), str(TESTS), "gpu_processes_reduce"]

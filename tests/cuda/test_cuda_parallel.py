@@ -5,6 +5,7 @@ Skipped where there is no GPU; `make gpu` runs them. What needs none of it is in
 
 from __future__ import annotations
 
+import os
 import time
 from functools import partial
 from typing import Any
@@ -232,7 +233,7 @@ def test_unused_parameters_and_uneven_inputs():
 
 # ---- graphs ----
 
-TURNS = 60 if SOFTWARE else 1000
+TURNS = 60 if SOFTWARE else int(os.environ.get("SYNCENGINE_TEST_TURNS", "1000"))
 
 
 def replays(rank: int, warm_up_aside: bool = False) -> str:

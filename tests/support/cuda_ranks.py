@@ -11,6 +11,8 @@ import contextlib
 import multiprocessing
 import os
 import queue
+import signal
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
@@ -30,7 +32,8 @@ from syncengine._C import Communicator, LocalBootstrap, solo
 from syncengine.config import Config
 
 TIMEOUT = 60.0
-PATIENCE = 300  # seconds for a result of run_processes
+PATIENCE = int(os.environ.get("SYNCENGINE_TEST_PATIENCE", "300"))  # seconds for a result of run_processes
+ENDING = 15.0  # seconds for all of them to end then
 SOFTWARE = os.environ.get("SYNCENGINE_TEST_CUDA") == "software"
 
 
@@ -155,7 +158,8 @@ def rank_environ(rank: int, world: int, port: int) -> dict[str, str]:
 
 def get(results: Any, ranks: list[Any], killed: int | None) -> Any:
     """The next result; an error if a rank that still owes one has died, or after PATIENCE."""
-    for _ in range(PATIENCE):
+    end = time.monotonic() + PATIENCE
+    while time.monotonic() < end:
         with contextlib.suppress(queue.Empty):
             return results.get(timeout=1)
         for rank, process in enumerate(ranks):
@@ -177,10 +181,18 @@ def run_processes(
         variables = Environ({**rank_environ(rank, world, port), **(environ or {})})
         ranks.append(context.Process(target=in_process, args=(variables, rank, body, results)))
         ranks[-1].start()
+    patience = ENDING
     try:
         found = dict(get(results, ranks, killed) for _ in range(world - (killed is not None)))
+    except BaseException:
+        patience = 3.0
+        for process in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGABRT)  # with PYTHONFAULTHANDLER=1 it prints its stacks
+        raise
     finally:
+        end = time.monotonic() + patience
         for rank, process in enumerate(ranks):
-            process.join(0 if rank == killed else 60)
+            process.join(0 if rank == killed else max(0.0, end - time.monotonic()))
             process.kill()
     return [found.get(rank) for rank in range(world)]
