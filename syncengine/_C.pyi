@@ -441,6 +441,12 @@ def is_dense(tensor: torch.Tensor) -> bool:
 def return_free_memory() -> None:
     """Gives the machine what malloc keeps of what was freed, where the C library can do that."""
 
+def say(lines: str) -> None:
+    """Has `lines`, each with its newline, written to stderr by a thread that nobody waits for."""
+
+def await_said() -> None:
+    """Waits until what was said is written, a second at most."""
+
 def fault_point(name: str) -> None:
     """A point where tests of faults can interfere, in a build for them."""
 

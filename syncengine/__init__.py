@@ -24,7 +24,7 @@ except (ImportError, OSError) as error:  # OSError: a library of torch's
             tell_failure(error, "to import syncengine", in_init=False)
     raise
 
-from syncengine import errors, hooks
+from syncengine import errors, hooks, lines  # noqa: F401 (lines: as the logger's handler)
 from syncengine._C import Communicator, Work
 from syncengine._elastic import Elastic, elastic
 from syncengine.collectives import all_gather, all_reduce, barrier, broadcast, empty, reduce_scatter

@@ -41,6 +41,23 @@ class TornWeights(SyncError):
     """A rank has ended in the middle of an update of weights that all share: continue from a checkpoint."""
 
 
+def error_text(error: BaseException, *, named: bool = True) -> str:
+    """``"ValueError: ..."`` as the other ranks are told it; without the class if not ``named``.
+
+    Never raises: an error may be somebody's whose ``__str__`` does, or hold a file name that is no text.
+    """
+    try:
+        text = str(error)
+    except Exception as why:
+        text = f"(its text can't be had: {type(why).__name__})"
+    return to_utf8(f"{type(error).__name__}: {text}" if named else text).decode()
+
+
+def to_utf8(text: str) -> bytes:
+    """``text`` for other ranks, with backslashes where it is no UTF-8."""
+    return text.encode(errors="backslashreplace")
+
+
 def name_ranks(ranks: Iterable[int]) -> str:
     """As texts name them: "rank 3", "ranks 0-3, 5"."""
     runs: list[list[int]] = []

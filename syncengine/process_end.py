@@ -6,12 +6,12 @@ import atexit
 import multiprocessing
 import os
 import sys
-import traceback
 from collections.abc import Callable, Iterable
 from multiprocessing.util import Finalize
 from types import TracebackType
 
 from syncengine._C import Communicator
+from syncengine.errors import error_text
 from syncengine.launch import mark_rank_process, tell_failure
 
 _given: set[Callable[[], None]] = set()  # to at_end() in this process
@@ -38,7 +38,7 @@ def tell_peers_of_errors(communicators: Callable[[], Iterable[Communicator]]) ->
     previous = sys.excepthook
 
     def tell_peers(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        text = "".join(traceback.format_exception_only(kind, error)).strip()
+        text = error_text(error)
         for communicator in communicators():
             communicator.abort(f"rank {communicator.global_ranks[communicator.rank]}: {text}")
         previous(kind, error, trace)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from syncengine._C import Communicator
 from syncengine.connect import Connection, reachable_address
-from syncengine.errors import InvalidUsage, name_ranks
+from syncengine.errors import InvalidUsage, error_text, name_ranks
 from syncengine.groups import backend_communicator
 from syncengine.launch import Launch, launch_store
 from syncengine.launch.variables import number
@@ -122,7 +122,7 @@ def _shared_store(connection: Connection, launch: Launch, log_after: float) -> d
             store, told = _open_store(connection, launch, log_after)
             told["number"] = store.add("syncengine/torch_groups", 1)
         except Exception as error:
-            told = {"error": str(error)[:512]}
+            told = {"error": error_text(error, named=False)[:512]}
     told = _broadcast(communicator, told)
     if "error" in told:
         raise InvalidUsage(f"init(torch_group=True): rank 0 has no store for the ranks of the group: {told['error']}")

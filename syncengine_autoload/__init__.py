@@ -90,7 +90,9 @@ def patch() -> None:
 
 def tell(text: str) -> None:
     """A line on stderr, if that takes it."""
-    if sys.stderr is not None:
+    if (lines := sys.modules.get("syncengine.lines")) is not None:
+        lines.print_line(text)
+    elif sys.stderr is not None:
         with contextlib.suppress(OSError, ValueError):  # closed at the other end, or here
             sys.stderr.write(f"syncengine: {text}\n")
             sys.stderr.flush()

@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "base/texts.h"
@@ -28,4 +29,21 @@ struct PacketTransportHandle {
 std::unique_ptr<Interhost> connect_by(PacketTransportHandle& handle, int rank, const std::vector<int>& peers,
                                       RankNames names);
 
+// A text of the program's, an error's or a parameter's name, on its way to messages and peers. Whatever is no UTF-8, as
+// the lone surrogates of some file names, is written with backslashes, so that no text fails to be told.
+struct Text : std::string {};
+
 }  // namespace syncengine
+
+template <>
+struct pybind11::detail::type_caster<syncengine::Text> {
+  PYBIND11_TYPE_CASTER(syncengine::Text, const_name("str"));
+
+  bool load(handle source, bool) {
+    if (!PyUnicode_Check(source.ptr())) return false;
+    auto bytes = reinterpret_steal<object>(PyUnicode_AsEncodedString(source.ptr(), "utf-8", "backslashreplace"));
+    if (!bytes) throw error_already_set();
+    value.assign(PyBytes_AS_STRING(bytes.ptr()), static_cast<size_t>(PyBytes_GET_SIZE(bytes.ptr())));
+    return true;
+  }
+};

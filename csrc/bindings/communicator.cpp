@@ -205,7 +205,7 @@ void bind_communicator(py::module_& module) {
           "Reduces `tensor` in place over all ranks: same shape, strides and dtype everywhere.")
       .def(
           "broadcast",
-          [](const Shared& self, const at::Tensor& tensor, int src, bool async_op, const std::string& layout) {
+          [](const Shared& self, const at::Tensor& tensor, int src, bool async_op, const Text& layout) {
             if (src < 0 || src >= self->size())
               throw Error(ErrorKind::InvalidUsage, "broadcast: src " + std::to_string(src) + " is not a rank of 0.." +
                                                        std::to_string(self->size() - 1));
@@ -261,8 +261,7 @@ void bind_communicator(py::module_& module) {
            "An uninitialized tensor in memory that the local peers read and write in place: collectives on it copy "
            "nothing. On a CUDA `device` a collective call.")
       .def(
-          "abort",
-          [](Communicator& c, const std::string& text, const std::string& error) { c.abort(kind_of(error), text); },
+          "abort", [](Communicator& c, const Text& text, const std::string& error) { c.abort(kind_of(error), text); },
           py::arg("text"), py::arg("error") = "Aborted", py::call_guard<py::gil_scoped_release>(),
           "Fails everything pending, here and on all peers, which raise `error` (a class of syncengine.errors, by "
           "name) "

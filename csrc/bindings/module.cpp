@@ -7,6 +7,7 @@
 #include "base/memory.h"
 #include "base/phase_clock.h"
 #include "base/resources.h"
+#include "base/say.h"
 #include "base/sync_point.h"
 #include "base/trace.h"
 #include "bindings/bindings.h"
@@ -80,6 +81,10 @@ void bind_recorder(py::module_& module) {
   module.def("stop_trace", &trace::stop, NoGil());
   module.def("trace_path", &trace::path, NoGil());
   module.def("trace_now", &trace::now);
+  module.def(
+      "say", [](const Text& lines) { say(lines); }, py::arg("lines"),
+      "Has `lines`, each with its newline, written to stderr by a thread that nobody waits for.");
+  module.def("await_said", &await_said, NoGil(), "Waits until what was said is written, a second at most.");
   module.def("begin_optimizer", [](const py::args&) { PhaseClock::of_process().begin_optimizer(); });
   module.def("end_optimizer", [](const py::args&) { PhaseClock::of_process().end_optimizer(); });
 }

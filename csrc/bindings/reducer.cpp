@@ -113,8 +113,8 @@ std::unique_ptr<BucketLane> make_lane(const std::vector<at::Tensor>& parameters,
   return flat_buckets ? make_host_memory_lane(communicator) : nullptr;
 }
 
-std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> parameters, std::string model_name,
-                                      std::vector<std::string> parameter_names,
+std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> parameters, Text model_name,
+                                      const std::vector<Text>& parameter_names,
                                       const std::shared_ptr<Communicator>& communicator,
                                       const std::vector<bool>& sparse, ReducerOptions options) {
   if (parameters.size() != parameter_names.size() || parameters.size() != sparse.size()) {
@@ -122,9 +122,9 @@ std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> parameters, std::s
   }
   auto lane = make_lane(parameters, communicator, options.flat_buckets);
   if (lane) options.gradients_in_arena = false;
-  auto reducer = std::make_shared<Reducer>(
-      std::make_unique<Model>(std::move(parameters), ModelNames{std::move(model_name), std::move(parameter_names)},
-                              communicator, sparse, options, std::move(lane)));
+  auto reducer = std::make_shared<Reducer>(std::make_unique<Model>(
+      std::move(parameters), ModelNames{std::move(model_name), {parameter_names.begin(), parameter_names.end()}},
+      communicator, sparse, options, std::move(lane)));
   reducer->model()->parameters.follow(reducer);  // one may be frozen for the first forward, and not for its backward
   return reducer;
 }
@@ -218,7 +218,9 @@ void bind_reducer(py::module_& module) {
             return self.prepare_for_backward(outputs, began.value_or(NodeNumber()));
           },
           py::arg("outputs"), py::arg("began") = py::none(), NoGil())
-      .def("refuse_forward", &Reducer::refuse_forward, py::arg("text"), NoGil())
+      .def(
+          "refuse_forward", [](Reducer& self, const Text& text) { self.refuse_forward(text); }, py::arg("text"),
+          NoGil())
       .def(
           "can_refuse", [](Reducer& self) { return self.model()->can_refuse(); }, NoGil())
       .def("vote_on_forward", &Reducer::vote_on_forward, NoGil())

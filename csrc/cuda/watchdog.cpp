@@ -1,8 +1,8 @@
 #include "cuda/watchdog.h"
 
-#include <cstdio>
 #include <cstring>
 
+#include "base/say.h"
 #include "base/texts.h"
 #include "base/thread.h"
 
@@ -101,7 +101,7 @@ void Watchdog::check_wait() {
     fail(ErrorKind::Timeout, text + ": a CUDA stream gave up after the timeout; look at what these ranks do");
   if (age >= communicator_->options().log_after && !logged_) {
     logged_ = true;
-    std::fprintf(stderr, "syncengine: %s (CUDA stream)\n", text.c_str());
+    say("syncengine: " + text + " (CUDA stream)\n");
   }
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
-from syncengine.errors import InvalidUsage, Mismatch, SyncError
+from syncengine.errors import InvalidUsage, Mismatch, SyncError, error_text
 from syncengine.horovod.calls import Calls, table
 from syncengine.horovod.optimizer import close_unneeded
 from syncengine.horovod.process_sets import refusing, streams
@@ -35,7 +35,7 @@ def join(device: int = -1) -> int:
             errors.append(error)
             kind = type(error).__name__ if isinstance(error, SyncError) else "Aborted"
             for other in served_here:  # else their threads wait for the others
-                other.abort(f"{own_name(main.communicator)} in hvd.join(): {error}", kind)
+                other.abort(f"{own_name(main.communicator)} in hvd.join(): {error_text(error, named=False)}", kind)
             raise
 
     try:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from syncengine.errors import Aborted, InvalidUsage, Mismatch, SyncError
+from syncengine.errors import Aborted, InvalidUsage, Mismatch, SyncError, error_text, to_utf8
 
 SIZE = 640  # bytes of a request
 _TEXT = 150  # bytes of a key or a description: longer ones are cut, but compared as a whole, by their digest
@@ -36,7 +36,7 @@ class Request(NamedTuple):
     def encode(self) -> bytes:
         """SIZE bytes."""
         kind, key, what, flat, how, own, _ = self
-        return (f"{key}{_SEPARATOR}{own}".encode() + _text(kind, what, flat, how)).ljust(SIZE, b"\0")
+        return (to_utf8(f"{key}{_SEPARATOR}{own}") + _text(kind, what, flat, how)).ljust(SIZE, b"\0")
 
     @classmethod
     def decode(cls, data: bytes) -> Request:
@@ -61,7 +61,7 @@ def as_told(error: Exception) -> tuple[type[SyncError], str]:
     """What the other ranks raise for what one has raised alone: the class, and the reason in its text."""
     if isinstance(error, (InvalidUsage, Mismatch)):
         return type(error), str(error)
-    return Aborted, f"{type(error).__name__}: {error}"
+    return Aborted, error_text(error)
 
 
 def told(rank: int, refused: Request, other: str) -> SyncError:
@@ -87,19 +87,18 @@ def key_of(kind: str, name: str) -> str:
     key = f"{kind}.{name}"
     if len(key) <= _TEXT // 4 and key.isprintable():
         return key
-    return f"{_cut(key, _TEXT - 20)} {hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}"
+    return f"{_cut(key, _TEXT - 20)} {hashlib.blake2b(to_utf8(key), digest_size=8).hexdigest()}"
 
 
 @functools.lru_cache(1024)
 def _text(kind: str, what: str, flat: Flat, how: str) -> bytes:
     """All that must be the same, and its digest."""
     parts = ",".join(f"{dtype}:{count}" for dtype, count in flat)
-    digest = hashlib.blake2b("\0".join((kind, what, parts, how)).encode(), digest_size=8).hexdigest()
+    digest = hashlib.blake2b(to_utf8("\0".join((kind, what, parts, how))), digest_size=8).hexdigest()
     what = _cut(what, _REASON if kind == REFUSED else 2 * _TEXT if kind == WAITING else _TEXT)
     return "".join(_SEPARATOR + part for part in (kind, what, parts, how, digest)).encode()
 
 
 def _cut(text: str, most: int) -> str:
-    clean = text.replace(_SEPARATOR, " ").replace("\0", " ")
-    data = clean.encode()
-    return clean if len(data) <= most else data[: most - 3].decode(errors="ignore") + "..."
+    data = to_utf8(text.replace(_SEPARATOR, " ").replace("\0", " "))
+    return data.decode() if len(data) <= most else data[: most - 3].decode(errors="ignore") + "..."

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from syncengine.errors import Aborted, InvalidUsage, SyncError, Timeout, name_ranks
+from syncengine.errors import Aborted, InvalidUsage, SyncError, Timeout, error_text, name_ranks, to_utf8
 
 logger = logging.getLogger("syncengine")
 
@@ -37,10 +37,10 @@ def wait_for_ranks(missing: Callable[[], set[int]], what: str, timeout: float, l
 def failure_notice(rank: int, error: BaseException, where: str = "in init") -> bytes:
     """What a rank that fails before it has a communicator tells the others."""
     if is_of_all(error):
-        kind, text = type(error).__name__, str(error)
+        kind, text = type(error).__name__, error_text(error, named=False)
     else:
-        kind, text = Aborted.__name__, f"rank {rank} failed {where}: {type(error).__name__}: {error}"
-    return f"{kind} {text}".encode()[:_MOST_BYTES]
+        kind, text = Aborted.__name__, f"rank {rank} failed {where}: {error_text(error)}"
+    return to_utf8(f"{kind} {text}")[:_MOST_BYTES]
 
 
 def is_of_all(error: BaseException) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch.nn.parallel.distributed import _BufferCommHook, _BufferCommHookLocation
 
 from syncengine._C import Communicator, Reducer
-from syncengine.errors import InvalidUsage
+from syncengine.errors import InvalidUsage, to_utf8
 from syncengine.parallel.broadcast import TensorBroadcast, describe_layout
 from syncengine.parallel.model import Model, Switches, not_ignored
 from syncengine.parallel.replication import check_same_on_all_ranks, fail_all, own_name
@@ -114,7 +114,7 @@ class BufferCopy:
         if not self._layout or lines != self._lines:
             self._broadcast = TensorBroadcast(self._communicator, list(named.values()), self._device)
             text = ", ".join(sorted(lines, key=self._lines.__contains__))  # first what has changed
-            digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+            digest = hashlib.sha256(to_utf8("\n".join(lines))).hexdigest()[:16]
             self._layout = f"a copy of {self._what} ({text[:_MOST_SHOWN]}, digest {digest})"
             self._lines = lines
 

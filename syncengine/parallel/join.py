@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable, JoinHook, _JoinConfig
 
-from syncengine.errors import InvalidUsage, SyncError
+from syncengine.errors import InvalidUsage, SyncError, error_text
 from syncengine.parallel.replication import own_name
 from syncengine.parallel.rounds import Intent, tell
 from syncengine.parallel.steps import Steps
@@ -23,7 +23,7 @@ def leave(steps: Steps, error: Exception) -> None:
     so the communicator fails.
     """
     communicator = steps.model.communicator
-    text = f"{own_name(communicator)} raised in join() of {steps.model}: {type(error).__name__}: {error}"
+    text = f"{own_name(communicator)} raised in join() of {steps.model}: {error_text(error)}"
     with contextlib.suppress(SyncError):  # the communicator has failed already: they know
         if steps.uneven.is_inside_step():
             communicator.abort(text)

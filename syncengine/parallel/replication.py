@@ -8,7 +8,7 @@ from typing import NoReturn
 import torch
 
 from syncengine._C import Communicator
-from syncengine.errors import InvalidUsage, Mismatch, SyncError
+from syncengine.errors import InvalidUsage, Mismatch, SyncError, to_utf8
 
 
 def check_writable(name: str, tensor: torch.Tensor) -> None:
@@ -69,7 +69,7 @@ def check_same_on_all_ranks(
     ``what`` is subject and verb ("... differs"); ``advice`` ends the text. Collective.
     """
     text = "\n".join(lines)
-    digest = hashlib.sha256(text.encode()).digest()
+    digest = hashlib.sha256(to_utf8(text)).digest()
     if set(gather_bytes(communicator, digest, len(digest))) == {digest}:
         return
     texts = gather_texts(communicator, text)
@@ -127,7 +127,7 @@ def gather_bytes(communicator: Communicator, data: bytes, size: int) -> list[byt
 
 def gather_texts(communicator: Communicator, text: str) -> list[str]:
     """Every rank's ``text``, of any length. Collective."""
-    data = text.encode()
+    data = to_utf8(text)
     sizes = gather_bytes(communicator, len(data).to_bytes(8, "little"), 8)
     lengths = [int.from_bytes(size, "little") for size in sizes]
     texts = gather_bytes(communicator, data, max(1, *lengths))

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 from torch.utils.hooks import RemovableHandle
 
 from syncengine._C import NodeNumber, Reducer, ReducerOptions
-from syncengine.errors import InvalidUsage
+from syncengine.errors import InvalidUsage, error_text
 from syncengine.parallel.audit import Audit
 from syncengine.parallel.buffers import Buffers
 from syncengine.parallel.devices import check_not_capturing
@@ -102,7 +102,7 @@ class Steps:
             if synchronize and self.audit.every:
                 self.audit.look(in_join=joinable._join_config.enable)
         except Exception as error:
-            self.log.set_error_and_log(f"{type(error).__name__}: {error}")
+            self.log.set_error_and_log(error_text(error))
             _undecided.note(self)
             raise
         # As in DDP: after a forward that will not synchronize, buffers stay as they are for one more.
@@ -166,7 +166,7 @@ class Steps:
             return
         if synchronize:
             self.uneven.weight = None  # it was for this forward
-        text = f"raised in forward: {type(error).__name__}: {error}"
+        text = f"raised in forward: {error_text(error)}"
         if sync_buffers_after and not (synchronize and self.reducer.can_refuse()):  # the others wait for them
             communicator = self.model.communicator
             communicator.abort(f"{own_name(communicator)} {text}")

@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from syncengine._C import Communicator, StepTimes, begin_optimizer, end_optimizer
 from syncengine.communicator import wants_summary
+from syncengine.lines import print_line
 from syncengine.parallel.model import Model
 from syncengine.parallel.reducer import ModelReducer
 from syncengine.process_end import at_end
@@ -99,8 +100,8 @@ def _print_line() -> None:
     if communicator is not None and communicator.exception() is not None:
         return
     numbers = numbers_of(one.times)
-    if numbers.steps >= LEAST_STEPS and sys.stderr is not None:
-        print(_line(one, numbers), file=sys.stderr, flush=True)
+    if numbers.steps >= LEAST_STEPS:
+        print_line(_line(one, numbers))
 
 
 def _line(one: _Followed, numbers: Numbers) -> str:
@@ -108,7 +109,7 @@ def _line(one: _Followed, numbers: Numbers) -> str:
     exposed = f", exposed synchronization {wait:.2f} ms ({_percent(wait, step):.1f} %)" if one.waits else ""
     late = f"; {text}" if (text := _late_text(numbers, one.ranks)) else ""
     return (
-        f"syncengine: {steps} steps of {one.name} on {len(one.ranks)} ranks, median {step:.2f} ms{exposed}; "
+        f"{steps} steps of {one.name} on {len(one.ranks)} ranks, median {step:.2f} ms{exposed}; "
         f"{_size(size / steps)} of gradients reduced a step, {_size(size)} in all{late} "
         "(SYNCENGINE_SUMMARY=0: without this line)"
     )

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from syncengine._C import WeightSlices
-from syncengine.errors import InvalidUsage
+from syncengine.errors import InvalidUsage, error_text
 from syncengine.sharded.memory import flat
 
 GRAIN = 64  # elements: a vectorized loop over a slice then has the bits of one over the whole
@@ -127,7 +127,7 @@ class Shard:
         except Exception as error:
             raise InvalidUsage(
                 f"{optimizer_class.__name__}, made again for this rank's part of the parameters (of a group, perhaps "
-                f"none), raised {type(error).__name__}: {error}"
+                f"none), raised {error_text(error)}"
             ) from error
         self._options: list[dict[str, Any]] = []  # of this step, as it began
         self.changed: set[str] = set()  # names of options that some step has changed

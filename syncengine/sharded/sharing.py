@@ -13,7 +13,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from syncengine._C import CommonMemory
-from syncengine.errors import InvalidUsage, SyncError, TornWeights
+from syncengine.errors import InvalidUsage, SyncError, TornWeights, error_text, to_utf8
 from syncengine.parallel import Parallel
 from syncengine.parallel.groups import Group
 from syncengine.sharded.agreement import agree, only_makes_state
@@ -147,7 +147,7 @@ class Sharing:
         what = "what ShardedOptimizer is to share differs"
         modules = [model.module for known in self.models if (model := known()) is not None]
         problem = other_ranks(self._group, communicator) or why_not_shared(named, modules) or self.look(state)
-        agree(communicator, what, "\n".join(lines).encode(), lambda: lines, problem, lambda: SAME)
+        agree(communicator, what, to_utf8("\n".join(lines)), lambda: lines, problem, lambda: SAME)
         block = Block(self.host, self._make_shard, self._cuts, groups, members, named, state, self.memories)
         self.blocks.append(block)
         self.members.look_again()
@@ -237,7 +237,8 @@ class Sharing:
         """The weights may be half written, and the communicator has failed: raises ``TornWeights``, now and later."""
         self.blocks[0].weights.memory.tear(self._updates + 1)
         failure = self.host.communicator.exception() if self.host is not None else None
-        self.end(next((e for e in (error, failure) if isinstance(e, SyncError)), InvalidUsage(str(error))))
+        other = InvalidUsage(error_text(error, named=False))
+        self.end(next((e for e in (error, failure) if isinstance(e, SyncError)), other))
         if isinstance(error, Exception):
             raise self._again() from error
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from syncengine._C import fault_point
-from syncengine.errors import Aborted, SyncError, Timeout, TornWeights
+from syncengine.errors import Aborted, SyncError, Timeout, TornWeights, error_text, to_utf8
 from syncengine.sharded.agreement import agree
 from syncengine.sharded.block import Block
 from syncengine.sharded.memory import Host
@@ -82,7 +82,7 @@ class Update:
             state = f"yes, CRC-32 {block.state.digest():08x}" if block.state.loaded else "no"
             options.append(f"loaded a state dict of the optimizer, or replaced its state: {state}")
             options.append(f"loaded a state dict of the model: {'yes' if block.weights.loaded else 'no'}")
-        facts = b"|".join([str(self._number).encode(), "\n".join(options).encode(), *self.written])
+        facts = b"|".join([str(self._number).encode(), to_utf8("\n".join(options)), *self.written])
         agree(self._communicator, what, facts, lambda: self._describe(options), problem, self._advise)
 
     def _describe(self, options: Sequence[str]) -> list[str]:
@@ -154,7 +154,7 @@ class Update:
     def _fail(self, error: BaseException) -> None:
         """The communicator fails on all ranks, unless it has."""
         me = self._host.name(self._host.rank)
-        self._communicator.abort(f"{me} raised in ShardedOptimizer.step(): {type(error).__name__}: {error}")
+        self._communicator.abort(f"{me} raised in ShardedOptimizer.step(): {error_text(error)}")
 
     def _see_whether_whole(self, error: BaseException) -> None:
         """Waits until all ranks of this host have made the update; raises ``TornWeights`` if one never will.
@@ -189,7 +189,7 @@ class Update:
         return self._own(error)
 
     def _own(self, error: BaseException) -> str:
-        return f"{self._host.name(self._host.rank)} raised {type(error).__name__}: {error}"
+        return f"{self._host.name(self._host.rank)} raised {error_text(error)}"
 
 
 def torn_text(step: int, why: str) -> str:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from syncengine._C import CommonMemory, WatchedWeights, return_free_memory
+from syncengine.errors import to_utf8
 from syncengine.parallel.watchers import common
 from syncengine.sharded.agreement import agree
 from syncengine.sharded.memory import FreedMemory, Host, Layout, create_common, flat, size_of, tensors_in
@@ -65,7 +66,7 @@ class SharedWeights:
         ]
         communicator = self._host.communicator
         what = "a parameter of ShardedOptimizer differs"
-        agree(communicator, what, "\n".join(lines).encode(), lambda: lines, "", lambda: _LOOK)
+        agree(communicator, what, to_utf8("\n".join(lines)), lambda: lines, "", lambda: _LOOK)
         if self.memory not in self._memories:
             self._memories.append(self.memory)
         freed_memory = FreedMemory()

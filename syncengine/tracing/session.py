@@ -14,6 +14,7 @@ from pathlib import Path
 
 from syncengine._C import start_trace, stop_trace, trace_now, trace_path
 from syncengine.errors import InvalidUsage
+from syncengine.lines import print_line
 from syncengine.process_end import at_end
 from syncengine.tracing.events import is_complete
 from syncengine.tracing.perfetto import write
@@ -85,9 +86,8 @@ def end() -> None:
         said = write(folder, merged)
     except InvalidUsage as error:
         said = f"{folder}; `python -m syncengine trace {folder}` makes one file of it, but {error}"
-    if sys.stderr is not None:
-        ranks = "1 rank" if _job["size"] == 1 else f"{_job['size']} ranks"
-        print(f"syncengine: the trace of {ranks} is in {said}", file=sys.stderr)
+    ranks = "1 rank" if _job["size"] == 1 else f"{_job['size']} ranks"
+    print_line(f"the trace of {ranks} is in {said}")
 
 
 @contextlib.contextmanager

@@ -34,7 +34,7 @@ TORCH = re.compile(r"(torch|ATen|c10|caffe2|pybind11|Python\.h)\b")
 # Modules of the packages, bottom first; a folder counts as one.
 MODULES = {
     "syncengine": (
-        "_extension errors _C config launch interhost process_end stragglers tracing connect groups torch_group "
+        "_extension errors _C lines config launch interhost process_end stragglers tracing connect groups torch_group "
         "communicator collectives torch_backend hooks parallel sharded _joining _elastic bench report doctor "
         "patch __init__ __main__ horovod accelerate _lightning lightning pytorch_lightning torchft"
     ),

@@ -1,11 +1,11 @@
 
 #include <algorithm>
-#include <cstdio>
 #include <cstdlib>
 #include <thread>
 #include <utility>
 #include <vector>
 
+#include "base/say.h"
 #include "base/sync_point.h"
 #include "cuda/device/driver.h"
 #include "cuda/device/groups.h"
@@ -30,8 +30,8 @@ constexpr size_t kTinyBytes = 16 << 10;
 constexpr int kBlocks = 16;  // the rest of the device is the model's
 constexpr auto kPatience = std::chrono::seconds(2);
 
-void say(const char* what, const PeerMemory& memory) {
-  std::fprintf(stderr, "syncengine: %s: %s\n", what, memory.unreachable().c_str());
+void say_staged(const std::string& what, const PeerMemory& memory) {
+  say("syncengine: " + what + ": " + memory.unreachable() + "\n");
 }
 
 }  // namespace
@@ -96,7 +96,7 @@ void PeerGroup::prepare_staging(const std::function<void()>& interrupted) {
     for (std::byte* base : site_.slots) site_.areas.push_back(reinterpret_cast<OneShotArea*>(base + 2 * kSlotBytes));
     return;
   }
-  if (site_.rank == 0) say("without peer access CUDA tensors go through pinned host memory", *peer_staging_);
+  if (site_.rank == 0) say_staged("without peer access CUDA tensors go through pinned host memory", *peer_staging_);
   host_staging_.emplace(share_pages(*communicator_, site_.world * 2 * kSlotBytes, interrupted));
   site_.slots.clear();
   for (int rank = 0; rank < site_.world; ++rank)
@@ -179,7 +179,7 @@ std::shared_ptr<void> PeerGroup::allocate(size_t bytes, const std::function<void
     if (host_staging_) return;  // it is staged, as any tensor
     segment.peers = std::make_unique<PeerMemory>(*communicator_, *segment.own, interrupted);
     if (segment.peers->unreachable().empty()) return;
-    if (site_.rank == 0) say("memory of syncengine.empty is staged", *segment.peers);
+    if (site_.rank == 0) say_staged("memory of syncengine.empty is staged", *segment.peers);
     segment.peers.reset();
     gather(*communicator_, uint8_t{0}, "syncengine.empty on CUDA", interrupted);
     segment.own->unshare();

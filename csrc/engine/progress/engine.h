@@ -11,7 +11,6 @@
 #pragma once
 
 #include <atomic>
-#include <cstdio>
 #include <functional>
 #include <future>
 #include <limits>
@@ -25,6 +24,7 @@
 
 #include "base/deadline.h"
 #include "base/error.h"
+#include "base/say.h"
 #include "base/sync_point.h"
 #include "base/thread.h"
 #include "engine/progress/bell.h"
@@ -38,8 +38,8 @@
 namespace syncengine {
 
 // The lock under which an engine's state is touched, held for one bounded pass, and what is put off until it is free:
-// dropping what ended operations held, since a tensor's last reference may wait for Python's lock, and writing to
-// stderr, which may be a full pipe.
+// dropping what ended operations held, since a tensor's last reference may wait for Python's lock, and lines for
+// stderr.
 //
 // Thread-safety: any thread; trash() and log() by the one that holds it. Failure: none.
 
@@ -56,7 +56,7 @@ class ProgressLock {
     const bool drops = !trash.empty();
     if (drops) droppers_.fetch_add(1, std::memory_order_relaxed);  // relaxed: under the lock
     mutex_.unlock();
-    if (!log.empty()) std::fputs(log.c_str(), stderr);
+    if (!log.empty()) say(std::move(log));
     if (!drops) return;
     sync_point("dropping");
     trash.clear();
@@ -64,7 +64,7 @@ class ProgressLock {
   }
 
   Trash& trash() { return trash_; }
-  void log(const std::string& line) { log_ += "[syncengine] " + line + "\n"; }
+  void log(const std::string& line) { log_ += "syncengine: " + line + "\n"; }
 
   // Waits, not for ever, for threads that still drop what ended operations held. Before the interpreter ends, which
   // such a drop may need: a thread that asks for Python's lock later is ended, and with it the process. Without that

@@ -44,9 +44,7 @@ std::string current_error_text() {
     throw;
   } catch (const python_error& error) {
     pybind11::gil_scoped_acquire gil;
-    auto type = pybind11::reinterpret_borrow<pybind11::object>(error.type);
-    auto value = pybind11::reinterpret_borrow<pybind11::object>(error.value);
-    return pybind11::str(type.attr("__name__")).cast<std::string>() + ": " + pybind11::str(value).cast<std::string>();
+    return error_text(error.value);
   } catch (const std::exception& error) {
     return error.what();
   } catch (...) {

@@ -18,13 +18,7 @@ namespace {
 // Of what a signal handler has raised, in words.
 std::string interruption_text(pybind11::handle type, pybind11::handle value) {
   if (PyErr_GivenExceptionMatches(type.ptr(), PyExc_KeyboardInterrupt)) return "";
-  try {
-    pybind11::handle of = value ? value : pybind11::handle(Py_None);
-    pybind11::object lines = pybind11::module_::import("traceback").attr("format_exception_only")(type, of);
-    return pybind11::str("").attr("join")(lines).attr("strip")().cast<std::string>();
-  } catch (const std::exception&) {  // it can't be written as text
-    return reinterpret_cast<PyTypeObject*>(type.ptr())->tp_name;
-  }
+  return value ? error_text(value) : reinterpret_cast<PyTypeObject*>(type.ptr())->tp_name;
 }
 
 struct RaisedInWait final : python_error, Interruption {
@@ -33,6 +27,10 @@ struct RaisedInWait final : python_error, Interruption {
 };
 
 }  // namespace
+
+std::string error_text(pybind11::handle error) {
+  return pybind11::module_::import("syncengine.errors").attr("error_text")(error).cast<std::string>();
+}
 
 pybind11::object to_python(const Error& error) {
   std::string_view bytes = error.what();

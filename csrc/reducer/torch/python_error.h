@@ -27,6 +27,9 @@ void set_python_error(const Error& error);
 // In a catch block there: the same of an Error; anything else is rethrown as it is.
 [[noreturn]] void rethrow_for_autograd();
 
+// "ValueError: ...", by syncengine.errors.error_text, which fails for no exception. Needs the GIL.
+std::string error_text(pybind11::handle error);
+
 // Python's RuntimeWarning. Throws what a filter of the program makes of it.
 void warn(const std::string& text);
 

@@ -9,7 +9,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstdio>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -19,6 +18,7 @@
 #include <vector>
 
 #include "base/deadline.h"
+#include "base/say.h"
 #include "transport/interhost.h"
 #include "transport/matching/heartbeat_monitor.h"
 #include "transport/matching/shared.h"
@@ -53,7 +53,7 @@ class Endpoint : public SubmissionQueue {
 
   // What passes left to be said; no lock is held.
   static void print(const std::string& log) {
-    if (!log.empty()) std::fputs(log.c_str(), stderr);
+    if (!log.empty()) say(log);
   }
 
   // The rest is for the thread that moves bytes, under `progress_`.

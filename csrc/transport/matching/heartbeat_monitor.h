@@ -62,7 +62,7 @@ class HeartbeatMonitor {
 
  private:
   void log(const std::string& what) {
-    shared_.log += "[syncengine] " + shared_.names(shared_.rank) + ": " + shared_.names(peer_) + what + "\n";
+    shared_.log += "syncengine: " + shared_.names(shared_.rank) + ": " + shared_.names(peer_) + what + "\n";
   }
 
   Shared& shared_;

@@ -5,9 +5,9 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdio>
 #include <cstring>
 
+#include "base/say.h"
 #include "base/sync_point.h"
 #include "base/texts.h"
 #include "transport/tcp/secret.h"
@@ -213,11 +213,9 @@ void Rendezvous::doubt(int peer) {
   std::string text = "somebody called as " + options_.names(peer) + " with another secret than this job's";
   reasons_[peer] = text;
   if (!doubted_.insert(peer).second) return;
-  std::fprintf(
-      stderr,
-      "[syncengine] %s: %s, and was turned away: it is that rank with a wrong SYNCENGINE_SECRET, or a stranger "
-      "who has read the addresses\n",
-      options_.names(rank_).c_str(), text.c_str());
+  say("syncengine: " + options_.names(rank_) + ": " + text +
+      ", and was turned away: it is that rank with a wrong SYNCENGINE_SECRET, or a stranger who has read the "
+      "addresses\n");
 }
 
 std::string Rendezvous::missing_names() const {

@@ -26,7 +26,7 @@ TEST(heartbeat_notices_a_silence_once_and_its_end) {
   scene.heartbeat.heard();
   CHECK_EQ(scene.said_after(1.9), "");
   std::string said = scene.said_after(2.1);
-  CHECK(contains(said, "[syncengine] rank 0: rank 1 has been silent for 2.1 s (a heartbeat is due every 0.25 s)"));
+  CHECK(contains(said, "syncengine: rank 0: rank 1 has been silent for 2.1 s (a heartbeat is due every 0.25 s)"));
   CHECK(contains(said, "given up after 30.0 s") && contains(said, "SYNCENGINE_SILENCE"));
   CHECK_EQ(scene.said_after(2.4), "");
   CHECK_EQ(scene.said_after(29.5), "");
