@@ -103,6 +103,7 @@ constexpr Succession succeed(const Outlook& sees) {
     if (has_decided && without_this) return {Do::Fenced, members & ~members_of(word & ~bit)};
     if (without & bit) continue;
     if (has_decided) return {Do::State, (word & ~bit) | own_bit};
+    if (next & bit) continue;  // of words that exclude each other only the first is taken
     const bool is_told = (members & sees.hosts[host]) != 0 && !without_this;
     if (all_in(sees.gone, host))
       next |= bit;
