@@ -2,7 +2,7 @@
 #
 #   make train       train a small GPT on 2 ranks with syncengine, with DDP and sharded, compare
 #   make test        the C++ core's tests, then those of Python that take less than a second or two
-#   make test-thorough  the other tests of Python: the longer ones, listed in tests/thorough.txt
+#   make test-thorough  the other tests of Python: the longer ones, marked thorough
 #   make test-integrations  the tests with Lightning, Accelerate, Transformers, Ray, torchft, Flower: installs them
 #   make sanitize    the C++ core's tests under ThreadSanitizer, for any processor, and AddressSanitizer + UBSan
 #   make build       the extension, in place, as users get it
@@ -84,10 +84,10 @@ test:
 	$(MAKE) --no-print-directory -j$(shell nproc) --output-sync=target \
 	  core-build build-for-tests .venv-openmpi/ready .venv-mpich/ready
 	$(MAKE) --no-print-directory core-test
-	$(PY) -m pytest -q -m "not thorough" --numprocesses 3 --dist loadfile
+	$(PY) -m pytest -q -m "not thorough and not nightly" --numprocesses 3 --dist loadfile
 
 test-thorough: build-for-tests .venv-openmpi/ready .venv-mpich/ready
-	$(PY) -m pytest -q -m thorough --numprocesses 3 --dist loadfile
+	$(PY) -m pytest -q -m "thorough and not nightly" --numprocesses 3 --dist loadfile
 
 test-integrations: build-for-tests .venv-integrations/ready
 	.venv-integrations/bin/python -m pytest -q --numprocesses 2 --dist loadfile tests/integrations

@@ -28,20 +28,10 @@ settings.register_profile("syncengine", deadline=None, max_examples=50, derandom
 settings.load_profile("syncengine")
 
 
-@pytest.hookimpl(tryfirst=True)  # before `-m` selects
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what `make test` leaves to `make test-thorough`."""
-    lines = Path(__file__).with_name("thorough.txt").read_text().splitlines()
-    listed = {line for line in lines if not line.startswith("#")}
-    for item in items:
-        if not listed.isdisjoint((item.nodeid, item.nodeid.partition("::")[0])):
-            item.add_marker("thorough")
-
-
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Says which tests a run of `tests` leaves out."""
     if "tests" in config.args:
-        slow = "those of tests/thorough.txt, by `make test-thorough`; " if config.option.markexpr else ""
+        slow = "those marked thorough, by `make test-thorough`; " if config.option.markexpr else ""
         terminalreporter.write_line(
             f"not among them: {slow}tests/integrations (Lightning, Ray, ...), by `make test-integrations`"
         )

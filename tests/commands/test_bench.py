@@ -154,6 +154,7 @@ def measured(arguments: tuple[str, ...], broken: int = 0) -> tuple[int, dict[str
     return code, json.loads(said.getvalue()) if said.getvalue() else None
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("memory", ["torch", "shared"])
 def test_every_collective_is_right(pool: RankPool, memory: str):
     """Three ranks: parts of sizes that are no powers of two."""
@@ -265,6 +266,7 @@ def test_a_root_that_is_no_rank(pool: RankPool):
 # --- The command
 
 
+@pytest.mark.thorough
 def test_columns():
     ended = syncengine("bench", "--ranks", "2", "-b", "8", "-e", "64", "--collective", "all", "--compare", *SHORT)
     assert ended.returncode == 0, ended.stderr

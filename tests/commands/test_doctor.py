@@ -11,6 +11,7 @@ from syncengine import _C
 CPUS = _C.machine()["available_cores"]
 
 
+@pytest.mark.thorough
 def test_alone_it_says_how_to_start():
     result = syncengine("doctor")
     assert result.returncode == 0, result.stdout + result.stderr
@@ -21,6 +22,7 @@ def test_alone_it_says_how_to_start():
     assert "syncengine doctor --ranks 2" in result.stdout
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(CPUS < 2, reason="two ranks on one CPU are a finding")
 def test_it_starts_ranks_itself_and_prints_one_report():
     """With threads that are too many, as a user meets it."""

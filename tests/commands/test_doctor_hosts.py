@@ -26,6 +26,7 @@ def reports(
     return [(rank.returncode, json.loads(rank.stdout) if rank.stdout else None) for rank in said]
 
 
+@pytest.mark.thorough
 def test_hosts_that_reach_each_other(programs: RankPool, unused_port: int):
     with Hosts(2) as hosts:
         (code, report), other = reports(programs, hosts, unused_port, 120)
@@ -39,6 +40,7 @@ def test_hosts_that_reach_each_other(programs: RankPool, unused_port: int):
     assert "eth0" in interfaces
 
 
+@pytest.mark.thorough
 def test_hosts_that_meet_and_cannot_connect(programs: RankPool, unused_port: int):
     """Each listens at an address to which the other has no way."""
     own = ["10.98.0.1", "10.99.0.1"]
@@ -52,6 +54,7 @@ def test_hosts_that_meet_and_cannot_connect(programs: RankPool, unused_port: int
     assert any("open all ports between the hosts" in one["remedy"] for one in found), found
 
 
+@pytest.mark.thorough
 def test_a_host_that_nothing_reaches(programs: RankPool, unused_port: int):
     """Each side reports what it sees."""
     with Hosts(2) as hosts:

@@ -51,6 +51,7 @@ def test_an_extension_that_cannot_be_loaded(programs: RankPool, tmp_path: Path):
     assert "Traceback" not in text.stdout + text.stderr + other.stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("broken", [0, 1])
 def test_one_rank_cannot_load_it(programs: RankPool, tmp_path: Path, unused_port: int, broken: int):
     environs = [copied(tmp_path, damaged) if rank == broken else {} for rank in range(2)]
@@ -64,6 +65,7 @@ def test_one_rank_cannot_load_it(programs: RankPool, tmp_path: Path, unused_port
     assert report["self_test"] == {}
 
 
+@pytest.mark.thorough
 def test_one_rank_has_another_build(programs: RankPool, tmp_path: Path, unused_port: int):
     """As init() says it."""
     other = copied(tmp_path, of_another_build)
@@ -76,6 +78,7 @@ def test_one_rank_has_another_build(programs: RankPool, tmp_path: Path, unused_p
     assert {one["remedy"] for one in found} == {"install the same one on all hosts"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("error", ["ImportError('libtorch.so is of another libc')", "OSError('no libgomp.so.1')"])
 def test_a_torch_that_cannot_be_imported(tmp_path: Path, error: str):
     """It is what imports syncengine that fails then: `import torch` comes first there."""

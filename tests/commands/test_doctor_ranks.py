@@ -103,6 +103,7 @@ def use_a_real_store() -> None:
     importlib.reload(importlib.import_module("syncengine.launch.store"))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("comes", [0, 1])
 def test_a_rank_that_does_not_come(pool: RankPool, unused_port: int, comes: int):
     """Whoever is there reports. Rank 0 serves the store, so rank 1 finds none."""
@@ -123,6 +124,7 @@ def stay_away() -> None:
         sys.exit(0)
 
 
+@pytest.mark.thorough
 def test_two_of_three_ranks_report_once(pool: RankPool):
     """Which is missing is known when the time is over."""
     with pool.spawn_ranks(examine, [], stay_away, "--timeout", "5", world=3, settings=None) as ranks:
@@ -189,6 +191,7 @@ def die_in_the_self_test() -> None:
         self_test._is_over = lambda *_: os._exit(3)
 
 
+@pytest.mark.thorough
 def test_a_rank_that_dies_in_the_self_test(pool: RankPool):
     with pool.spawn_ranks(examine, [], die_in_the_self_test, "--timeout", "4", settings=None) as ranks:
         code, report = ranks[0].result(120)
@@ -246,6 +249,7 @@ def test_gradients_that_are_no_averages_are_wrong(pool: RankPool):
     assert pool.run(self_test_without_averages, settings=None) == [{"gradients of Parallel": 300 * 20}] * 2
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("command", ["doctor", "bench"])
 def test_another_number_than_the_launchers_is_refused(programs: RankPool, unused_port: int, command: str):
     """Not ignored. The same number is what `--ranks` gives to the ranks that it has started itself."""

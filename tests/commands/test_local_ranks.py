@@ -51,6 +51,7 @@ def test_doctor_finds_too_few_descriptors_to_start_ranks(programs: RankPool, lim
     assert found["remedy"] == "raise ulimit -n to 1024"
 
 
+@pytest.mark.thorough
 def test_descriptors_that_just_suffice():
     """What is asked for is enough."""
     lower = functools.partial(limit_descriptors, 24)
@@ -59,6 +60,7 @@ def test_descriptors_that_just_suffice():
     assert report["self_test"]["1"]["wrong"] == {}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("arguments", "environ", "text"),
     [

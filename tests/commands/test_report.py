@@ -37,6 +37,7 @@ from syncengine.tracing import Event, Kind, Phase, Trace
 SECTIONS = ("verdict", "time", "overlap", "buckets", "copies", "try")
 
 
+@pytest.mark.thorough
 @settings(max_examples=60, deadline=None)
 @given(
     world=st.sampled_from([2, 3, 4]),
@@ -65,6 +66,7 @@ def test_a_delay_is_named_with_rank_phase_and_time(
     assert abs(late.late_percent - 100 * len(delayed - {1}) / (steps - 1)) < 0.01
 
 
+@pytest.mark.thorough
 @settings(max_examples=60, deadline=None)
 @given(world=st.sampled_from([1, 2, 4]), noise=st.floats(0, 0.7), seed=st.integers(0, 1000), spikes=st.integers(0, 8))
 def test_without_one_nobody_is_named(world: int, noise: float, seed: int, spikes: int):
@@ -157,6 +159,7 @@ def test_copies_are_those_of_a_step():
     assert analysis.copied_bytes == {"staged elsewhere": 8 << 20, "copied small": 1000}
 
 
+@pytest.mark.thorough
 def test_what_a_trace_has_not_and_what_went_wrong_is_said():
     trace = make(Job())
     wrong = Event(1, Kind.ERROR, 1, 1, 0, 0, 0, 0, 0, "rank 0 died")
@@ -247,6 +250,7 @@ def example() -> Analysis:
     return analyze(make(job))
 
 
+@pytest.mark.thorough
 def test_the_page_is_whole():
     pytest.importorskip("matplotlib")
     one = example()
@@ -283,6 +287,7 @@ def train(directory: str, who: int, where: str, delay: float) -> None:
             optimizer.step()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("where", ["input", "forward", "backward", "optimizer"])
 def test_a_delay_in_a_run_is_named(pool: RankPool, programs: RankPool, tmp_path: Path, where: str):
     """By the command, as users run it."""
@@ -296,6 +301,7 @@ def test_a_delay_in_a_run_is_named(pool: RankPool, programs: RankPool, tmp_path:
     assert said["reduced_bytes"] == 3 * (100 * 100 + 100) * 4
 
 
+@pytest.mark.thorough
 def test_the_command_writes_pages(pool: RankPool, programs: RankPool, tmp_path: Path):
     pytest.importorskip("matplotlib")
     for name in ("a", "b"):
@@ -321,6 +327,7 @@ def train_with_nan(directory: str) -> None:
                 model(x).sum().backward()
 
 
+@pytest.mark.thorough
 def test_who_has_brought_nan_is_on_the_page(pool: RankPool, programs: RankPool, tmp_path: Path):
     pool.run(train_with_nan, str(tmp_path))
     said = json.loads(alone(programs, "report", "--json", str(tmp_path)).stdout)

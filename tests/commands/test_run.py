@@ -56,6 +56,7 @@ def launched(programs, *arguments):
     return alone(programs, "run", *arguments, environ={**path, "SYNCENGINE_SUMMARY": "0"})
 
 
+@pytest.mark.thorough
 def test_another_process_joins_in_the_place_of_the_dead(pool, programs):
     """Rank 3, the first to come, has another model: it hears so, and the others go on, until rank 4 comes."""
     undisturbed = pool.run(train, world=1, settings=None)[0][0]
@@ -65,6 +66,7 @@ def test_another_process_joins_in_the_place_of_the_dead(pool, programs):
     assert "Mismatch: rank 3 has another state for elastic() than rank 0" in done.stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("options", "others"),
     [((), "time.sleep(100)"), (("--keep-going", "--restart"), "import syncengine; syncengine.init()")],

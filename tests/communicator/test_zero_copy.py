@@ -35,6 +35,7 @@ def test_what_is_copied(name: str):
         model.zero_grad()
 
 
+@pytest.mark.thorough
 @run_on_ranks(spawned=True)
 def test_memory_does_not_grow_with_changing_batch_sizes():
     torch.manual_seed(0)
@@ -53,6 +54,7 @@ def test_memory_does_not_grow_with_changing_batch_sizes():
     assert seen[1] - seen[0] < MIB
 
 
+@pytest.mark.thorough
 @run_on_ranks(gloo=True)
 def test_threads_that_allocate_at_the_same_time():
     """Other threads allocate, free and run their own backward while this one synchronizes."""
@@ -121,6 +123,7 @@ def train_on_loaders() -> list[torch.Tensor]:
     return grads
 
 
+@pytest.mark.thorough
 def test_data_loaders_forked_before_during_and_after_training(pool: RankPool):
     with pool.spawn_ranks(train_on_loaders) as ranks:
         first, second = (rank.result() for rank in ranks)

@@ -18,6 +18,8 @@ from test_elastic import train
 from syncengine import _joining
 from syncengine.launch.local import JOIN
 
+pytestmark = pytest.mark.thorough
+
 STORIES = int(os.environ.get("SYNCENGINE_TEST_CHAOS", "200"))
 OF_A_TEST, AT_A_TIME = 20, 4  # stories: most of their time is waiting
 STEPS, PACE = 16, 0.015  # seconds that a step takes at least: others may join meanwhile

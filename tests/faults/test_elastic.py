@@ -140,11 +140,13 @@ def check(ranks, kills, expected):
     assert lost or all(isinstance(fault, str) for fault in kills.values())
 
 
+@pytest.mark.thorough
 def test_nobody_dies(pool, undisturbed):
     for world in (2, 3):
         assert {value[0] for value in pool.run(train, world=world, settings=None)} == {undisturbed}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("place", PLACES)
 def test_killed_in_a_step(pool, undisturbed, place):
     kills = {PLACES.index(place) % 3: (3, place)}
@@ -160,6 +162,7 @@ def test_a_step_that_was_updated_and_not_finished_is_not_made_twice(pool):
             rank.result(timeout=120.0).check("InvalidUsage", "can neither keep nor repeat step 3")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("hosts", "kills"),
     [

@@ -75,12 +75,14 @@ def check(pool, undisturbed, victims, hosts="aaaa"):
     assert len({tuple(outcome.value[1]) for outcome in outcomes.values()}) == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("victim", [0, 1, 3], ids=["first", "another", "joins"])
 def test_one_dies_while_another_one_joins(pool, undisturbed, victim, place):
     check(pool, undisturbed, {victim: place})
 
 
+@pytest.mark.thorough
 @needs_hooks
 @pytest.mark.parametrize("place", ["listening", "connecting", "handed", "joining"])
 @pytest.mark.parametrize("hosts", ["aaaa", "aaba"])
@@ -92,6 +94,7 @@ def test_one_dies_while_all_connect(pool, undisturbed, victim, hosts, place):
     check(pool, undisturbed, {victim: f"{place}:{first}:kill"}, hosts)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "victims",
     [{3: "asked"}, {0: "told", 4: "connected"}, {1: "asked", 2: "connected"}, {0: "decided", 1: "decided", 3: "told"}],
@@ -101,6 +104,7 @@ def test_several_join(pool, undisturbed, victims):
     check(pool, undisturbed, victims, "aaaaa")
 
 
+@pytest.mark.thorough
 def test_who_has_joined_trains_again(pool):
     """A second call of elastic(): the process is one of the ranks by now."""
     with Launcher(pool, twice) as launcher:

@@ -88,6 +88,7 @@ def train_and_raise(module: Breaks, where: str) -> None:
         model(torch.ones(2, 24)).sum().backward()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @run_on_ranks(hosts=["aaa", "ab", "aab"], settings=None)
 def test_the_rank_that_raised_wraps_its_model_again_at_once(where: str):
@@ -130,6 +131,7 @@ FAILURES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("hosts", "how", "numerics"),
     [*((hosts, how, "rank_order") for hosts in ("aaa", "ab", "aab") for how in FAILURES), ("aa", "Aborted", "ring")],
@@ -180,6 +182,7 @@ def test_it_may_have_other_settings():
     syncengine.barrier()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("hosts", ["aaa", "aab"])
 @run_on_ranks(settings=None)
 def test_ranks_that_have_not_noticed(hosts: str, tmp_path: Path):
@@ -260,6 +263,7 @@ def one_stays_away(folder: str) -> list[tuple[str, str]]:
     return answers
 
 
+@pytest.mark.thorough
 def test_a_rank_that_does_not_come_is_named(pool: RankPool, tmp_path: Path) -> None:
     """It comes later, while the others try again, and all meet in the end."""
     said = pool.run(one_stays_away, str(tmp_path), world=3, settings=None)
@@ -278,6 +282,7 @@ def die_or_try() -> str:
     return error_of(syncengine.init)[1]
 
 
+@pytest.mark.thorough
 def test_a_rank_that_has_died_is_named(pool: RankPool) -> None:
     with pool.spawn_ranks(die_or_try, world=3, settings=None) as ranks:
         for rank in (0, 2):
@@ -299,6 +304,7 @@ def test_an_uncaught_error_reaches_what_came_of_the_old_one(pool: RankPool) -> N
         assert ranks[0].result() == "rank 1: ValueError: nobody catches this"
 
 
+@pytest.mark.thorough
 @run_on_ranks()
 def test_a_communicator_that_was_passed_in_stays_dead():
     """What the user chose stays what it is."""
@@ -318,6 +324,7 @@ def test_a_communicator_that_was_passed_in_stays_dead():
     check_training(syncengine.Parallel(Mlp(), process_group=alive), alive)
 
 
+@pytest.mark.thorough
 @run_on_ranks(world=3, gloo=True, settings=None)
 def test_communicators_of_torch_groups():
     """A group of torch's whose store works; the others are not asked."""
@@ -359,6 +366,7 @@ def test_one_rank_may_copy_a_dead_model():
     check_training(syncengine.Parallel(model.module))
 
 
+@pytest.mark.thorough
 @run_on_ranks(hosts=["aaa", "aab"], settings=None)
 def test_nothing_is_left_of_old_ones():
     before = Resources.now()

@@ -21,6 +21,7 @@ from torch.utils.data._utils.pin_memory import _pin_memory_loop
 import syncengine
 
 
+@pytest.mark.thorough
 @run_on_ranks(world=2, settings=None)
 def test_threads_that_wait_crosswise_are_no_cycle():
     """Rank 0 is late for backward, rank 1 for the other thread's calls: what looks like a cycle resolves itself."""
@@ -53,6 +54,7 @@ def test_threads_that_wait_crosswise_are_no_cycle():
     suffer(body, timeout=30.0).check()
 
 
+@pytest.mark.thorough
 @run_on_ranks(world=2, settings=None)
 def test_a_thread_that_has_made_no_call_yet_may_bring_what_is_missing():
     """Backward on one rank, metrics on the other; the thread that brings the rest makes its first call much later."""
@@ -138,6 +140,7 @@ def test_crosswise_on_two_communicators(pool, beside):
         outcome.check("Mismatch", "of another communicator for rank", soon=True)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("beside", ["idle", "busy worker"])
 def test_crosswise_beside_another_thread_is_a_timeout_that_names_both(pool, beside):
     outcomes = pool.run(crosswise, beside, world=2, settings=None)

@@ -51,6 +51,7 @@ ENDS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ENDS)
 def test_the_others_hear_of_an_end(pool, how):
     code, error, text = ENDS[how]
@@ -74,6 +75,7 @@ def last_of_all() -> Outcome:
     return suffer(body, timeout=30.0)
 
 
+@pytest.mark.thorough
 def test_a_normal_end_is_no_error_for_those_who_do_not_wait(pool):
     for outcome, _ in ended(pool, last_of_all, world=3, settings=None):
         outcome.check()
@@ -90,6 +92,7 @@ def last_of_a_split() -> float:
     return tensor.sum().item()
 
 
+@pytest.mark.thorough
 def test_splits_end_with_the_job(pool):
     assert [value for value, _ in ended(pool, last_of_a_split)] == [1000.0] * 2
 
@@ -140,6 +143,7 @@ def report_then_exit() -> Outcome:
     return suffer(body, timeout=30.0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("world", [3, 8])
 def test_everybody_names_the_dead_not_each_other(pool, world):
     with pool.spawn_ranks(report_then_exit, world=world, settings=None) as ranks:
@@ -191,12 +195,14 @@ def end_in_a_callback() -> str:
     return "ended"
 
 
+@pytest.mark.thorough
 @needs_hooks
 def test_the_interpreter_waits_for_what_the_engine_drops(pool):
     # That Python is disturbed by _clear() stands in what they write.
     assert [said for said, _ in ended(pool, end_while_the_engine_drops_a_tensor, settings=None)] == ["ended"] * 2
 
 
+@pytest.mark.thorough
 def test_the_interpreter_waits_for_callbacks(pool):
     assert ended(pool, end_in_a_callback, settings=None) == [("ended", "called back\n")] * 2
 
@@ -222,6 +228,7 @@ def fork_ranks(store: str) -> list[int | None]:
     return [process.exitcode for process in processes]
 
 
+@pytest.mark.thorough
 def test_ranks_that_multiprocessing_forks_leave_as_others_do(pool, tmp_path):
     store = str(tmp_path / "store")
     assert ended(pool, fork_ranks, store, world=1, settings=None) == [([0, 0, 0], "")]

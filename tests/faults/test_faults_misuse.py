@@ -200,6 +200,7 @@ def test_a_failure_next_door_is_harmless_or_told(where):
         assert (outcome.error, outcome.value, outcome.left) == ("", (2.0, 2.0), [])
 
 
+@pytest.mark.thorough
 @run_on_ranks(settings=None)
 def test_memory_that_a_failure_has_detached_is_given_back():
     count = 2**24

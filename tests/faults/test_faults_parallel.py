@@ -124,6 +124,7 @@ def stop_in_training(fault, woken) -> Outcome:
     return suffer(body, timeout=2.0)
 
 
+@pytest.mark.thorough
 @needs_hooks
 @pytest.mark.parametrize("world", [2, 3])
 def test_stopped_in_backward_and_woken(pool, tmp_path, world):

@@ -132,6 +132,7 @@ def ctrl_c_in_queued_work(come) -> Outcome:
     return suffer(body, timeout=600.0)
 
 
+@pytest.mark.thorough
 def test_ctrl_c_in_a_long_transfer(pool, tmp_path):
     come = tmp_path / "come"
     with pool.spawn_ranks(ctrl_c_in_queued_work, str(come), world=2, settings=None) as ranks:

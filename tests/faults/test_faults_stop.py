@@ -56,6 +56,7 @@ def stopped_in_a_collective(victim, fault, in_arena, woken) -> Outcome:
 POINTS = [("reducing:2", True), ("reduced:2", True), ("staged:2", True), ("reducing:3", False), ("pulled:2", False)]
 
 
+@pytest.mark.thorough
 @needs_hooks
 @pytest.mark.parametrize(("world", "points"), [(2, POINTS), (3, POINTS), *((8, [point]) for point in POINTS)])
 def test_woken_rank_changes_nobodys_memory(pool, tmp_path, world, points):
@@ -97,6 +98,7 @@ def stopped_while_computing(woken) -> Outcome:
     return suffer(body, timeout=TIMEOUT)
 
 
+@pytest.mark.thorough
 def test_stopped_while_computing(pool, tmp_path):
     woken = tmp_path / "woken"
     with pool.spawn_ranks(stopped_while_computing, str(woken), world=3, settings=None) as ranks:
@@ -210,6 +212,7 @@ def stopped_for_a_moment() -> Outcome:
     return suffer(body, timeout=20.0)
 
 
+@pytest.mark.thorough
 def test_stopped_for_a_moment_is_no_error(pool):
     with pool.spawn_ranks(stopped_for_a_moment, world=2, settings=None) as ranks:
         for _ in range(3):
@@ -261,6 +264,7 @@ def late_but_done() -> Outcome:
     return suffer(body, timeout=20.0)
 
 
+@pytest.mark.thorough
 @needs_hooks
 def test_work_that_ends_as_wait_gives_up_is_no_error(pool):
     with pool.spawn_ranks(late_but_done, world=2, settings=None) as ranks:

@@ -137,6 +137,7 @@ def stopped(who, fault, woken, settings) -> Outcome:
     return suffer(body, **settings)
 
 
+@pytest.mark.thorough
 @needs_hooks
 @pytest.mark.parametrize(
     ("hosts", "who", "settings"),
@@ -177,6 +178,7 @@ def test_stopped_ranks_are_given_up_and_may_not_go_on(pool, tmp_path, hosts, who
             assert outcome.value == left
 
 
+@pytest.mark.thorough
 @needs_hooks
 @pytest.mark.parametrize(("hosts", "who"), [("ab", [0]), ("aab", [0, 1]), ("aabb", [0, 1])])
 def test_those_who_may_be_the_smaller_part_do_not_go_on(pool, tmp_path, hosts, who):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
+import pytest
 from pool import RankPool
 
 from examples import horovod_mnist
@@ -18,6 +19,7 @@ def alone() -> None:
     horovod_mnist.main()
 
 
+@pytest.mark.thorough
 def test_example_alone(pool: RankPool):
     with pool.spawn_ranks(alone, world=1, settings=None) as ranks:
         ranks[0].result()

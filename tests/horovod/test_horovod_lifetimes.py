@@ -22,6 +22,7 @@ def rss() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("with_scheduler", [False, True])
 @run_on_ranks(timeout=120)
 def test_makings_leave_nothing(with_scheduler: bool):

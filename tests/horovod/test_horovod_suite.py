@@ -229,6 +229,7 @@ def test_memory_of_an_operation_in_place_is_free_once_it_has_failed():
     assert hvd.allreduce_(x.fill_(1), op=hvd.Sum).tolist() == [2.0] * 4
 
 
+@pytest.mark.thorough
 @run_on_ranks(settings=SETTINGS)
 def test_what_is_just_being_begun_has_not_ended():
     """It begins on another thread, once the other rank has come."""

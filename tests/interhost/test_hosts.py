@@ -58,6 +58,7 @@ def same(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
     return len(got) == len(wanted) and all(map(torch.equal, got, wanted))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("numerics", ["rank_order", "ring"])
 def test_bits_do_not_depend_on_placement(pool: RankPool, numerics: str) -> None:
     for world in (2, 3, 4):
@@ -147,6 +148,7 @@ def check_trained(trained, alone) -> None:
         assert same(got, wanted)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("numerics", ["rank_order", "ring"])
 def test_training_is_that_of_one_host(pool: RankPool, numerics: str) -> None:
     alone = run(pool, train, "aaaa", numerics)
@@ -240,6 +242,7 @@ def all_reduce_until(hosts, thawed):
             return communicator.size
 
 
+@pytest.mark.thorough
 def test_frozen_for_seconds_on_another_host(pool: RankPool, tmp_path: Path) -> None:
     """For as long as a host may be that migrates, or a link that fails over."""
     thawed = tmp_path / "thawed"
@@ -257,6 +260,7 @@ def test_frozen_for_seconds_on_another_host(pool: RankPool, tmp_path: Path) -> N
             assert "rank 2: rank" not in said, said  # who was frozen heard nobody because it did not listen
 
 
+@pytest.mark.thorough
 def test_frozen_for_longer_than_the_silence(pool: RankPool) -> None:
     environ = {"SYNCENGINE_SILENCE": "1.5"}
     with pool.spawn_ranks(all_reduce_for_long, "ab", None, settings=None, environ=environ) as ranks:
@@ -293,6 +297,7 @@ def wait_for_one(hosts, first):
     return suffer(body, timeout=2.0)  # for init, too, where other tests share the cores
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("first", [0, 1])  # it comes to its deadline before the others
 def test_a_timeout_names_the_rank_on_another_host(pool: RankPool, first: int) -> None:
     for outcome in run(pool, wait_for_one, "aabb", first):
@@ -329,6 +334,7 @@ def init_only(hosts, fault):
     return suffer(lambda step: syncengine.barrier(), timeout=3.0)
 
 
+@pytest.mark.thorough
 @needs_hooks
 @pytest.mark.parametrize("hosts", ["ab", "aabb"])
 def test_killed_while_hosts_connect(pool: RankPool, hosts: str) -> None:

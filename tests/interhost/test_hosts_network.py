@@ -17,6 +17,7 @@ def enter_and_all_reduce(enter: Callable[[int], None]) -> Outcome:
     return all_reduce_until_it_fails()
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("needs_hosts")
 def test_a_host_that_falls_silent_is_named(pool: RankPool) -> None:
     environ = {"SYNCENGINE_SILENCE": "2", "SYNCENGINE_INTERFACE": INTERFACE}

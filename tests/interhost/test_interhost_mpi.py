@@ -8,6 +8,8 @@ from faults import WITHIN
 from shared_files import is_mapped, shared_files
 from test_launchers_real import mpi, run, start
 
+pytestmark = pytest.mark.thorough
+
 SCRIPT = str(Path(__file__).with_name("interhost_script.py"))
 
 each_mpi = pytest.mark.parametrize("name", ["openmpi", "mpich"])

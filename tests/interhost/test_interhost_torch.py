@@ -34,6 +34,7 @@ def test_every_collective(pool: RankPool, hosts: str) -> None:
     run(pool, test_hosts.use_everything, hosts)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("numerics", ["rank_order", "ring"])
 def test_bits_are_those_of_one_host(pool: RankPool, numerics: str) -> None:
     alone = run(pool, test_hosts.reduce_all, "aaa", numerics)
@@ -74,6 +75,7 @@ def train_over_two_groups(hosts):
     as_under_ddp(with_default=False)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("hosts", ["ab", "aba"])
 def test_models_over_two_groups_in_two_threads(pool: RankPool, hosts: str) -> None:
     run(pool, train_over_two_groups, hosts, environ={**TORCH, "SYNCENGINE_TIMEOUT": "10"})
@@ -131,12 +133,14 @@ def test_exit_without_shutdown(pool: RankPool) -> None:
     ended(pool, test_hosts.leave_in_the_middle, "ab", settings=None, gloo=True, environ=TORCH)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("hosts", ["ab", "aaab"])
 def test_killed_on_another_host(pool: RankPool, hosts: str) -> None:
     with spawn(pool, test_hosts.all_reduce_for_long, hosts, None) as ranks:
         test_hosts.kill_the_last(ranks)
 
 
+@pytest.mark.thorough
 def test_stopped_on_another_host(pool: RankPool) -> None:
     environ = {**TORCH, "SYNCENGINE_SILENCE": "2"}
     with spawn(pool, test_hosts.all_reduce_for_long, "aab", None, environ=environ) as ranks:

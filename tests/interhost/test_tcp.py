@@ -117,6 +117,7 @@ def test_loopback_is_refused_between_hosts(four, program):
             assert kind == "InvalidUsage" and "listens on loopback" in text and "SYNCENGINE_INTERFACE" in text
 
 
+@pytest.mark.thorough
 def test_slow_links_deliver(program):
     with Hosts(2, rate="200mbit") as hosts, Job(hosts, program, 2, "pump", rounds=16, bytes=1 << 20) as job:
         before = hosts.bytes_sent(0)
@@ -129,6 +130,7 @@ def test_slow_links_deliver(program):
     assert 1 <= sent / (16 << 20) <= 1.1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["cut", "blackhole"])
 def test_lost_link_is_named_within_the_silence(program, how):
     with Hosts(3) as hosts, running(hosts, program, 3) as job:
@@ -145,6 +147,7 @@ def test_lost_link_is_named_within_the_silence(program, how):
         assert seconds < WITHIN
 
 
+@pytest.mark.thorough
 def test_a_short_outage_is_survived(program):
     with Hosts(2) as hosts, running(hosts, program, 2, silence=10) as job:  # TCP tries again ever later
         hosts.blackhole(1)
@@ -155,6 +158,7 @@ def test_a_short_outage_is_survived(program):
                 job.wait_for(rank, "round")
 
 
+@pytest.mark.thorough
 def test_unreachable_host_is_named_at_the_deadline(program):
     with Hosts(2) as hosts, Job(hosts, program, 2, timeout=1.5) as job:
         hosts.blackhole(0)

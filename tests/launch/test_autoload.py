@@ -46,11 +46,13 @@ def expected(model: str) -> list[dict[str, Any]]:
     return [{"rank": rank, **same} for rank in range(2)]
 
 
+@pytest.mark.thorough
 def test_the_name_is_enough(programs: RankPool, unused_port: int):
     told = run_programs(programs, [str(SCRIPTS / "autoload.py")], ranks_by_hand([{}, {}], unused_port))
     assert answers("".join(rank.stdout for rank in told)) == expected("DistributedDataParallel")
 
 
+@pytest.mark.thorough
 def test_spawned_children_have_the_name_and_the_patch(tmp_path: Path):
     command = [sys.executable, str(SCRIPTS / "autoload.py"), str(tmp_path / "store")]
     told = run(command, tmp_path, SYNCENGINE_PATCH="1")
@@ -73,6 +75,7 @@ for patch in ("0", "1"):
 """
 
 
+@pytest.mark.thorough
 def test_it_imports_nothing_and_starts_nothing(tmp_path: Path):
     """Also with the patch."""
     said = run([sys.executable, "-c", WHAT_IT_IMPORTS], tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0").stdout
@@ -84,6 +87,7 @@ def test_this_installation_has_the_entry_point():
     assert point.load() is syncengine_autoload.load
 
 
+@pytest.mark.thorough
 def test_an_extension_that_does_not_load_breaks_only_what_needs_it(tmp_path: Path):
     """An installation of its own, found first. With the patch asked for: DDP serves, and a line says why."""
     extension = copy_of_packages(tmp_path, lambda _: b"of another time")

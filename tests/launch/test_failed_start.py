@@ -87,6 +87,7 @@ def check_told(answers: dict[int, str], told: str) -> None:
 SETTING = "InvalidUsage: SYNCENGINE_NUMERICS='none' is not allowed"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("ranks", [by_hand, by_slurm])
 def test_a_bad_setting(programs: RankPool, tmp_path: Path, unused_port: int, ranks, failing: int):
@@ -96,6 +97,7 @@ def test_a_bad_setting(programs: RankPool, tmp_path: Path, unused_port: int, ran
     check_told(answers, f"Aborted: rank {failing} failed in init: {SETTING}")
 
 
+@pytest.mark.thorough
 def test_who_comes_last_hears_it_too(programs: RankPool, tmp_path: Path, unused_port: int):
     """Rank 0, which serves the store, has heard of the failure and is at its end by then."""
     late = f"{IMPORT}\nif rank == 2: time.sleep(3)"
@@ -104,6 +106,7 @@ def test_who_comes_last_hears_it_too(programs: RankPool, tmp_path: Path, unused_
     check_told(answers, f"Aborted: rank 1 failed in init: {SETTING}")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("failing", [0, 1])
 def test_an_import_that_fails(programs: RankPool, tmp_path: Path, unused_port: int, broken: str, failing: int):
     path = script(tmp_path, "import torch", BROKEN, f"import syncengine; {INIT}", failing)
@@ -114,6 +117,7 @@ def test_an_import_that_fails(programs: RankPool, tmp_path: Path, unused_port: i
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("failing", [0, 2])
 def test_an_error_of_the_script_before_init(programs: RankPool, tmp_path: Path, unused_port: int, failing: int):
     path = script(tmp_path, IMPORT, "raise ValueError('the disk is full')", INIT, failing)
@@ -174,12 +178,14 @@ STAYS = """if rank == 0: open(__file__ + " has said", "w").close()
     raise"""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("launcher", ["torchrun", "openmpi", "mpich"])
 def test_launchers(tmp_path: Path, launcher: str):
     told = start([*command_of(launcher), script(tmp_path, IMPORT, BAD, INIT, after=STAYS)])
     assert heard(told.stdout, told.stderr)[0].startswith(f"Aborted: rank 1 failed in init: {SETTING}")
 
 
+@pytest.mark.thorough
 def test_a_child_of_a_rank_is_no_rank(programs: RankPool, tmp_path: Path, unused_port: int):
     """It has the launcher's variables, and its errors are not the rank's."""
     child = "[sys.executable, '-c', 'import syncengine; raise ValueError(1)']"

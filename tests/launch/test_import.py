@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from installation import copy_of_packages
 from repository import ROOT
 
@@ -32,6 +33,7 @@ def imported_from(folder: Path) -> str:
     return told.stderr.splitlines()[-1]
 
 
+@pytest.mark.thorough
 def test_in_the_source_folder_it_says_so(tmp_path: Path):
     """Python finds the sources first, also where the package is installed."""
     copy_of_packages(tmp_path)
@@ -43,6 +45,7 @@ def test_in_the_source_folder_it_says_so(tmp_path: Path):
     assert "`make build`" in text
 
 
+@pytest.mark.thorough
 def test_an_installation_for_another_python_is_named_as_such(tmp_path: Path):
     copy_of_packages(tmp_path)
     (tmp_path / "syncengine" / "_C.cpython-33m-x86_64-linux-gnu.so").touch()

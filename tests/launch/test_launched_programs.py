@@ -23,6 +23,8 @@ from examples.gpt.train import load
 from examples.horovod_mnist import digits, make_model
 from syncengine import _C
 
+pytestmark = pytest.mark.thorough
+
 SHORT = ("-n", "4", "-w", "1")
 GPT = ("train", "--steps=18", "--layers=1", "--width=32", "--batch=2")
 

@@ -59,6 +59,7 @@ def command_of(launcher):
     return [*mpirun, python]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("when", [["never", "group", "before"], ["after", "never"]])
 def test_torchrun(when):
     """Jobs one after the other in one launch. Gloo is in one of them: in the launcher's store, the ranks of a second
@@ -79,6 +80,7 @@ EXCHANGES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["openmpi", "mpich"])
 def test_mpirun(name):
     """Exchanges that fail, init after them, and the script, in one job.
@@ -103,6 +105,7 @@ def test_mpirun(name):
     assert told[1] == own[1] == "2"
 
 
+@pytest.mark.thorough
 def test_mpi4py_of_another_mpi_is_refused():
     """Open MPI under MPICH's mpirun: each rank is a world of its own. (The other way round MPICH itself aborts.)"""
     mpirun, _ = mpi("mpich")

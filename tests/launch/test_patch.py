@@ -60,6 +60,7 @@ def weights(pool: RankPool, port: int, folder: Path, script: str, patched: bool)
         return torch.load(output), ranks[0].output()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("script", ["nanogpt_style.py", "timm_style.py"])
 def test_scripts_train_to_the_bits_of_ddp(pool: RankPool, tmp_path: Path, script: str, unused_port: int):
     theirs, said = weights(pool, unused_port, tmp_path, script, patched=False)
@@ -209,6 +210,7 @@ def outcomes(patched: bool) -> dict[str, str]:
     return {f"{name}[{i}]": outcome(name, value) for name in names for i, value in enumerate(ODD)}
 
 
+@pytest.mark.thorough
 def test_odd_arguments_end_as_ddps(pool: RankPool):
     """Each of DDP's arguments with each odd value: accepted as by DDP, or refused with its class and words."""
     answers = []

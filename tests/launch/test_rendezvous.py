@@ -80,6 +80,7 @@ def restarted(folder: Path) -> list[str]:
     return ended.stdout.splitlines()
 
 
+@pytest.mark.thorough
 def test_attempts_that_fail_in_turn(tmp_path: Path):
     assert restarted(tmp_path) == ["3 0.5 2.0"] * 2
 
@@ -138,6 +139,7 @@ def two_patched_models() -> list[str]:
     return made
 
 
+@pytest.mark.thorough
 def test_reasons_against_a_model_are_not_those_against_the_next(pool: RankPool):
     """Of a group with the name and the store of the one before."""
     with pool.spawn_ranks(two_patched_models, gloo=True, settings=None) as ranks:
@@ -193,6 +195,7 @@ def attempt(shared: dist.Store, size: int, dice: random.Random, lives: list[int]
     return False
 
 
+@pytest.mark.thorough
 @settings(max_examples=200, deadline=None)
 @given(size=st.integers(1, 4), cut=st.lists(st.integers(0, 40), max_size=3), seed=st.integers(0, 2**32))
 def test_the_living_meet_and_nobody_else(size: int, cut: list[int], seed: int):

@@ -94,6 +94,7 @@ def test_a_buffer_hook_may_call_the_models_own_broadcast():
         assert not different_bits(*results)
 
 
+@pytest.mark.thorough
 @run_on_ranks()
 def test_a_fused_optimizer_without_torch_distributed():
     for optimizer in (torch.optim.SGD, torch.optim.NAdam):  # of the second torch has no functional form

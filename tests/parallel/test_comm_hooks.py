@@ -28,6 +28,7 @@ pytestmark = pytest.mark.usefixtures("kinds_of_buckets")
 # --- What a hook sees
 
 
+@pytest.mark.thorough
 @run_on_ranks(gloo=True)
 def test_the_bucket_is_ddps():
     seen = []
@@ -94,6 +95,7 @@ def test_hooks_run_in_the_order_of_buckets():
     both(partial(Opposite, 6), step, **CAP)
 
 
+@pytest.mark.thorough
 @run_on_ranks(gloo=True)
 def test_futures_may_be_completed_late_and_in_any_order():
     """By another thread, after backward has come to its end, the last bucket's first."""
@@ -122,6 +124,7 @@ def test_futures_may_be_completed_late_and_in_any_order():
     both(Mlp, step, **CAP)
 
 
+@pytest.mark.thorough
 @run_on_ranks(gloo=True)
 def test_hooks_in_join():
     """A rank without a batch hands zeros to its hook, which divides by the number of all ranks in any case."""
@@ -250,11 +253,13 @@ def lost_peer() -> str:
     return str(error.value)
 
 
+@pytest.mark.thorough
 def test_a_rank_that_waits_for_a_hook_hears_of_a_death(pool: RankPool):
     with pool.spawn_ranks(lost_peer) as ranks:
         assert "rank 1" in ranks[0].result(20)
 
 
+@pytest.mark.thorough
 @run_on_ranks(settings={"timeout": 2.0})
 def test_a_future_that_never_comes_is_a_timeout():
     model = syncengine.Parallel(Mlp())

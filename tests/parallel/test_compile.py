@@ -134,6 +134,7 @@ def outcome(
 FINE = {"bucket_cap_mb": 1}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("place", "backend", "optimize_ddp", "options"),
     [
@@ -159,6 +160,7 @@ def test_compiled_training_has_the_bits_and_graphs_of_ddp(
     assert ours.graphs == theirs.graphs >= (2 if place == "parts" else 1)
 
 
+@pytest.mark.thorough
 @run_on_ranks()
 def test_graphs_are_cut_by_the_bucket_cap():
     """So that gradients come while backward runs."""
@@ -166,6 +168,7 @@ def test_graphs_are_cut_by_the_bucket_cap():
     assert fine.graphs > coarse.graphs
 
 
+@pytest.mark.thorough
 @run_on_ranks(gloo=True)
 def test_a_compiled_training_step():
     results = []
@@ -189,6 +192,7 @@ def test_a_compiled_training_step():
     assert all(same_bits(a, b) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.thorough
 @run_on_ranks()
 def test_the_wrapper_itself_is_not_traced():
     """Only the module is compiled, once: none of the wrapper's own calculations."""
@@ -208,6 +212,7 @@ def test_the_wrapper_itself_is_not_traced():
         assert sum("linear" in target for target in called) == 4
 
 
+@pytest.mark.thorough
 @run_on_ranks()
 def test_the_whole_module_may_be_asked_for_in_one_graph():
     """DDP can't: fullgraph=True takes the wrapper for part of the graph."""
@@ -219,6 +224,7 @@ def test_the_whole_module_may_be_asked_for_in_one_graph():
             assert counter.frame_count == graphs
 
 
+@pytest.mark.thorough
 @run_on_ranks()
 def test_compiled_autograd_is_refused_by_name():
     with fresh_dynamo("python_reducer"):
@@ -235,6 +241,7 @@ def test_compiled_autograd_is_refused_by_name():
             loss.backward()
 
 
+@pytest.mark.thorough
 @run_on_ranks()
 def test_a_module_that_raises_leaves_the_compiler_as_it_was():
     class Raising(nn.Linear):

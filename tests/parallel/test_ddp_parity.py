@@ -80,6 +80,7 @@ def test_each_row_is_well_formed():
         assert row.tests, row
 
 
+@pytest.mark.thorough
 def test_each_named_test_exists():
     for row in ROWS:
         for test in row.tests:

@@ -45,6 +45,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> l
     return [*gradients(model), *(t.clone() for t in model.state_dict().values())]
 
 
+@pytest.mark.thorough
 @run_on_ranks(gloo=True)
 def test_state_dicts_are_those_of_ddp():
     full = StateDictOptions(full_state_dict=True, cpu_offload=True)

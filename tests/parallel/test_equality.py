@@ -16,6 +16,7 @@ import syncengine
 ALGORITHMS = ["auto", "direct", "staged", "one_shot"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
 def test_ring_is_bit_equal_to_ddp_at_any_size(pool: RankPool, world: int):
     runs = [
@@ -45,6 +46,7 @@ def digest_of_training(runs: list[Run]) -> list[str]:
     return digests
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("world", [2, 3, 8])
 def test_rank_order_does_not_depend_on_buckets_algorithm_or_run(pool: RankPool, world: int):
     caps = [None, 0.001, 0.3, 100.0]

@@ -53,6 +53,7 @@ def check_in_place(run: Callable[[], list[torch.Tensor]]) -> None:
         assert different_bits(run(), in_place) == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("world", [3, 4])
 @run_on_ranks()
 def test_rank_order_has_the_bits_of_buckets_in_place(world: int):
@@ -68,6 +69,7 @@ HOOKS: dict[str, Callable[[Any], None]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", HOOKS)
 @pytest.mark.parametrize("numerics", ["rank_order", "ring"])
 @run_on_ranks(world=3)
@@ -96,6 +98,7 @@ def test_compression_may_come_when_buckets_are_there():
     check_in_place(compresses_from_the_third_step_on)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", ["rank_order", "ring"])
 def test_weights(pool: RankPool, mode: str):
     for weighted, plain in pool.run(flat, errors_against_all_samples, world=3, settings={"numerics": mode}):
@@ -103,6 +106,7 @@ def test_weights(pool: RankPool, mode: str):
         assert plain > 1e-2
 
 
+@pytest.mark.thorough
 @since_2_13
 def test_uneven_inputs(pool: RankPool):
     for answer in pool.run(flat, compare_uneven, uneven_runs(2), gloo=True, settings={"timeout": 30.0}):
@@ -125,6 +129,7 @@ def test_a_kept_gradient_does_not_change():
             assert grad.untyped_storage().nbytes() == grad.nbytes
 
 
+@pytest.mark.thorough
 @run_on_ranks()
 def test_an_error_in_backward_leaves_no_gradient():
     def fail() -> None:

@@ -30,6 +30,7 @@ def train_all() -> tuple[list[list[bytes]], dict[str, int]]:
     return bits, syncengine.default_communicator().counters()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_bits_are_those_of_the_staged_way(pool: RankPool, world: int):
     expected = pool.run(train_all, world=world, settings={"gradient_memory": "torch"})
@@ -56,6 +57,7 @@ def test_no_large_gradient_is_copied_or_staged():
     assert direct >= model.sync_stats()["reduced_bytes"] - small
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("gradient_memory", ["arena", "torch"])
 @run_on_ranks(settings=None)
 def test_gradients_outlive_the_communicator(gradient_memory: str):
@@ -291,6 +293,7 @@ def staged_of_a_step(rows: int, given: bool = False) -> tuple[dict[str, int], st
     return {reason: size for reason, size in statistics["staged_bytes"].items() if size}, statistics["shortage"]
 
 
+@pytest.mark.thorough
 def test_the_reason_for_staging_is_told(pool: RankPool):
     arena = {"SYNCENGINE_ARENA_BYTES": str(64 * 2**20)}  # half of it for gradients
     for staged, shortage in pool.run(staged_of_a_step, 9 * 1024, settings=None, environ=arena):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
+import pytest
 import torch
 from parallel_models import Mlp, both, data, gradients
 from pool import run_on_ranks
@@ -109,6 +110,7 @@ def train_inside(model: nn.Module) -> list[torch.Tensor]:
     return model.module.gradients
 
 
+@pytest.mark.thorough
 @run_on_ranks(gloo=True)
 def test_lightnings_manual_optimization_under_no_sync():
     both(StepsInside, train_inside)

@@ -260,6 +260,7 @@ def expected(pool: RankPool) -> Callable[[str, int, int], Any]:
     return of
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(why_not() is not None, reason="needs network namespaces")
 def test_real_hosts_train_what_the_plain_example_does(programs: RankPool, unused_port: int):
     environ = {k: v for k, v in os.environ.items() if not k.startswith("SYNCENGINE_")} | {"OMP_NUM_THREADS": "1"}
@@ -281,6 +282,7 @@ def all_kinds(total: int, steps: int) -> list[Answer]:
     return [train(kind, total, steps) for kind in MODELS]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("total", "steps", "world"),
     [*((8, STEPS, world) for world in (1, 2, 3, 4, 5, 8)), *itertools.product((3, 6, 7), [4], (1, 2, 3))],
@@ -293,11 +295,13 @@ def test_any_number_of_ranks_trains_what_a_plain_loop_does(
         assert joined(answers) == expected(kind, total, steps), kind
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("hosts", ["ab", "aab", "aabb", "aba"])
 def test_hosts_train_the_same(pool: RankPool, expected, hosts: str):
     assert joined(pool.run(train, "language", 8, STEPS, hosts=hosts, timeout=200)) == expected("language", 8, STEPS)
 
 
+@pytest.mark.thorough
 def test_flat_buckets_have_the_same_bits(pool: RankPool, expected, kinds_of_buckets: None):
     for kind in ("language", "half", "table"):
         assert joined(pool.run(train, kind, 8, 5, world=3)) == expected(kind, 8, 5), kind
@@ -314,6 +318,7 @@ def variant(name: str) -> Any:
     return weights if name != "sharded" else "", losses
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["scaled", "sharded", "compiled", "workers"])
 def test_other_ways_train_the_same(pool: RankPool, expected, name: str):
     weights, losses = expected("language", 8, 10)
@@ -333,6 +338,7 @@ def compiled() -> Answer:
     return answer
 
 
+@pytest.mark.thorough
 def test_inductor_trains_the_same_at_any_number_of_ranks(pool: RankPool):
     """Beside itself alone: its kernels, of GELU and dropout, round in their own way. A C++ compiler takes seconds."""
     one, three = (joined(pool.run(compiled, world=world, timeout=300)) for world in (1, 3))
@@ -371,6 +377,7 @@ def copies_at_the_peak(total: int) -> float:
     return (memory("VmHWM") - before) / sum(p.numel() * p.element_size() for p in net.parameters())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("total", [1, 2, 8])
 def test_a_rank_keeps_a_gradient_for_each_level_of_the_tree(pool: RankPool, total: int):
     (copies,) = pool.run(copies_at_the_peak, total, world=1)
@@ -402,6 +409,7 @@ def save_or_go_on(folder: str, goes_on: bool) -> str:
     return digest(net, optimizer)
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_goes_on_at_another_number_of_ranks(pool: RankPool, expected, tmp_path: Path):
     for saving, loading in [(2, 3), (3, 1)]:
         folder = str(tmp_path / f"{saving}")
@@ -432,6 +440,7 @@ def test_a_step_that_is_left_has_not_happened():
     assert digests[0] == digests[1]
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=10)
 @given(
     st.integers(1, 9),

@@ -145,6 +145,7 @@ CASES: list[tuple[Callable[[], nn.Module], Call, _MixedPrecision, dict[str, Any]
 ]
 
 
+@pytest.mark.thorough
 @run_on_ranks()
 def test_the_bits_are_those_of_modules_in_the_small_dtype():
     for make, call, precision, options in CASES:

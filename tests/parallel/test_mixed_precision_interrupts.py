@@ -53,6 +53,7 @@ INTERRUPTIONS = [
 ]
 
 
+@pytest.mark.thorough
 @run_on_ranks()
 def test_an_interrupt_costs_a_step_and_leaves_the_parameters_in_place():
     for make, error, after in INTERRUPTIONS:
@@ -64,6 +65,7 @@ def test_an_interrupt_costs_a_step_and_leaves_the_parameters_in_place():
         assert all(map(same_bits, results, steps(reference, on_data, 3))), (make, error, after)
 
 
+@pytest.mark.thorough
 @run_on_ranks()
 def test_after_an_interrupt_past_the_wrapper_its_next_forward_casts_anew():
     model = syncengine.Parallel(Mlp(), mixed_precision=BF16)

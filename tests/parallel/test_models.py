@@ -28,6 +28,7 @@ def difference_from_ddp(name: str) -> tuple[str, list[str]]:
     return ours.difference(theirs), sorted(set(ours.state).difference(ours.moved()))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "mode"), [(name, mode) for name, modes in MODES.items() for mode in modes])
 def test_a_real_model_trains_to_the_bits_of_ddp(pool: RankPool, name: str, mode: str):
     results = pool.run(difference_from_ddp, name, gloo=True, settings={"timeout": 60.0, "numerics": mode})
@@ -37,6 +38,7 @@ def test_a_real_model_trains_to_the_bits_of_ddp(pool: RankPool, name: str, mode:
         assert unchanged == unused
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["gpt", "experts"])
 def test_a_real_model_trains_to_the_bits_of_ddp_on_3_ranks_in_ring(pool: RankPool, name: str):
     settings = {"timeout": 60.0, "numerics": "ring"}

@@ -113,6 +113,7 @@ def check(plans: Sequence[Brought], said: Sequence[Sequence[str]]) -> None:
             assert bool(text) == bool(brought), (brought, text)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("numerics", ["rank_order", "ring"])
 @pytest.mark.parametrize("memory", ["arena", "torch"])
@@ -131,12 +132,14 @@ def test_small_models(pool: RankPool, algorithm: str):
     check(plans, pool.run(steps, plans, torch.float32, [7, 20, 1], world=3, environ=environ))
 
 
+@pytest.mark.thorough
 def test_flat_buckets(pool: RankPool):
     """As on devices."""
     plans = cases(3)
     check(plans, pool.run(flat, steps, plans, world=3))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("hosts", ["ab", "aab", "abab"])
 @pytest.mark.parametrize("algorithm", ["exchange", "chain"])
 def test_between_hosts(pool: RankPool, hosts: str, algorithm: str):
@@ -145,6 +148,7 @@ def test_between_hosts(pool: RankPool, hosts: str, algorithm: str):
         check(plans, pool.run(steps, plans, dtype, hosts=hosts, environ=environ))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("numerics", ["ring", "fast"])
 def test_other_sums_between_hosts(pool: RankPool, numerics: str):
     """The averages, too, are those of a model that does not look."""

@@ -75,6 +75,7 @@ def assert_same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
     assert all(same_bits(mine, other) for mine, other in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.thorough
 @run_on_ranks(gloo=True)
 def test_the_first_forward_may_be_one_for_inference():
     """As in Lightning's sanity check. What it leaves must serve training."""
@@ -201,6 +202,7 @@ def run(wrap: Any, way: str, state: str | None = None) -> Any:
         return next(steps)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("way", WAYS)
 @run_on_ranks(gloo=True)
 def test_what_is_set_outside_is_for_the_model(way: str):
@@ -248,6 +250,7 @@ def own_ways(modules: list[nn.Module]) -> list[torch.Tensor]:
     return left
 
 
+@pytest.mark.thorough
 @run_on_ranks()
 def test_what_is_set_outside_is_not_for_weights_batch_norms_and_tables():
     expected = own_ways(own_modules())

@@ -33,6 +33,7 @@ def different() -> nn.Module:
     return module
 
 
+@pytest.mark.thorough
 @since_2_13
 @run_on_ranks(gloo=True)
 def test_arguments():

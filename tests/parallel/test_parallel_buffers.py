@@ -148,6 +148,7 @@ def buffers_after(model: nn.Module, change: Callable[[nn.Module], Any]) -> list[
     return seen
 
 
+@pytest.mark.thorough
 @since_2_13
 @run_on_ranks(world=3, gloo=True, settings=RING)
 def test_buffers_may_change_their_memory():
@@ -166,6 +167,7 @@ def test_buffers_may_change_their_memory():
         both(make, lambda model, change=change: buffers_after(model, change))
 
 
+@pytest.mark.thorough
 @since_2_13
 @run_on_ranks(world=3, gloo=True, settings=RING)
 def test_the_memory_of_buffers_may_change_on_one_rank_alone():

@@ -74,6 +74,7 @@ def test_models_are_copied_without_init(backend: str, then_init: bool, world: in
     dist.destroy_process_group()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("world", [1, 2])
 @run_on_ranks(spawned=True, settings=None)
 def test_the_copy_of_a_compiled_model_calls_its_own_module(world: int, tmp_path: Path):
@@ -91,6 +92,7 @@ def test_the_copy_of_a_compiled_model_calls_its_own_module(world: int, tmp_path:
     dist.destroy_process_group()
 
 
+@pytest.mark.thorough
 @run_on_ranks(spawned=True, world=4, settings=None)
 def test_models_of_a_default_group_of_some_ranks_are_copied(tmp_path: Path):
     """torch's default group has fewer ranks than the default communicator, or is given by name."""

@@ -45,6 +45,7 @@ def fails_on_rank_1(kind: type[Exception], own: str, others: str) -> contextlib.
     return pytest.raises(kind, match=own) if syncengine.rank() == 1 else pytest.raises(Aborted, match=others)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("world", [2, 3, 8])
 @run_on_ranks(gloo=True)
 def test_an_error_in_backward_reaches_all_ranks(world: int):
@@ -62,6 +63,7 @@ def test_an_error_in_backward_reaches_all_ranks(world: int):
         torch.testing.assert_close(p.grad, mean)
 
 
+@pytest.mark.thorough
 @run_on_ranks()
 def test_an_error_before_the_first_gradient_reaches_all_ranks():
     """In the model, but before any gradient of a parameter is ready."""
@@ -73,6 +75,7 @@ def test_an_error_before_the_first_gradient_reaches_all_ranks():
         model(data()).sum().backward()
 
 
+@pytest.mark.thorough
 @run_on_ranks(world=3)
 def test_an_error_in_forward_reaches_all_ranks():
     def forward(x: torch.Tensor) -> torch.Tensor:
@@ -102,6 +105,7 @@ class Sometimes(nn.Module):
         return self.sometimes(x) if both else x
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("on_ranks", [[0], [0, 1]])
 @run_on_ranks()
 def test_unfinished_reduction_names_the_parameters(on_ranks: list[int]):
@@ -121,6 +125,7 @@ def test_unfinished_reduction_names_the_parameters(on_ranks: list[int]):
     assert f"Parameters which did not receive grad for rank {culprit}: sometimes.weight, sometimes.bias" in text
 
 
+@pytest.mark.thorough
 @run_on_ranks(settings={"timeout": 2.0})
 def test_a_missing_backward_names_bucket_and_parameters():
     model = syncengine.Parallel(Mlp())

@@ -44,6 +44,7 @@ def pairs() -> dist.ProcessGroup:
     return odds if dist.get_rank() % 2 else evens
 
 
+@pytest.mark.thorough
 @run_on_ranks(world=4, gloo=True, settings=None)
 def test_a_subgroup_trains_as_under_ddp():
     group = pairs()
@@ -75,12 +76,14 @@ def test_the_default_group_is_the_default_communicator():
     assert syncengine.Parallel(Mlp(), process_group=own).process_group is own
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("world", "with_default"), [(2, False), (2, True), (3, False)])
 def test_models_over_two_groups_in_two_threads(pool: RankPool, world: int, with_default: bool):
     """Each pair of ranks meets by itself, though each rank comes to another one first."""
     pool.run(as_under_ddp, with_default, world=world, gloo=True, settings=None, environ={"SYNCENGINE_TIMEOUT": "10"})
 
 
+@pytest.mark.thorough
 @run_on_ranks(world=4, gloo=True, settings=None)
 def test_device_meshes():
     mesh = init_device_mesh("cpu", (4,))
@@ -95,6 +98,7 @@ def test_device_meshes():
         syncengine.Parallel(Mlp(), device_mesh=mesh, process_group=dist.group.WORLD)
 
 
+@pytest.mark.thorough
 @run_on_ranks(world=4, gloo=True, settings=None)
 def test_with_tensor_parallelism_inside():
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module  # slow
@@ -145,6 +149,7 @@ def test_communicators_of_groups_end_with_shutdown_and_with_the_group():
     assert not groups.all_group_communicators()
 
 
+@pytest.mark.thorough
 @run_on_ranks(world=4, gloo=True, settings=None, environ={"SYNCENGINE_TIMEOUT": "1"})
 def test_a_missing_member_is_named():
     group = pairs()

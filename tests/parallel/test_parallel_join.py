@@ -108,6 +108,7 @@ def runs_of(world: int) -> list[Uneven]:
     ]
 
 
+@pytest.mark.thorough
 @since_2_13
 @pytest.mark.parametrize(("world", "mode"), [(2, "rank_order"), (2, "ring"), (3, "ring")])
 def test_uneven_inputs_train_as_under_ddp(pool: RankPool, world: int, mode: str):
@@ -115,6 +116,7 @@ def test_uneven_inputs_train_as_under_ddp(pool: RankPool, world: int, mode: str)
     assert not {(rank, run): n for rank, answer in enumerate(answers) for run, n in answer.items() if n}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("divide", "expected"), [(True, [24.0, 20.0, 12.0]), (False, [24.0, 30.0, 36.0])], ids=["initial", "effective"]
 )
@@ -173,6 +175,7 @@ def test_after_join_buckets_are_skipped_again():
     assert model.sync_stats()["reduced_bytes"] == used
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("torchs", [True, False])
 @run_on_ranks(world=3, gloo=True)
 def test_throw_on_early_termination(torchs: bool):

@@ -37,6 +37,7 @@ def frozen_and_back(module: nn.Module) -> None:
     module.requires_grad_(True)
 
 
+@pytest.mark.thorough
 @run_on_ranks(gloo=True)
 def test_a_dtype_that_changes_and_comes_back():
     for change in (nn.Module.bfloat16, nn.Module.double, frozen_and_back):
@@ -229,6 +230,7 @@ def test_a_loss_that_is_no_output_is_found():
     assert module.second.weight.grad is None
 
 
+@pytest.mark.thorough
 @run_on_ranks(gloo=True)
 def test_hooks_on_the_node_see_this_ranks_gradient():
     """And a `.grad` that was there before stays where it is: one of a flat optimizer's, say."""

@@ -24,6 +24,7 @@ from syncengine.parallel.logging import _times
 from syncengine.parallel.summary import _TIMES, numbers_of
 
 
+@pytest.mark.thorough
 @run_on_ranks(gloo=True, settings={"numerics": "ring"})
 def test_logging_data():
     def step(model: nn.Module) -> list[dict[str, Any]]:

@@ -112,6 +112,7 @@ def test_a_wrapper_around_a_wrapped_part():
         with_all(partial(train, **options))
 
 
+@pytest.mark.thorough
 @run_on_ranks(gloo=True)
 def test_a_wrapper_around_a_whole_wrapper_is_warned_of():
     """As where a tool wraps what was wrapped by hand."""

@@ -33,6 +33,7 @@ def test_gradients_stay_where_they_are():
     assert addresses[0] == addresses[1] == addresses[2] == addresses[3]
 
 
+@pytest.mark.thorough
 @run_on_ranks(world=3, gloo=True, settings={"timeout": 60.0, "numerics": "ring"})
 def test_gradients_of_before_are_scaled_as_by_ddp_with_views():
     """The program's own, which a model has before wrapping, or gets behind it."""

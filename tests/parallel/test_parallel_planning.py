@@ -70,6 +70,7 @@ def test_a_rank_may_keep_models_that_others_have_dropped():
         del model
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rank", [0, 1])
 @run_on_ranks(gloo=True, settings={"timeout": 3.0})
 def test_a_forward_of_one_rank_alone_that_plans_is_named(rank: int):
@@ -108,6 +109,7 @@ def looks_alone(rank: int, at: list[int], freezes: str, options: dict[str, Any])
     both(small, step, **options)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("freezes", ["nothing", "a part", "all"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_forward_of_one_rank_alone_is_its_own_where_ddps_is(pool: RankPool, rank: int, freezes: str):

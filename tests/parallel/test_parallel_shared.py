@@ -150,6 +150,7 @@ class Hiding(nn.Module):
         return Hidden(call(x.requires_grad_()))
 
 
+@pytest.mark.thorough
 @run_on_ranks(gloo=True)
 def test_backwards_past_a_model_whose_outputs_are_not_found():
     def step(model: nn.Module) -> list[torch.Tensor | None]:
@@ -223,6 +224,7 @@ def generator_past_the_wrapper(in_thread: bool) -> Callable[[nn.Module], list[An
     return step
 
 
+@pytest.mark.thorough
 @run_on_ranks(gloo=True)
 def test_a_generators_step_past_a_model_whose_outputs_are_not_found():
     """Its nodes are older than one forward of the discriminator, and later than another, but made in none."""
@@ -292,6 +294,7 @@ class Chain(nn.Module):
         return nn.Sequential(*self.calls)(x)
 
 
+@pytest.mark.thorough
 @run_on_ranks(gloo=True)
 def test_checkpoints_behind_outputs_that_are_not_found():
     """DDP never averages such a static graph."""

@@ -112,6 +112,7 @@ class Many(nn.Module):
         return x * self.parts[0]
 
 
+@pytest.mark.thorough
 @run_on_ranks()
 def test_wrapping_for_ever():
     """One after the other; see also tests/core/engine/lanes/slots_test.cpp, where the slots run out."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import pytest
 import torch
 from parallel_models import Conv, Mlp, both, data, small
 from pool import run_on_ranks
@@ -12,6 +13,7 @@ from torch import nn
 import syncengine
 
 
+@pytest.mark.thorough
 @run_on_ranks(gloo=True)
 def test_autocast_and_gradient_scaler():
     def step(model: nn.Module, dtype: torch.dtype) -> list[torch.Tensor]:

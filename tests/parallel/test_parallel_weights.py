@@ -54,6 +54,7 @@ def test_the_weighted_mean_is_that_over_all_samples(pool: RankPool, world: int, 
         assert plain > 1e-2  # so the sizes do matter here
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("numerics", ["rank_order", "ring"])
 @run_on_ranks(world=3)
 def test_equal_weights_have_the_bits_of_none(numerics: str):

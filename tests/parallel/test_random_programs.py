@@ -492,21 +492,25 @@ def check(answers: list[list[str]]) -> None:
         assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("first", numbers(0, 10))
 def test_programs_of_two_ranks(pool: RankPool, first: int):
     check(pool.run(differences, first, True, True, gloo=True))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("first", numbers(1, 4))
 def test_programs_of_three_ranks_in_ring(pool: RankPool, first: int):
     check(pool.run(differences, first, True, False, world=3, gloo=True, settings={"numerics": "ring"}))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("first", numbers(2, 3))
 def test_programs_with_flat_buckets(pool: RankPool, first: int):
     check(pool.run(flat, differences, first, True, True, False, gloo=True))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("hosts", "first"), list(zip(itertools.cycle(["aaa", "ab", "aab", "aaaaa"]), numbers(3, 4), strict=False))
 )

@@ -115,29 +115,34 @@ def check(found: list[dict[str, Any]], late: int, phase: str, delay: float = DEL
         assert stats[f"late_{phase}_ms"] == pytest.approx(ranks[rank][f"{phase}_ms"])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_late_rank_is_named(pool: RankPool, world: int, phase: str):
     check(pool.run(be_late, world - 1, phase, world=world), world - 1, phase)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("late", "phase"), [(0, "input"), (1, "forward"), (2, "backward"), (2, "optimizer")])
 def test_also_between_hosts(pool: RankPool, late: int, phase: str):
     check(pool.run(be_late, late, phase, hosts="aab"), late, phase)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_also_where_gradients_are_accumulated(pool: RankPool, phase: str):
     """A local backward ends with its last gradient, and is no input."""
     check(pool.run(be_late, 1, phase, True), 1, phase, 2 * DELAY)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("hook", [average, syncengine.hooks.bf16_compress])
 @pytest.mark.parametrize("phase", ["input", "backward"])
 def test_also_with_a_communication_hook(pool: RankPool, phase: str, hook: Any):
     check(pool.run(be_late, 1, phase, False, hook), 1, phase)
 
 
+@pytest.mark.thorough
 def test_also_where_buckets_may_be_skipped(pool: RankPool):
     check(pool.run(be_late, 0, "forward", False, None, True), 0, "forward")
 
@@ -153,6 +158,7 @@ def wait_within_a_step(late: int) -> dict[str, Any]:
     return {"stragglers": model.stragglers(), "stats": model.stats()}
 
 
+@pytest.mark.thorough
 def test_who_waits_is_not_late(pool: RankPool):
     check(pool.run(wait_within_a_step, 0, world=3), 0, "input")
 
@@ -165,6 +171,7 @@ def warned_of(late: int, phase: str, steps: int) -> tuple[list[str], dict[str, A
     return [str(warning.message) for warning in caught if "late" in str(warning.message)], model.stragglers()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("phase", PHASES)
 def test_rank_0_warns_once_in_100_steps(pool: RankPool, phase: str):
     """Of rank, phase, and how late it is."""
@@ -198,6 +205,7 @@ def balanced(runs: int) -> list[Any]:
     return verdicts
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("hosts", ["aa", "aaaa", "aab"])
 def test_balanced_runs_name_nobody(pool: RankPool, hosts: str):
     """SYNCENGINE_TEST_BALANCED_RUNS=100 gives the rate of false alarms: one, where ranks share processors."""

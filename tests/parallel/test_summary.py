@@ -88,6 +88,7 @@ def test_also_of_ranks_that_multiprocessing_forks(pool: RankPool):
         assert [rank.result() for rank in ranks] == [0, 0]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("steps", "raises", "environ", "settings"),
     [
@@ -214,6 +215,7 @@ def many_models() -> tuple[int, int]:
     return len(steps), sum(steps)
 
 
+@pytest.mark.thorough
 def test_of_many_models_those_with_most_steps_are_remembered(pool: RankPool):
     with pool.spawn_ranks(many_models, environ=WANTED) as ranks:
         assert [rank.result() for rank in ranks] == [(64, 2), (0, 0)]

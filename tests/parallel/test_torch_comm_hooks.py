@@ -91,6 +91,7 @@ def difference_with(name: str, run: Run) -> int:
     return different_bits(*(train(partial(with_hook, wrap, TORCH_HOOKS[name]), run) for wrap in wraps))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", TORCH_HOOKS)
 def test_torchs_hooks_train_to_the_bits_of_ddp(pool: RankPool, name: str):
     settings = {"numerics": numerics_of(pool)}

@@ -28,6 +28,8 @@ from examples.gpt.data import ALPHABET, Batches, decode, encode, load_text
 from examples.gpt.engine import ENGINES, adamw
 from examples.gpt.train import load
 
+pytestmark = pytest.mark.thorough
+
 TINY = ["--steps=24", "--layers=1", "--width=32", "--batch=2"]
 
 

@@ -6,6 +6,7 @@ import shutil
 import zipfile
 from pathlib import Path
 
+import pytest
 import torch
 from command import environ_of
 from pool import RankPool
@@ -18,6 +19,7 @@ def requirements(metadata: str) -> list[str]:
     return [line for line in lines if "extra ==" not in line]
 
 
+@pytest.mark.thorough
 def test_who_needs_which_torch(programs: RankPool, tmp_path: Path):
     """A wheel without what is compiled; the metadata by which pip chooses before it builds one; a source archive's."""
     folder = tmp_path / "source"

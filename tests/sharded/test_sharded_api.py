@@ -120,12 +120,14 @@ def without_momenta(which: torch.optim.Optimizer, state: dict) -> dict:
     return {**state, "state": entries}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("loop", [schedulers, rate_tensor, hooks])
 @run_on_ranks(world=3)
 def test_as_with_a_plain_optimizer(loop: Loop):
     return unlike_plain(loop)
 
 
+@pytest.mark.thorough
 @run_on_ranks()
 def test_groups_names_and_an_optimizer_before_the_model():
     nets = [make(), make()]
@@ -141,6 +143,7 @@ def test_groups_names_and_an_optimizer_before_the_model():
     return different_weights(*nets) + differences(trained[1], trained[0])
 
 
+@pytest.mark.thorough
 @run_on_ranks()
 def test_an_optimizer_that_is_made_after_a_backward():
     """It binds at its first step, then, and has the model's own parameters in its groups."""
@@ -173,6 +176,7 @@ def test_two_models():
     return different(nets)
 
 
+@pytest.mark.thorough
 @run_on_ranks()
 def test_a_group_of_a_model_that_was_there_before():
     """Which has been trained without it before."""
@@ -193,6 +197,7 @@ def test_a_group_of_a_model_that_was_there_before():
     return wrong + different(nets)
 
 
+@pytest.mark.thorough
 @run_on_ranks()
 def test_an_optimizer_for_each_of_two_models():
     """Two optimizers, each of one model; the other model's last backward is this rank's own."""

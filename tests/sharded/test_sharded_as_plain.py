@@ -161,6 +161,7 @@ def call(step: Callable[[], Any]) -> None:
     step()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("form", ["step", "within", "turn"])
 @run_on_ranks()
 def test_a_compiled_step_is_an_ordinary_one(form: str):
@@ -198,6 +199,7 @@ def calls_of_a_step(layers: int, fused: bool) -> int:
     return len(calls)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_step_makes_few_python_calls(pool: RankPool, fused: bool):
     """Whatever the number of parameters is."""

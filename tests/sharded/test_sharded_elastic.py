@@ -105,6 +105,7 @@ def test_nobody_dies(pool: RankPool, undisturbed: str) -> None:
     assert pool.run(train, {}, world=3, settings=None) == [(undisturbed, [0, 1, 2], [])] * 3
 
 
+@pytest.mark.thorough
 @needs_hooks
 @pytest.mark.parametrize(
     "kills",
@@ -136,11 +137,13 @@ def torn_here(kills: dict[Any, Any]) -> Outcome:
     return disturbed(kills)
 
 
+@pytest.mark.thorough
 def test_torn_weights_are_got_from_a_rank_that_has_whole_ones(pool: RankPool, undisturbed: str) -> None:
     with pool.spawn_ranks(torn_here, {1: (3, "backward")}, world=3, settings=None) as ranks:
         assert values(ranks, [0, 2]) == [(undisturbed, [0, 2], [])] * 2
 
 
+@pytest.mark.thorough
 @needs_hooks
 def test_a_death_within_an_update_tears_the_weights(pool: RankPool, undisturbed: str, tmp_path: Path) -> None:
     """All that are left say so, and go on from a checkpoint."""
@@ -151,6 +154,7 @@ def test_a_death_within_an_update_tears_the_weights(pool: RankPool, undisturbed:
             assert len(torn) == 1 and torn[0].startswith("the weights are torn at step 7: continue from a checkpoint")
 
 
+@pytest.mark.thorough
 def test_another_process_joins(pool: RankPool, undisturbed: str) -> None:
     """In the place of one that has died. It shares weights and state with the others."""
     with Launcher(pool, train, {1: (3, "backward"), "wait": True}) as launcher:

@@ -110,6 +110,7 @@ def all_optimizers(beside_ddp: bool) -> list[str]:
     return wrong
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_each_of_torchs_optimizers_has_the_bits_of_ddp(pool: RankPool, world: int):
     """In each implementation, float32 and bfloat16, cut into slices and whole."""
@@ -117,6 +118,7 @@ def test_each_of_torchs_optimizers_has_the_bits_of_ddp(pool: RankPool, world: in
     assert pool.run(all_optimizers, True, world=world, gloo=True, settings=settings, timeout=300) == [[]] * world
 
 
+@pytest.mark.thorough
 def test_each_of_torchs_optimizers_has_its_own_bits_in_rank_order(pool: RankPool):
     assert pool.run(all_optimizers, False, world=3, timeout=300) == [[]] * 3
 
@@ -161,6 +163,7 @@ def three_layers() -> nn.Module:
     return nn.Sequential(*(nn.Linear(24, 24, bias=False) for _ in range(3)))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("make_net", "kind"), [(make, WholeOnly), (make, torch.optim.Adafactor), (three_layers, torch.optim.Muon)]
 )

@@ -28,6 +28,7 @@ def stops() -> list:
     return [error_of(lambda: trained(4, net)), error_of(net.state_dict)]
 
 
+@pytest.mark.thorough
 @needs_hooks
 def test_a_stopped_rank_leaves_torn_weights(pool: RankPool):
     with pool.spawn_ranks(stops, world=3, settings=None) as ranks:

@@ -32,6 +32,7 @@ def on_hosts() -> tuple[list[str], list[torch.Tensor], int]:
     return wrong, copies(ours), parts
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("hosts", ["ab", "aab", "aabb", "abab"])
 def test_hosts_have_the_same_bits_and_share_within(pool: RankPool, hosts: str):
     answers = pool.run(on_hosts, hosts=hosts)
@@ -61,6 +62,7 @@ def bytes_between_hosts() -> list[list[int]]:
     return sent
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("hosts", ["ab", "aabb"])
 def test_nothing_more_crosses_than_gradients(pool: RankPool, hosts: str):
     """But for a few bytes, in the median step."""

@@ -31,6 +31,7 @@ def test_torchs_join_needs_the_optimizer_too():
     assert "Join([model, optimizer])" in text
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("torchs", [False, True], ids=["model.join", "torch's Join"])
 @pytest.mark.parametrize("world", [2, 3])
 @run_on_ranks(gloo=True)

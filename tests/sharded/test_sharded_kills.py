@@ -200,6 +200,7 @@ def check_survivors(ranks: Ranks, victim: int, stages: list[tuple[int, int]]) ->
     return torn
 
 
+@pytest.mark.thorough
 @needs_hooks
 @pytest.mark.parametrize("point", POINTS)
 def test_killed_at_each_state(pool: RankPool, point: str):
@@ -216,6 +217,7 @@ def test_killed_at_each_state(pool: RankPool, point: str):
                 assert not any(torn)
 
 
+@pytest.mark.thorough
 @needs_hooks
 @pytest.mark.parametrize("point", ["agreed", "updating", "updated", "completed"])
 @pytest.mark.parametrize("kind", KINDS[1:])
@@ -231,6 +233,7 @@ def test_killed_in_updates_of_other_lives(pool: RankPool, kind: str, point: str)
                 assert all(torn)
 
 
+@pytest.mark.thorough
 @needs_hooks
 @pytest.mark.parametrize("kind", KINDS[3:])
 def test_killed_between_batches_of_a_join(pool: RankPool, kind: str):
@@ -247,6 +250,7 @@ def spawn(pool: RankPool, victim: int, fault: str, started: str, kind: str, worl
     return pool.spawn_ranks(live_beside, victim, fault, started, kind, world=world, settings=None, gloo=gloo)
 
 
+@pytest.mark.thorough
 @needs_hooks
 @pytest.mark.parametrize("hosts", ["aab", "abb"])
 def test_each_host_has_weights_of_its_own(pool: RankPool, hosts: str):
@@ -258,6 +262,7 @@ def test_each_host_has_weights_of_its_own(pool: RankPool, hosts: str):
         assert ranks[2].exit_code() == -signal.SIGKILL
 
 
+@pytest.mark.thorough
 def test_killed_at_random_instants(pool: RankPool, tmp_path: Path):
     began = time.monotonic()
     lives = list(itertools.product(KINDS, (2, 3)))

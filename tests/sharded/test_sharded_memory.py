@@ -33,6 +33,7 @@ class Large(nn.Module):
         return self.body(self.frozen(x))
 
 
+@pytest.mark.thorough
 @run_on_ranks()
 def test_trained_weights_and_state_are_shared_and_nothing_else():
     net = Large()
@@ -59,6 +60,7 @@ def pss(which: list[tuple[int, int]]) -> tuple[int, int]:
     return resident, share
 
 
+@pytest.mark.thorough
 @run_on_ranks(world=4)
 def test_weights_and_state_are_in_memory_once():
     model, optimizer = sharded(Large())
@@ -73,6 +75,7 @@ def test_weights_and_state_are_in_memory_once():
     assert share < resident / 4 + MIB
 
 
+@pytest.mark.thorough
 @run_on_ranks(spawned=True)
 def test_a_forked_child_reads_weights_that_nobody_has_copied():
     net, model, optimizer = trained(2, Large())
@@ -95,6 +98,7 @@ def test_a_forked_child_reads_weights_that_nobody_has_copied():
     train(model, optimizer, 1)
 
 
+@pytest.mark.thorough
 @run_on_ranks()
 def test_a_survivor_takes_the_memory_of_one_copy():
     """What this rank takes when the communicator has failed, and what its weights and state are."""
@@ -117,6 +121,7 @@ def test_a_survivor_takes_the_memory_of_one_copy():
     assert abs(taken - size) < 2 * MIB
 
 
+@pytest.mark.thorough
 @run_on_ranks(spawned=True)
 def test_dataloader_workers():
     _, model, optimizer = trained(1, Large())
@@ -154,6 +159,7 @@ def test_layouts_stay():
 LAYERS = 64  # of 512 KiB: malloc would keep such blocks
 
 
+@pytest.mark.thorough
 @run_on_ranks()
 def test_private_memory_is_not_kept():
     """32 MiB of weights, and 32 MiB of each rank's part of the state, were private before."""

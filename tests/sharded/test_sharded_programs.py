@@ -285,6 +285,7 @@ def differences(first: int) -> list[str]:
     return wrong
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("world", "first"),
     [((2, 3, 2, 3, 2, 1)[chunk % 6], 1_000_000 * COUNT + CHUNK * chunk) for chunk in range(COUNT or 6)],

@@ -71,6 +71,7 @@ def descriptors() -> int:
     return sum("syncengine-common" in str(link.readlink()) for link in links if link.is_symlink())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("widths", [(1,), (1, 3, 70)], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 @run_on_ranks()
@@ -98,6 +99,7 @@ def test_state_that_comes_later_takes_no_more_memories(kind: str, widths: tuple[
     assert len(set(counts)) <= 4, counts  # each is as large as all before it
 
 
+@pytest.mark.thorough
 @run_on_ranks()
 def test_more_steps_with_news_than_descriptors():
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -113,6 +115,7 @@ def test_more_steps_with_news_than_descriptors():
         resource.setrlimit(resource.RLIMIT_NOFILE, limit)
 
 
+@pytest.mark.thorough
 @run_on_ranks()
 def test_room_takes_no_memory_until_it_is_used():
     """Bytes in memory of what this process maps for state that is not there yet."""
@@ -129,6 +132,7 @@ def test_room_takes_no_memory_until_it_is_used():
     assert resident < 1 << 20
 
 
+@pytest.mark.thorough
 @run_on_ranks()
 def test_no_room_is_made_where_memory_is_short():
     """On one rank, for the room, not for what is needed at once."""

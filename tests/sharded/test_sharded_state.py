@@ -66,12 +66,14 @@ def load(path: str) -> list[str]:
     return found + different_weights(ours, theirs) + differences(reference.state_dict(), optimizer.state_dict())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_a_checkpoint_of_three_ranks_loads_on_any_number(pool: RankPool, world: int, tmp_path: Path):
     pool.run(save, str(tmp_path / "checkpoint.pt"), world=3)
     assert pool.run(load, str(tmp_path / "checkpoint.pt"), world=world) == [[]] * world
 
 
+@pytest.mark.thorough
 @run_on_ranks(world=3)
 def test_one_rank_alone_can_save():
     _, model, optimizer = trained(2)
@@ -101,6 +103,7 @@ def test_what_is_saved_has_its_ordinary_size(pool: RankPool):
     assert all(abs(a - b) <= 64 * 30 for a, b in zip(ours[0], theirs[0], strict=True)), (ours, theirs)
 
 
+@pytest.mark.thorough
 @run_on_ranks()
 def test_averaged_models_copies_and_numpy():
     ours, theirs = make(), make()
@@ -119,6 +122,7 @@ def test_averaged_models_copies_and_numpy():
     return wrong
 
 
+@pytest.mark.thorough
 @run_on_ranks()
 def test_loading_on_one_rank_alone_is_named():
     net, model, optimizer = trained(2)
@@ -137,6 +141,7 @@ def test_loading_on_one_rank_alone_is_named():
     assert "Mismatch" in text and "loaded a state dict of the model: no" in text, text
 
 
+@pytest.mark.thorough
 @run_on_ranks()
 def test_state_that_dcp_makes():
     """State of zeros; the weights, the rate and the gradients stay, and training is as if nothing had been."""
@@ -156,6 +161,7 @@ def test_state_that_dcp_makes():
     return wrong + different_weights(again, theirs) + not_divided(again, optimizer)
 
 
+@pytest.mark.thorough
 @run_on_ranks(gloo=True)
 def test_whole_state_dicts_of_dcp():
     """`get_state_dict` and `set_state_dict` of model and optimizer together, plain and sharded in turn."""
@@ -228,6 +234,7 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {  # of the entr
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", EDITS)
 @pytest.mark.parametrize("ranks", [[0, 1], [1]], ids=["all", "one"])
 @run_on_ranks()
@@ -274,6 +281,7 @@ class AppState(Stateful):
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("before", ["at first", "after a backward"])
 @run_on_ranks(gloo=True)
 def test_a_new_process_resumes(before: str, tmp_path: Path):

@@ -16,6 +16,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 import syncengine
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("options", "by"),
     [
@@ -45,6 +46,7 @@ def test_the_script_runs_as_it_is(options: dict[str, Any], by: str):
     return wrong + different_weights(*nets)
 
 
+@pytest.mark.thorough
 @run_on_ranks(world=4, gloo=True)
 def test_another_group_than_the_models_is_refused():
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]

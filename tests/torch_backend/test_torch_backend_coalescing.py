@@ -110,6 +110,7 @@ def test_what_an_error_ends_has_its_results_all_the_same() -> None:
     dist.destroy_process_group(group)
 
 
+@pytest.mark.thorough
 @run_on_ranks(gloo=True, settings=None)
 def test_what_a_body_has_called_before_it_raises_takes_place():
     group, rank = ours(), dist.get_rank()
@@ -170,6 +171,7 @@ def test_a_barrier_among_coalesced_calls() -> None:
     assert equal(plain, torch.ones(2))
 
 
+@pytest.mark.thorough
 @run_on_ranks(gloo=True, settings=None)
 def test_the_timeout_of_a_wait_is_one_for_all_of_its_calls():
     group, rank = ours(), dist.get_rank()

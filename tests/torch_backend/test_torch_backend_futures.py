@@ -57,6 +57,7 @@ def check_completers(began: torch.Tensor) -> None:
     assert count <= 3 + (now - began.item()) / 0.01
 
 
+@pytest.mark.thorough
 @run_on_ranks(gloo=True, settings=None, timeout=20)
 def test_a_callback_may_wait_for_another_future() -> None:
     group = ours()
@@ -66,6 +67,7 @@ def test_a_callback_may_wait_for_another_future() -> None:
         assert begin(group).then(lambda f: (total(f), total(begin(group)))).wait() == (2, 2)
 
 
+@pytest.mark.thorough
 @run_on_ranks(gloo=True, settings=None, timeout=20)
 def test_eight_callbacks_wait_within_each_other() -> None:
     group = ours()
@@ -84,6 +86,7 @@ def test_eight_callbacks_wait_within_each_other() -> None:
     assert [total(work.get_future()) for work in works] == [2, 2, 2]
 
 
+@pytest.mark.thorough
 @run_on_ranks(gloo=True, settings=None, timeout=20)
 def test_a_chain_of_callbacks_that_each_wait() -> None:
     group = ours()
@@ -190,6 +193,7 @@ def with_power_sgd(wrap: Any, group: dist.ProcessGroup | None, module: nn.Module
     return model
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("accumulate", [1, 2])
 @run_on_ranks(gloo=True, timeout=40)
 def test_power_sgd_trains_to_the_bits_of_gloo(accumulate: int):

@@ -34,6 +34,7 @@ def train(how: str) -> list[torch.Tensor]:
     return parameters
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["ddp", "fsdp2"])
 def test_training_has_the_bits_of_one_host(pool: RankPool, how: str) -> None:
     alone, over_hosts = (pool.run(train, how, hosts=hosts, gloo=True, settings=None) for hosts in ("aaaa", "aabb"))

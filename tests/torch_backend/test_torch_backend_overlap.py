@@ -123,6 +123,7 @@ def from_everybody(tensors: Tensors) -> list[Tensors]:
     return everybody
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("make_case", CALLS)
 @run_on_ranks(world=WORLD, gloo=True, settings=None)
 def test_tensors_of_one_call_may_share_memory(make_case: Callable[[Cut, int], Case]):

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from functools import partial, reduce
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from pool import RankPool
@@ -300,6 +301,7 @@ def differences(first: int) -> tuple[list[str], set[str]]:
     return wrong, drawn
 
 
+@pytest.mark.thorough
 def test_programs_leave_what_the_values_make(pool: RankPool) -> None:
     everything = {f"{op} of {dtype}" for dtype, op in REDUCTIONS} | {*KINDS}
     for number, hosts in enumerate(["aa", "aaa", "aaaa", "ab", "aba", "aabb"]):

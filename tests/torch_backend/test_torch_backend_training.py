@@ -45,6 +45,7 @@ def over_both(wrap: Callable[[dist.ProcessGroup], Callable[[nn.Module], nn.Modul
     assert not different_bits(*results)
 
 
+@pytest.mark.thorough
 @run_on_ranks(gloo=True, settings=None)
 def test_ddp_trains_to_the_bits_of_gloo() -> None:
     for options in ({}, {"bucket_cap_mb": 0.001}, {"gradient_as_bucket_view": True}, {"static_graph": True}):
@@ -66,6 +67,7 @@ def test_ddp_with_a_communication_hook() -> None:
     over_both(wrap)
 
 
+@pytest.mark.thorough
 @run_on_ranks(gloo=True, settings=None)
 def test_fsdp2_trains_to_the_bits_of_gloo() -> None:
     from torch.distributed.fsdp import fully_shard
@@ -109,6 +111,7 @@ def checkpoint(folder: str) -> None:
     assert not different_bits([full(p).detach() for p in other.parameters()], saved)
 
 
+@pytest.mark.thorough
 def test_a_sharded_model_is_saved_and_loaded(pool: RankPool, tmp_path: Path):
     pool.run(checkpoint, str(tmp_path), gloo=True, settings=None)
 

@@ -65,6 +65,7 @@ def check_order(trace: Trace) -> None:
         assert event.begin + trace.doubt(event.rank, min(trace.ranks)) * 2 >= announced[event.operation]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("world", [2, 4])
 def test_what_is_recorded(pool: RankPool, tmp_path: Path, world: int):
     names = pool.run(train, str(tmp_path), {}, world=world)[0]
@@ -149,6 +150,7 @@ def test_it_stops_after_its_steps(pool: RankPool, tmp_path: Path):
         assert of_rank.events[-1].kind == Kind.STEP or of_rank.ended
 
 
+@pytest.mark.thorough
 def test_hosts_are_aligned_as_far_as_is_said(pool: RankPool, tmp_path: Path):
     """These share a clock, so what they are moved by is the error."""
     pool.run(train, str(tmp_path), {}, "aab", world=3, settings=None)
@@ -234,6 +236,7 @@ def train_as_the_variable_says() -> None:
         model(torch.ones(2, 10)).sum().backward()
 
 
+@pytest.mark.thorough
 def test_by_variable(pool: RankPool, tmp_path: Path):
     environ = {"SYNCENGINE_TRACE": str(tmp_path)}
     with pool.spawn_ranks(train_as_the_variable_says, environ=environ) as ranks:
@@ -253,6 +256,7 @@ def trace_often(directory: str, traces: int) -> None:
             communicator.barrier()
 
 
+@pytest.mark.thorough
 def test_one_rank_makes_the_file(pool: RankPool, tmp_path: Path):
     """Though all ranks end at the same time."""
     with pool.spawn_ranks(trace_often, str(tmp_path), 5) as ranks:
@@ -369,6 +373,7 @@ def test_perfettos_file(pool: RankPool, tmp_path: Path):
     assert "bucket 1 of Parallel(Sequential)" in {name for _, name in ends.values()}
 
 
+@pytest.mark.thorough
 def test_the_command(pool: RankPool, programs: RankPool, tmp_path: Path):
     pytest.importorskip("perfetto")
     pool.run(train, str(tmp_path), {})
