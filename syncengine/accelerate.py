@@ -63,5 +63,6 @@ def log_stragglers(trainer: Any) -> None:
             model = trainer.model_wrapped
             if control.should_log and isinstance(model, Parallel) and (numbers := for_loggers(model.stats())):
                 trainer.log(numbers)
+                control.should_log = True  # log() takes all as logged, and the Trainer's own loss comes behind this
 
     trainer.add_callback(Stragglers())

@@ -40,6 +40,10 @@ def trainer_of(folder: Path, **options) -> Trainer:
     )
 
 
+def without_times(line: dict[str, float]) -> dict[str, float]:
+    return {key: value for key, value in line.items() if not key.endswith(("_runtime", "_per_second"))}
+
+
 def both(train):
     results = []
     for wrapper in (DistributedDataParallel, syncengine.Parallel):
@@ -130,16 +134,23 @@ def test_batches_that_are_too_large():
 
 @run_alone
 def test_who_is_late_is_logged():
-    """With the callback, as often as the Trainer logs anything."""
+    """With the callback, as often as the Trainer logs anything. Its own lines are those without the callback."""
     dist.init_process_group("syncengine")
     torch.nn.parallel.DistributedDataParallel = syncengine.Parallel
+    logs = []
     try:
-        trainer = trainer_of(shared_folder() / "late", logging_steps=3)
-        log_stragglers(trainer)
-        trainer.train()
+        for adds_lines in (False, True):
+            trainer = trainer_of(shared_folder() / f"late-{adds_lines}", logging_steps=3)
+            if adds_lines:
+                log_stragglers(trainer)
+            trainer.train()
+            logs.append(trainer.state.log_history)
     finally:
         torch.nn.parallel.DistributedDataParallel = DistributedDataParallel
-    lines = [line for line in trainer.state.log_history if "syncengine/latest_rank" in line]
+    lines = [line for line in logs[1] if "syncengine/latest_rank" in line]
+    plain, own = ([without_times(line) for line in log if line not in lines] for log in logs)
+    assert own == plain
+    assert [line["step"] for line in own if "loss" in line] == [3, 6]
     assert [line["step"] for line in lines] == [3, 6]  # of 8
     for line in lines:
         assert line["syncengine/latest_rank"] in (0, 1)
