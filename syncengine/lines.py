@@ -12,14 +12,19 @@ from syncengine._C import await_said, say
 atexit.register(await_said)
 
 
-def print_line(text: str) -> None:
-    """Writes ``syncengine: text`` to stderr, or to what stands in its place, as in a notebook."""
+def print_line(text: str, *, at_end: bool = False) -> None:
+    """Writes ``syncengine: text`` to stderr, or to what stands in its place, as in a notebook.
+
+    ``at_end``: the process ends behind this, perhaps as a child of multiprocessing, without a look at atexit.
+    """
     if sys.stderr is None:
         return
     line = f"syncengine: {text}\n"
     with contextlib.suppress(OSError, ValueError):  # closed at the other end, or here
         if sys.stderr is sys.__stderr__:
             say(line)
+            if at_end:
+                await_said()
         else:
             sys.stderr.write(line)
             sys.stderr.flush()

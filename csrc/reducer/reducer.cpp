@@ -24,10 +24,20 @@ void await_end(Model& model, std::unique_lock<std::mutex>& lock) {
   model.let_go_of_gradients(/*keeps=*/false);
 }
 
-void say_nonfinite(const std::string& text, bool raises) {
+bool has_finite_weights(const Parameters& parameters) {
+  for (size_t i = 0; i < parameters.size(); ++i)
+    if (parameters.tensor(i).isfinite().any().item<bool>()) return true;
+  return false;
+}
+
+void say_nonfinite(const std::string& text, Model& model) {
   trace::record_text(trace::Kind::Note, "nonfinite: " + text);
-  if (raises) throw Error(ErrorKind::NotFinite, text);
-  warn(text);
+  if (model.options.nonfinite == "raise") throw Error(ErrorKind::NotFinite, text);
+  std::string warning = model.record.nonfinite_warnings.next(model.record.statistics.backwards, text);
+  if (warning.empty()) return;
+  if (!has_finite_weights(model.parameters))
+    warning += ". No weight of " + model.parameters.model() + " is finite any more: go back to a checkpoint";
+  warn(warning);
 }
 
 }  // namespace
@@ -230,7 +240,7 @@ void Reducer::finalize() {
     throw;
   }
   // Averages are in .grad on all ranks, and all of them come here: each may go on as it likes.
-  if (!backward->nonfinite().empty()) say_nonfinite(backward->nonfinite(), model_->options.nonfinite == "raise");
+  if (!backward->nonfinite().empty()) say_nonfinite(backward->nonfinite(), *model_);
   try {
     if (!written.empty()) model_->parameters.run_user_hooks(written);
   } catch (...) {

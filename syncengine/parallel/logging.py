@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from syncengine._C import trace_now
 from syncengine.errors import InvalidUsage
-from syncengine.parallel.summary import WINDOW, numbers_of, warn_of_straggler
+from syncengine.parallel.summary import FIRST_VERDICT, WINDOW, numbers_of, warn_of_straggler
 from syncengine.parallel.tools import ForTools
 
 _ENVIRONMENT = {
@@ -62,7 +62,8 @@ class Logger:
         """Before each that synchronizes. As DDP: ``iteration`` is how many there were before the last one timed."""
         before = self._forwards
         self._forwards = before + 1
-        if before and before % WINDOW == 0 and (model := self._model()) is not None and model.communicator.rank == 0:
+        since = before - FIRST_VERDICT
+        if since >= 0 and since % WINDOW == 0 and (model := self._model()) is not None and model.communicator.rank == 0:
             warn_of_straggler(model.reducer, model.communicator.global_ranks, str(model._model))
         if 0 < before <= 10 or (before and before % self.sample_rate == 0):
             self.numbers["iteration"] = before

@@ -24,6 +24,7 @@ from syncengine.stragglers import PHASES, Late, compare
 
 LEAST_STEPS = 10  # fewer say nothing: buckets are planned in the first ones
 LEAST_COMPARED = 40  # steps: fewer name nobody
+FIRST_VERDICT = LEAST_COMPARED + 2  # forwards: a step's times are there when the next one has begun
 WINDOW = 100  # steps, of which the last are compared
 _MOST_MODELS = 64  # that are remembered: of more, those with most steps
 
@@ -101,7 +102,7 @@ def _print_line() -> None:
         return
     numbers = numbers_of(one.times)
     if numbers.steps >= LEAST_STEPS:
-        print_line(_line(one, numbers))
+        print_line(_line(one, numbers), at_end=True)
 
 
 def _line(one: _Followed, numbers: Numbers) -> str:

@@ -87,7 +87,7 @@ def end() -> None:
     except InvalidUsage as error:
         said = f"{folder}; `python -m syncengine trace {folder}` makes one file of it, but {error}"
     ranks = "1 rank" if _job["size"] == 1 else f"{_job['size']} ranks"
-    print_line(f"the trace of {ranks} is in {said}")
+    print_line(f"the trace of {ranks} is in {said}", at_end=True)
 
 
 @contextlib.contextmanager

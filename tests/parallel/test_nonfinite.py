@@ -293,11 +293,43 @@ def warned() -> list[str]:
         texts.append("".join(str(w.message) for w in caught if w.category is RuntimeWarning))
         if brought:
             assert model.module.weights[2].grad.isnan().all()
+    return texts
+
+
+def warned_in_a_long_run() -> list[str]:
+    """In steps 3, 4, ... 210, whose weights are NaN from step 150 on."""
+    model = syncengine.Parallel(Given(), nonfinite="warn")
+    texts = []
+    for step in range(1, 211):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model.zero_grad()
+            model(gradients(model.module, [(0, 2, 0, "NaN")] if step > 2 else [])).backward()
+        texts += [f"{step}: {w.message}" for w in caught if w.category is RuntimeWarning]
+        if step == 150:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.fill_(torch.nan)
+    return texts
+
+
+def test_many_steps_are_warned_of_by_their_number(pool: RankPool):
+    for texts in pool.run(warned_in_a_long_run):
+        first, second, third = texts
+        assert first.startswith("3: rank 0 brought NaN into ")
+        assert second.startswith("103: 100 of the last 100 steps were not finite; in the last one rank 0 brought NaN")
+        assert "finite any more" not in first + second
+        assert third.startswith("203: 100 of the last 100 steps")
+        assert third.endswith("No weight of Parallel(Given) is finite any more: go back to a checkpoint")
+
+
+@run_on_ranks()
+def test_a_filter_may_make_an_error_of_the_warning():
+    model = syncengine.Parallel(Given(), nonfinite="warn")
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # on all ranks alike
-        with pytest.raises(RuntimeWarning, match="rank 1 brought Inf into weights.0 in step 4"):
+        with pytest.raises(RuntimeWarning, match="rank 1 brought Inf into weights.0 in step 1"):
             model(gradients(model.module, [(1, 0, 1, "Inf")])).backward()
-    return texts
 
 
 def test_warnings(pool: RankPool):

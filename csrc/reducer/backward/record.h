@@ -14,6 +14,7 @@
 #include "base/phase_clock.h"
 #include "base/trace.h"
 #include "reducer/backward/step_times.h"
+#include "reducer/buckets/nonfinite.h"
 #include "reducer/gradients/statistics.h"
 
 namespace syncengine {
@@ -26,6 +27,8 @@ struct Record {
   std::vector<size_t> ready_order = {};
   // Whether each backward so far has brought the same gradients on this rank.
   bool graph_is_static = true;
+
+  NonfiniteWarnings nonfinite_warnings = {};
 
   // This rank's own times in the last step, for the others; 0: there are none.
   uint64_t stamp = 0;
