@@ -2,7 +2,8 @@
 #
 #   make train       train a small GPT on 2 ranks with syncengine, with DDP and sharded, compare
 #   make test        the C++ core's tests, then those of Python that take less than a second or two
-#   make test-thorough  the other tests of Python: the longer ones, marked thorough
+#   make test-thorough  the tests of Python that are marked thorough: longer ones, which CI runs, too
+#   make nightly     all tests that there are, in parts; PART=chaos for one of them
 #   make test-integrations  the tests with Lightning, Accelerate, Transformers, Ray, torchft, Flower: installs them
 #   make sanitize    the C++ core's tests under ThreadSanitizer, for any processor, and AddressSanitizer + UBSan
 #   make build       the extension, in place, as users get it
@@ -73,27 +74,32 @@ build/test-hooks.built: .venv/ready $(SOURCES)
 
 # ---- what it is for ----
 
-.PHONY: train test test-thorough test-integrations core-build core-test sanitize arm-check cuda-check cuda-torch-check gpu lint format clean
+.PHONY: train test test-python test-thorough test-integrations nightly core-build-tsan core-test sanitize arm-check cuda-check cuda-torch-check gpu lint format clean
 train: build
 	$(PY) -m examples.same_bits
 	$(PY) -m examples.train_gpt compare
 
-# The core's tests need no Python: they are compiled while packages come in. Three files of the others run at a time:
-# much of it is waiting.
-test:
-	$(MAKE) --no-print-directory -j$(shell nproc) --output-sync=target \
-	  core-build build-for-tests .venv-openmpi/ready .venv-mpich/ready
-	$(MAKE) --no-print-directory core-test
-	$(PY) -m pytest -q -m "not thorough and not nightly" --numprocesses 3 --dist loadfile
+# The core's tests get the extension's object files: what users run is tested, and nothing is compiled twice.
+test: build-for-tests
+	$(MAKE) --no-print-directory -C tests/core FLAVORS=extension
+	$(MAKE) --no-print-directory test-python
 
-test-thorough: build-for-tests .venv-openmpi/ready .venv-mpich/ready
-	$(PY) -m pytest -q -m "thorough and not nightly" --numprocesses 3 --dist loadfile
+# Three files run at a time, as much of it is waiting; tests that keep to a clock run alone. CI takes both kinds in one
+# run.
+MARKED = not thorough and not nightly
+test-thorough: MARKED = thorough and not nightly
+test-python test-thorough: build-for-tests .venv-openmpi/ready .venv-mpich/ready
+	$(PY) -m pytest -q -m "$(MARKED) and not alone" --numprocesses 3 --dist loadfile
+	$(PY) -m pytest -q -m "$(MARKED) and alone and not gpu"
+
+nightly: .venv/ready
+	$(PY) scripts/nightly.py $(PART)
 
 test-integrations: build-for-tests .venv-integrations/ready
 	.venv-integrations/bin/python -m pytest -q --numprocesses 2 --dist loadfile tests/integrations
 
-core-build:
-	$(MAKE) --no-print-directory -C tests/core FLAVORS=plain build
+core-build-tsan:
+	$(MAKE) --no-print-directory -C tests/core FLAVORS=tsan build
 
 core-test:
 	$(MAKE) --no-print-directory -C tests/core FLAVORS=plain

@@ -31,9 +31,9 @@ settings.load_profile("syncengine")
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Says which tests a run of `tests` leaves out."""
     if "tests" in config.args:
-        slow = "those marked thorough, by `make test-thorough`; " if config.option.markexpr else ""
+        others = f"what `-m {config.option.markexpr!r}` leaves out; " if config.option.markexpr else ""
         terminalreporter.write_line(
-            f"not among them: {slow}tests/integrations (Lightning, Ray, ...), by `make test-integrations`"
+            f"not among them: {others}tests/integrations (Lightning, Ray, ...), by `make test-integrations`"
         )
 
 

@@ -287,6 +287,7 @@ def train(directory: str, who: int, where: str, delay: float) -> None:
             optimizer.step()
 
 
+@pytest.mark.alone
 @pytest.mark.thorough
 @pytest.mark.parametrize("where", ["input", "forward", "backward", "optimizer"])
 def test_a_delay_in_a_run_is_named(pool: RankPool, programs: RankPool, tmp_path: Path, where: str):

@@ -115,6 +115,7 @@ def check(found: list[dict[str, Any]], late: int, phase: str, delay: float = DEL
         assert stats[f"late_{phase}_ms"] == pytest.approx(ranks[rank][f"{phase}_ms"])
 
 
+@pytest.mark.alone
 @pytest.mark.thorough
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("world", [2, 4])
@@ -122,12 +123,14 @@ def test_a_late_rank_is_named(pool: RankPool, world: int, phase: str):
     check(pool.run(be_late, world - 1, phase, world=world), world - 1, phase)
 
 
+@pytest.mark.alone
 @pytest.mark.thorough
 @pytest.mark.parametrize(("late", "phase"), [(0, "input"), (1, "forward"), (2, "backward"), (2, "optimizer")])
 def test_also_between_hosts(pool: RankPool, late: int, phase: str):
     check(pool.run(be_late, late, phase, hosts="aab"), late, phase)
 
 
+@pytest.mark.alone
 @pytest.mark.thorough
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_also_where_gradients_are_accumulated(pool: RankPool, phase: str):
@@ -135,6 +138,7 @@ def test_also_where_gradients_are_accumulated(pool: RankPool, phase: str):
     check(pool.run(be_late, 1, phase, True), 1, phase, 2 * DELAY)
 
 
+@pytest.mark.alone
 @pytest.mark.thorough
 @pytest.mark.parametrize("hook", [average, syncengine.hooks.bf16_compress])
 @pytest.mark.parametrize("phase", ["input", "backward"])
@@ -142,6 +146,7 @@ def test_also_with_a_communication_hook(pool: RankPool, phase: str, hook: Any):
     check(pool.run(be_late, 1, phase, False, hook), 1, phase)
 
 
+@pytest.mark.alone
 @pytest.mark.thorough
 def test_also_where_buckets_may_be_skipped(pool: RankPool):
     check(pool.run(be_late, 0, "forward", False, None, True), 0, "forward")
@@ -158,6 +163,7 @@ def wait_within_a_step(late: int) -> dict[str, Any]:
     return {"stragglers": model.stragglers(), "stats": model.stats()}
 
 
+@pytest.mark.alone
 @pytest.mark.thorough
 def test_who_waits_is_not_late(pool: RankPool):
     check(pool.run(wait_within_a_step, 0, world=3), 0, "input")
@@ -171,6 +177,7 @@ def warned_of(late: int, phase: str, steps: int) -> tuple[list[str], dict[str, A
     return [str(warning.message) for warning in caught if "late" in str(warning.message)], model.stragglers()
 
 
+@pytest.mark.alone
 @pytest.mark.thorough
 @pytest.mark.parametrize("phase", PHASES)
 def test_rank_0_warns_once_in_100_steps(pool: RankPool, phase: str):
@@ -206,6 +213,7 @@ def balanced(runs: int) -> list[Any]:
     return verdicts
 
 
+@pytest.mark.alone
 @pytest.mark.thorough
 @pytest.mark.parametrize("hosts", ["aa", "aaaa", "aab"])
 def test_balanced_runs_name_nobody(pool: RankPool, hosts: str):
@@ -226,6 +234,7 @@ def few_steps(steps: int) -> dict[str, Any]:
     return model.stragglers()
 
 
+@pytest.mark.alone
 def test_few_steps_name_nobody(pool: RankPool):
     for found in pool.run(few_steps, 10):
         assert 0 < found["steps"] < LEAST_COMPARED
@@ -246,6 +255,7 @@ def uneven(steps: int) -> dict[str, Any]:
     return model.stragglers()
 
 
+@pytest.mark.alone
 def test_a_step_without_a_batch_is_nobodys_lateness(pool: RankPool):
     """The first step has no begin, and the last one's times would go with the next."""
     for found in pool.run(uneven, 8):

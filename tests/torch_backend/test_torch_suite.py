@@ -16,7 +16,8 @@ import pytest
 DIFFERENT = {"test_ddp_logging_data_cpu"}
 
 
-@pytest.mark.parametrize("patch", ["0", "1"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("patch", [pytest.param("0", marks=pytest.mark.nightly), "1"])
 def test_torchs_own_tests_pass(tmp_path: Path, patch: str):
     report = tmp_path / "report.xml"
     environment = {

@@ -1,0 +1,88 @@
+#!/usr/bin/env python3
+"""Runs all tests that there are, in parts: what CI runs on each change and what would take too long for that.
+
+    make nightly                 all parts; goes on after one that fails
+    make nightly PART=chaos      one part, or several
+
+A part has a limit, after which it is ended, and a log in build/nightly/. At the end each part's outcome is said, with
+what its tests said last and which of them failed. The exit status is 1 if a part failed. CONTRIBUTING.md has a table of
+the parts. Variables in the environment are stronger than those of a part: SYNCENGINE_TEST_CHAOS=5000 for a release.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+import time
+from typing import NamedTuple
+
+from gpu_run import ROOT, Step, adopt_orphans, end_all, run
+
+LOGS = ROOT / "build" / "nightly"
+PYTEST = ".venv/bin/python -m pytest -q --numprocesses 2 --dist loadfile"
+# What pytest, the core's tests and make say of tests, and why a part failed.
+SAYS = re.compile(r"(FAILED|ERROR|HUNG) .*|\d+ (passed|failed|skipped).*|make.*\*\*\*.*|.*: skipped; .*|not among .*")
+
+
+class Part(NamedTuple):
+    """A shell command, and the variables that it gets."""
+
+    minutes: int  # that it takes on a quiet machine of two cores; its limit is twice that
+    command: str
+    variables: dict[str, str] = {}  # noqa: RUF012 (none is changed)
+
+
+PARTS = {
+    "lint": Part(2, "make lint"),
+    "build": Part(5, "make build-for-tests .venv-openmpi/ready .venv-mpich/ready"),
+    "core": Part(17, "make core-test sanitize arm-check"),
+    "tests": Part(26, f"{PYTEST} -m 'not alone'"),
+    "alone": Part(3, f"{PYTEST} -n 0 -m 'alone and not gpu'"),
+    "programs": Part(20, f"{PYTEST} -k programs tests/parallel tests/sharded tests/torch_backend",
+                     {"SYNCENGINE_TEST_PROGRAMS": "50"}),
+    "kills": Part(10, f"{PYTEST} -k random tests/sharded/test_sharded_kills.py tests/faults/test_elastic.py",
+                  {"SYNCENGINE_TEST_KILLS": "300"}),
+    "chaos": Part(20, f"{PYTEST} tests/faults/test_chaos.py", {"SYNCENGINE_TEST_CHAOS": "2000"}),
+    "frameworks": Part(12, "make test-integrations"),
+    "cuda": Part(14, "make cuda-check cuda-torch-check"),
+    "loaded": Part(15, "trap 'kill $(jobs -p)' EXIT; for _ in 1 2 3 4; do (while :; do :; done) & done; make test"),
+}  # fmt: skip
+
+
+def report(name: str, outcome: str, seconds: float) -> str:
+    """What a part's log says of its tests, above its outcome."""
+    text = (LOGS / f"{name}.log").read_text(errors="replace")
+    said = [line for line in text.splitlines() if SAYS.fullmatch(line.strip())]
+    return "\n".join([*(f"    {line[:300]}" for line in said), f"{name:12}{seconds / 60:6.1f} min  {outcome}"])
+
+
+def main() -> int:
+    """Runs the parts that the command line names, or all."""
+    if unknown := set(sys.argv[1:]) - set(PARTS):
+        sys.exit(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    LOGS.mkdir(parents=True, exist_ok=True)
+    adopt_orphans()
+    reports, failed = [], False
+    for name in sys.argv[1:] or PARTS:
+        part, begin = PARTS[name], time.monotonic()
+        for key, value in part.variables.items():
+            os.environ.setdefault(key, value)
+        step = Step(name, part.minutes * 120, ["bash", "-c", part.command])
+        print(f"{name}: {shlex.join(step.command)}", flush=True)
+        outcome = run(step, step.seconds, LOGS / f"{name}.log", spared=0)
+        for key in part.variables:
+            del os.environ[key]
+        failed |= outcome != "passed"
+        reports.append(report(name, outcome, time.monotonic() - begin))
+        print(reports[-1], flush=True)
+    end_all(0)
+    summary = "\n".join(reports)
+    (LOGS / "summary.txt").write_text(summary + "\n")
+    print(f"\n{summary}")
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
