@@ -70,12 +70,6 @@ class Block:
         if self.state.loaded:
             self.state.take()
 
-    def put_back(self, writes: bool) -> str:
-        """As of ``SharedWeights``."""
-        problem = self.weights.put_back(writes)
-        self.shard.follow()
-        return problem
-
     def describe_gradients(self) -> list[str]:
         """Which parameters have one, for messages."""
         return [f"{name}: {'no ' if p.grad is None else ''}gradient" for name, p in self.weights.named]

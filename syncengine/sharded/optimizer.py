@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -25,7 +24,6 @@ from syncengine.sharded.joining import StepHook, announce_step, catch_up
 from syncengine.sharded.kinds import check_arguments, coupling, is_elementwise, own_options
 from syncengine.sharded.shard import Member, Shard, Slice, options_of
 from syncengine.sharded.sharing import Sharing
-from syncengine.sharded.writing import write_together
 
 # In the order in which they were made, which is the same on all ranks, as a set's is not: they bind by collectives.
 _optimizers: weakref.WeakValueDictionary[int, ShardedOptimizer] = weakref.WeakValueDictionary()
@@ -260,23 +258,6 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
 
     def __getstate__(self) -> dict[str, Any]:
         raise InvalidUsage("a ShardedOptimizer can't be copied or pickled: use its state_dict()")
-
-    # --- Writing
-
-    @contextlib.contextmanager
-    def writing(self) -> Iterator[bool]:
-        """A context in which one rank may write to the weights. All ranks enter it; it is True on the one that may.
-
-            with optimizer.writing() as may_write, torch.no_grad():
-                if may_write:
-                    model.module.embedding.weight.clamp_(-1, 1)
-
-        All ranks see what rank 0 has written when they leave it. An error of rank 0 is raised on the others as
-        ``Aborted``.
-        """
-        self._bind_all()
-        with write_together(self._sharing, self.param_groups, self.state) as may_write:
-            yield may_write
 
     def renew(self, loads: bool = False) -> None:
         """After a failure: goes on with the weights and the state that this rank has, and shares them anew with those

@@ -13,7 +13,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from syncengine._C import CommonMemory
-from syncengine.errors import InvalidUsage, SyncError, TornWeights, error_text, to_utf8
+from syncengine.errors import InvalidUsage, SyncError, TornWeights, to_utf8
 from syncengine.parallel import Parallel
 from syncengine.parallel.groups import Group
 from syncengine.sharded.agreement import agree, only_makes_state
@@ -97,13 +97,10 @@ class Sharing:
         self.models: list[weakref.ref[Parallel]] = []
         self.known: weakref.WeakSet[Parallel] = weakref.WeakSet()  # that it has looked at
         self.members = Membership(self.blocks)
-        self.writes = False  # this rank, in writing()
         self.over: SyncError | None = None  # why there can't be another update
         self.memories: list[CommonMemory] = []  # of all blocks, as the next
         self.claims: list[Claim] = []
-        self._updates = 0  # with those by writing()
-        self._writings = 0
-        self.steps = 0  # the user's
+        self.steps = 0  # the user's: updates that were made
 
     # --- What is shared
 
@@ -162,7 +159,7 @@ class Sharing:
         """Collective: one step of the optimizer, on all ranks or on none."""
         if not self.blocks or self.host is None:
             return
-        update = self.next_update(groups)
+        update = Update(self.host, self.blocks, self.steps + 1, groups)
         try:
             update.make(self._problem(groups) or self.look(state))
         except BaseException as error:
@@ -177,23 +174,11 @@ class Sharing:
             raise
         self._complete(update)
 
-    def next_update(self, groups: Groups) -> Update:
-        """The next one; or that in whose place there is a writing()."""
-        assert self.host is not None
-        number = self._updates + 1
-        return Update(self.host, self.blocks, number, number - self._writings, groups)
-
     def _complete(self, update: Update) -> None:
-        self._updates += 1
         self.steps += 1
         for block, written in zip(self.blocks, update.written, strict=True):
             block.weights.note_update(written)
             block.state.note_update()
-
-    def note_writing(self) -> None:
-        """It is over."""
-        self._updates += 1
-        self._writings += 1
 
     def look(self, state: State) -> str:
         """Follows what the user has done to it; says what must not be; or an empty text."""
@@ -207,7 +192,7 @@ class Sharing:
     def written(self) -> str:
         """Which parameter this rank has written to outside of an update, and must not; or an empty text."""
         for block in self.blocks:
-            if not self.writes and (text := block.weights.written_by_this_rank()):
+            if text := block.weights.written_by_this_rank():
                 return text
         return ""
 
@@ -233,21 +218,12 @@ class Sharing:
         """A new one each time: what was raised holds its callers, and they hold this."""
         return type(self.over)(str(self.over)) if self.over is not None else SyncError()
 
-    def tear(self, error: BaseException) -> None:
-        """The weights may be half written, and the communicator has failed: raises ``TornWeights``, now and later."""
-        self.blocks[0].weights.memory.tear(self._updates + 1)
-        failure = self.host.communicator.exception() if self.host is not None else None
-        other = InvalidUsage(error_text(error, named=False))
-        self.end(next((e for e in (error, failure) if isinstance(e, SyncError)), other))
-        if isinstance(error, Exception):
-            raise self._again() from error
-
     def end(self, error: SyncError) -> None:
         """No more updates. This rank keeps weights and state as they are, for itself."""
         torn = self.blocks[0].weights.memory.torn if self.blocks else 0
-        torn = torn if torn > self._updates else 0  # else another rank can't know that it is complete
+        torn = torn if torn > self.steps else 0  # else another rank can't know that it is complete
         if torn and not isinstance(error, TornWeights):
-            error = TornWeights(torn_text(torn - self._writings, str(error)))
+            error = TornWeights(torn_text(torn, str(error)))
         self.over = type(error)(str(error))
         if part(self.memories, self.claims, str(error) if torn else ""):
             self.blocks.clear()  # what may hold this would keep another one from sharing these weights

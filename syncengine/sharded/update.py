@@ -25,13 +25,10 @@ _MOMENT = 1.0  # seconds
 
 
 class Update:
-    """Update ``number`` of ``blocks``. ``writing()`` takes the place of one, by the first stages alone.
+    """Update ``number`` of ``blocks``: the user's step of this number. ``groups``: the optimizer's own."""
 
-    ``step``: which of the user's steps it is. ``groups``: the optimizer's own.
-    """
-
-    def __init__(self, host: Host, blocks: Sequence[Block], number: int, step: int, groups: Groups) -> None:
-        self._host, self._blocks, self._number, self._step, self._groups = host, blocks, number, step, groups
+    def __init__(self, host: Host, blocks: Sequence[Block], number: int, groups: Groups) -> None:
+        self._host, self._blocks, self._number, self._groups = host, blocks, number, groups
         self._memory = blocks[0].weights.memory
         self._communicator = host.communicator
         self._is_done = False  # this rank's part
@@ -51,7 +48,7 @@ class Update:
             for block, gradients in zip(self._blocks, self.written, strict=True):
                 if 2 in gradients and not problem:
                     problem = block.sparse_gradient(gradients)
-            self.agree("what ShardedOptimizer.step() is to do differs", problem)
+            self._agree(problem)
             for block in self._blocks:
                 block.give_loaded()
             fault_point("agreed")
@@ -61,7 +58,7 @@ class Update:
         except BaseException as error:
             if self._is_everybodys(error):
                 raise
-            if self.decide(False):  # the others make it
+            if self._memory.decide(self._number, False):  # the others make it
                 self._write()
                 self._see_whether_whole(error)
             raise
@@ -75,7 +72,7 @@ class Update:
 
     # --- Its stages
 
-    def agree(self, what: str, problem: str) -> None:
+    def _agree(self, problem: str) -> None:
         """Raises on all ranks if one has a ``problem``, or they are about to make different updates. Collective."""
         options = describe_options(self._groups)
         for block in self._blocks:
@@ -83,11 +80,12 @@ class Update:
             options.append(f"loaded a state dict of the optimizer, or replaced its state: {state}")
             options.append(f"loaded a state dict of the model: {'yes' if block.weights.loaded else 'no'}")
         facts = b"|".join([str(self._number).encode(), to_utf8("\n".join(options)), *self.written])
+        what = "what ShardedOptimizer.step() is to do differs"
         agree(self._communicator, what, facts, lambda: self._describe(options), problem, self._advise)
 
     def _describe(self, options: Sequence[str]) -> list[str]:
         gradients = [line for block in self._blocks for line in block.describe_gradients()]
-        return [f"step {self._step}", *options, *gradients]
+        return [f"step {self._number}", *options, *gradients]
 
     def _advise(self) -> str:
         changed = sorted(set().union(*(block.shard.changed for block in self._blocks)))
@@ -98,10 +96,6 @@ class Update:
             f"{SAME} Or, if {kind}.step() itself has changed {names}: it does not treat each parameter by itself, and "
             "the weights are void. Continue from a checkpoint, with a plain optimizer."
         )
-
-    def decide(self, proceeds: bool) -> bool:
-        """The decision, which holds for all of this host: ``proceeds``, if nobody was first to say otherwise."""
-        return self._memory.decide(self._number, proceeds)
 
     def _write(self) -> None:
         """This rank's part. Raises ``TornWeights``, unless it is Ctrl-C, if that fails when something was written."""
@@ -117,7 +111,7 @@ class Update:
             self._fail(error)
             if not isinstance(error, Exception):
                 raise  # Ctrl-C
-            raise TornWeights(torn_text(self._step, self._own(error))) from error
+            raise TornWeights(torn_text(self._number, self._own(error))) from error
         if not self._has_news:
             self._complete()
 
@@ -177,7 +171,7 @@ class Update:
                 self._memory.tear(self._number)
                 if not isinstance(error, Exception):
                     return
-                raise TornWeights(torn_text(self._step, self._who(lost or behind, error))) from error
+                raise TornWeights(torn_text(self._number, self._who(lost or behind, error))) from error
             time.sleep(0.001)
 
     def _who(self, missing: Sequence[int], error: Exception) -> str:

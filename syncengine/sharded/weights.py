@@ -25,10 +25,6 @@ class Named(NamedTuple):
     parameter: torch.nn.Parameter
 
 
-def _lies_elsewhere(parameter: torch.Tensor, memory: torch.Tensor) -> bool:
-    return parameter.data_ptr() != memory.data_ptr() or parameter.stride() != memory.stride()
-
-
 def checksum(tensor: torch.Tensor) -> int:
     """CRC-32 of the elements in the order in which they lie in memory."""
     values = tensor.detach().resolve_conj().resolve_neg()
@@ -95,43 +91,6 @@ class SharedWeights:
             common.pop(parameter, None)
         self.loaded = True
 
-    def moved_values(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The common memory of parameters that lie elsewhere now, with the values that it is to get.
-
-        These are copies: a parameter may lie in the memory of another one, or in its own in another order.
-        """
-        self._renew()
-        return [
-            (memory, parameter.detach().clone())
-            for memory, parameter in zip(self._common, self.parameters, strict=True)
-            if _lies_elsewhere(parameter, memory) and (parameter.shape, parameter.dtype) == (memory.shape, memory.dtype)
-        ]
-
-    def put_back(self, writes: bool) -> str:
-        """At the end of writing(): parameters that were loaded, or moved elsewhere, lie in the common memory again.
-
-        Returns what this rank has done that it must not; or an empty text.
-        """
-        self._renew()
-        moved = self.loaded or any(map(_lies_elsewhere, self.parameters, self._common))
-        if not writes:
-            problem = "a state dict was loaded into the model" if self.loaded else self.written_by_this_rank()
-            problem = problem and f"{problem} (on a rank that must not write)"
-        else:
-            problem = next(
-                (
-                    f"parameter {name} has another shape or dtype now"
-                    for (name, parameter), memory in zip(self.named, self._common, strict=True)
-                    if parameter.shape != memory.shape or parameter.dtype != memory.dtype
-                ),
-                "",
-            )
-        if moved:
-            self.take()
-        else:
-            self.watched.note()
-        return problem
-
     def _renew(self) -> None:
         """``share_memory_()``, or sending a tensor to a process, moves what its storage holds, and all that have it."""
         if any(memory.data_ptr() != at for memory, at in zip(self._common, self._addresses, strict=True)):
@@ -161,7 +120,7 @@ class SharedWeights:
         if (index := self.watched.written()) is not None:
             return (
                 f"parameter {self.named[index].name} was written to outside of ShardedOptimizer.step(), in memory that "
-                "all ranks share: the weights are void. Continue from a checkpoint; write to them within `with "
-                "optimizer.writing():`"
+                "all ranks share: the weights are void. Continue from a checkpoint; to change weights, call "
+                "load_state_dict() of the module on all ranks"
             )
         return ""

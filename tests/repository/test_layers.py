@@ -50,8 +50,7 @@ MODULES = {
         "__init__"
     ),
     "syncengine.sharded": (
-        "agreement kinds memory weights movable shard state claims block update sharing writing joining optimizer "
-        "__init__"
+        "agreement kinds memory weights movable shard state claims block update sharing joining optimizer __init__"
     ),
 }
 

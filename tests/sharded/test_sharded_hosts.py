@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 from pool import RankPool
-from sharded_training import copies, differences, different_weights, error_of, make, plain, train, trained
+from sharded_training import copies, differences, different_weights, make, plain, train, trained
 
 import syncengine
 
@@ -17,9 +17,9 @@ import syncengine
 def on_hosts() -> tuple[list[str], list[torch.Tensor], int]:
     theirs = make()
     ours, model, optimizer = trained(5)
-    with optimizer.writing() as may_write, torch.no_grad():
-        if may_write:
-            ours.head.bias.add_(1)
+    changed = ours.state_dict()
+    changed["head.bias"] = changed["head.bias"] + 1
+    ours.load_state_dict(changed)
     reference, plain_optimizer = plain(theirs)
     train(reference, plain_optimizer, 5)
     with torch.no_grad():
@@ -73,26 +73,3 @@ def test_nothing_more_crosses_than_gradients(pool: RankPool, hosts: str):
     gradients = sum(4 * p.numel() for p in make().parameters())
     assert as_before > gradients
     assert as_sharded < as_before + gradients / 100
-
-
-def hosts_after_an_error(fails: int) -> tuple[str, list[torch.Tensor]]:
-    net, model, optimizer = trained(2)
-
-    def go() -> None:
-        with optimizer.writing() as may_write, torch.no_grad():
-            if may_write:
-                net.head.weight.mul_(2)
-            if syncengine.rank() == fails:
-                raise ValueError("no")
-
-    text = error_of(go)
-    train(model, optimizer, range(2, 4))
-    return text, copies(net)
-
-
-@pytest.mark.parametrize("fails", [0, 1])
-def test_hosts_have_the_same_after_an_error_in_writing(pool: RankPool, fails: int):
-    answers = pool.run(hosts_after_an_error, fails, hosts="ab")
-    for rank, (text, weights) in enumerate(answers):
-        assert ("ValueError: no" if rank == fails else f"Aborted: rank {fails}: in writing(): ValueError: no") == text
-        assert all(torch.equal(a, b) for a, b in zip(weights, answers[0][1], strict=True))

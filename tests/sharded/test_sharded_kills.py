@@ -34,7 +34,6 @@ POINTS: dict[str, Sequence[int]] = {  # which occurrences of them
     "updating": range(1, 8),
     "updated": range(1, 8),
     "completed": range(1, 8),
-    "writing": range(1, 2),  # of the life itself
     "opened": [*range(8, 24), *range(24, 64, 8)],  # of collectives; the first are init's
     "reducing": range(8, 20, 2),
     "finished": range(8, 64, 8),
@@ -59,7 +58,7 @@ class Life:
             self._later = [self.net.first.bias, *self.net.second.parameters()]
             self.optimizer = syncengine.ShardedOptimizer([self.net.first.weight], torch.optim.AdamW, lr=1e-2)
         self.digests: list[int] = []
-        self.steps = self.written = 0
+        self.steps = 0
         self._is_over = False
         self.updates: list[int] = []  # by when there were how many
         self._joins = "oin" in kind
@@ -105,13 +104,6 @@ class Life:
         self.optimizer.load_state_dict(state)
         look()
         self._train(2, 4)
-        with self.optimizer.writing() as may_write, torch.no_grad():
-            if may_write:
-                self.net.first.weight.mul_(0.5)
-                fault_point("writing")
-                self.net.second.weight.mul_(0.5)
-        self.written = 1
-        look()
         self._train(4, 6)
 
     def go_on(self) -> None:
@@ -127,7 +119,7 @@ class Life:
 
     def _look(self) -> None:
         self.digests.append(digest(self.net, self.optimizer))
-        self.updates.append(self.steps + self.written)
+        self.updates.append(self.steps)
 
 
 def undisturbed(kind: str = "slices") -> list[tuple[int, int]]:
@@ -137,7 +129,7 @@ def undisturbed(kind: str = "slices") -> list[tuple[int, int]]:
     life.go_on()
     return [
         *zip(life.updates, life.digests, strict=True),
-        (life.steps + life.written + 1, digest(life.net, life.optimizer)),
+        (life.steps + 1, digest(life.net, life.optimizer)),
     ]
 
 
@@ -207,11 +199,11 @@ def test_killed_at_each_state(pool: RankPool, point: str):
     stages = {world: pool.run(undisturbed, world=world)[0] for world in (2, 3)}
     for number in POINTS[point]:
         world = 2 + number % 2
-        victim = 0 if point == "writing" else number // 2 % world
+        victim = number // 2 % world
         with pool.spawn_ranks(live_beside, victim, f"{point}:{number}:kill", world=world, settings=None) as ranks:
             torn = check_survivors(ranks, victim, stages[world])
             assert ranks[victim].exit_code() == -signal.SIGKILL, f"there is no {point} number {number}"
-            if point in ("updating", "writing") or (point == "updated" and number > 1):
+            if point == "updating" or (point == "updated" and number > 1):
                 assert all(torn)
             if point == "completed":
                 assert not any(torn)

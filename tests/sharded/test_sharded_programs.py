@@ -223,22 +223,6 @@ class Actions(Run):
         if syncengine.rank() == 0:
             assert self.optimizer.state[parameter].get("nothing") is None
 
-    def write(self) -> None:
-        """In `writing()`, in one of the ways."""
-        how = self.dice.choice(["in place", "data", "load", "send"])
-        with self.optimizer.writing() if self.is_sharded else torch.no_grad() as may_write, torch.no_grad():
-            if may_write is False:
-                return
-            if how == "load":
-                self.load_weights()
-            for p in self.trained if how in ("in place", "data") else ():
-                if how == "in place":
-                    p.mul_(0.5)
-                else:
-                    p.data = p.data * 0.5
-            if how == "send":
-                self.send()
-
 
 ACTIONS = [name for name in vars(Actions) if not name.startswith("_")]
 

@@ -15,6 +15,7 @@ from sharded_training import (
     error_of,
     is_unchanged,
     make,
+    not_divided,
     plain,
     sharded,
     train,
@@ -166,6 +167,40 @@ def test_step_alone_changes_weights_and_the_versions_of_all_of_them(elements: bo
     assert before == [p._version for p in net.parameters()]
     optimizer.step()
     assert all(p._version > version for p, version in zip(net.parameters(), before, strict=True))
+
+
+def with_a_frozen_part() -> nn.Module:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(24, 200), nn.BatchNorm1d(200), nn.Linear(200, 100), nn.Linear(100, 2))
+    net[0].requires_grad_(False)
+    return net
+
+
+@run_on_ranks(world=3)
+def test_all_ranks_load_what_one_has_computed():
+    """docs/sharding.md has this way to write to weights, and the way to evaluate others on one rank."""
+    ours, theirs = with_a_frozen_part(), with_a_frozen_part()
+    (model, optimizer), (reference, plain_optimizer) = sharded(ours), plain(theirs)
+    train(model, optimizer, 2)
+    train(reference, plain_optimizer, 2)
+    state = {name: value.clone() for name, value in ours.state_dict().items()}
+    if syncengine.rank() == 0:
+        for value in state.values():
+            value.mul_(2)
+        before = copies(ours)
+        doubled = torch.func.functional_call(ours.eval(), state, torch.ones(2, 24))
+        assert is_unchanged(ours, before)
+    for value in state.values():
+        syncengine.broadcast(value, 0)
+    for net in ours, theirs:
+        net.load_state_dict(state)
+    if syncengine.rank() == 0:
+        assert torch.equal(doubled, theirs.eval()(torch.ones(2, 24)))
+    ours.train(), theirs.train()
+    wrong = different_weights(ours, theirs)
+    train(model, optimizer, range(2, 4))
+    train(reference, plain_optimizer, range(2, 4))
+    return wrong + different_weights(ours, theirs) + not_divided(ours, optimizer)
 
 
 class Late(torch.autograd.Function):

@@ -219,17 +219,6 @@ def snapshot(optimizer: torch.optim.Optimizer) -> Any:
     return copy.deepcopy(optimizer.state_dict())
 
 
-def error_in_writing(optimizer: syncengine.ShardedOptimizer, change: Callable[[], object], writer: bool = True) -> str:
-    """Which one ends `writing()` where the rank that may write calls `change`, or, without `writer`, the others do."""
-
-    def go() -> None:
-        with optimizer.writing() as may_write, torch.no_grad():
-            if may_write == writer:
-                change()
-
-    return error_of(go)
-
-
 def error_of(call: Callable[[], Any]) -> str:
     """Class and text of the error that the call raises; empty if it raises none."""
     try:
