@@ -10,6 +10,7 @@ import pytest
 from command import alone, by_hand, syncengine
 from doctor_ranks import PATIENT, finding, report_of
 from installation import copy_of_packages
+from marks import mostly_nightly
 from pool import RankPool
 
 from syncengine import _C
@@ -52,7 +53,7 @@ def test_an_extension_that_cannot_be_loaded(programs: RankPool, tmp_path: Path):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("broken", [0, 1])
+@pytest.mark.parametrize("broken", mostly_nightly([0, 1], 1))
 def test_one_rank_cannot_load_it(programs: RankPool, tmp_path: Path, unused_port: int, broken: int):
     environs = [copied(tmp_path, damaged) if rank == broken else {} for rank in range(2)]
     results = by_hand(programs, environs, unused_port, "doctor", "--json", *PATIENT)
@@ -79,7 +80,9 @@ def test_one_rank_has_another_build(programs: RankPool, tmp_path: Path, unused_p
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("error", ["ImportError('libtorch.so is of another libc')", "OSError('no libgomp.so.1')"])
+@pytest.mark.parametrize(
+    "error", mostly_nightly(["ImportError('libtorch.so is of another libc')", "OSError('no libgomp.so.1')"], 1)
+)
 def test_a_torch_that_cannot_be_imported(tmp_path: Path, error: str):
     """It is what imports syncengine that fails then: `import torch` comes first there."""
     environ = copied(tmp_path, damaged)

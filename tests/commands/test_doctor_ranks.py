@@ -17,6 +17,7 @@ import pytest
 import torch
 from command import by_hand
 from doctor_ranks import examine, examined, finding
+from marks import mostly_nightly
 from pool import RankPool
 
 from syncengine import _C
@@ -104,7 +105,7 @@ def use_a_real_store() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("comes", [0, 1])
+@pytest.mark.parametrize("comes", mostly_nightly([0, 1], 1))
 def test_a_rank_that_does_not_come(pool: RankPool, unused_port: int, comes: int):
     """Whoever is there reports. Rank 0 serves the store, so rank 1 finds none."""
     environ = {"RANK": str(comes), "WORLD_SIZE": "2", "MASTER_PORT": str(unused_port)}
@@ -250,7 +251,7 @@ def test_gradients_that_are_no_averages_are_wrong(pool: RankPool):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("command", ["doctor", "bench"])
+@pytest.mark.parametrize("command", mostly_nightly(["doctor", "bench"], 0))
 def test_another_number_than_the_launchers_is_refused(programs: RankPool, unused_port: int, command: str):
     """Not ignored. The same number is what `--ranks` gives to the ranks that it has started itself."""
     results = by_hand(programs, [{}, {}], unused_port, command, "--ranks", "3")

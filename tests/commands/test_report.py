@@ -23,6 +23,7 @@ from command import alone
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_traces import MODEL, MS, Job, make
+from marks import mostly_nightly
 from pool import RankPool
 from torch import nn
 
@@ -289,7 +290,7 @@ def train(directory: str, who: int, where: str, delay: float) -> None:
 
 @pytest.mark.alone
 @pytest.mark.thorough
-@pytest.mark.parametrize("where", ["input", "forward", "backward", "optimizer"])
+@pytest.mark.parametrize("where", mostly_nightly(["input", "forward", "backward", "optimizer"], 0))
 def test_a_delay_in_a_run_is_named(pool: RankPool, programs: RankPool, tmp_path: Path, where: str):
     """By the command, as users run it."""
     delay = 0.3  # of a step of some milliseconds: the machine's noise is less

@@ -56,7 +56,7 @@ def launched(programs, *arguments):
     return alone(programs, "run", *arguments, environ={**path, "SYNCENGINE_SUMMARY": "0"})
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_another_process_joins_in_the_place_of_the_dead(pool, programs):
     """Rank 3, the first to come, has another model: it hears so, and the others go on, until rank 4 comes."""
     undisturbed = pool.run(train, world=1, settings=None)[0][0]

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from faults import Outcome, needs_hooks, suffer
 from launcher import Launcher
+from marks import mostly_nightly
 from test_elastic import train
 
 from syncengine import _joining
@@ -108,7 +109,7 @@ def play(pool, undisturbed, story):
 
 
 @needs_hooks
-@pytest.mark.parametrize("first", range(0, STORIES, OF_A_TEST))
+@pytest.mark.parametrize("first", mostly_nightly(range(0, STORIES, OF_A_TEST), 0))
 def test_stories(pool, undisturbed, first):
     stories = [Story(seed) for seed in range(first, min(first + OF_A_TEST, STORIES))]
     with ThreadPoolExecutor(AT_A_TIME) as players:

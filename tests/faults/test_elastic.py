@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 from faults import Outcome, my_rank, needs_hooks, others, set_fault, suffer
+from marks import mostly_nightly
 from pool import RankFailure, run_on_ranks
 from torch import nn
 
@@ -147,7 +148,7 @@ def test_nobody_dies(pool, undisturbed):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", mostly_nightly(PLACES, 0, 1, 2))
 def test_killed_in_a_step(pool, undisturbed, place):
     kills = {PLACES.index(place) % 3: (3, place)}
     with pool.spawn_ranks(disturbed, kills, world=3, settings=None) as ranks:
@@ -165,17 +166,22 @@ def test_a_step_that_was_updated_and_not_finished_is_not_made_twice(pool):
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("hosts", "kills"),
-    [
-        pytest.param("aaaa", {0: (2, "summed"), 2: "arrived:1:kill"}, marks=needs_hooks),
-        pytest.param("aaaa", {0: (2, "backward"), 1: "proposing:1:kill", 3: (7, "updated")}, marks=needs_hooks),
-        pytest.param("aaaa", {1: "reduced:30:kill", 2: "pulled:40:kill"}, marks=needs_hooks),
-        pytest.param("aaaa", {0: "reducing:25:kill", 3: "arriving:1:kill"}, marks=needs_hooks),
-        ("aab", {0: (2, "summed"), 1: (2, "summed")}),
-        ("aab", {2: (3, "updated"), 0: (6, "backward")}),
-        ("aabb", {0: (3, "finished"), 3: (3, "updated")}),
-        ("aabb", {2: (2, "updated"), 3: (5, "forward"), 0: (5, "backward")}),
-        ("abc", {0: (1, "begin"), 1: (4, "updated")}),
-    ],
+    mostly_nightly(
+        [
+            pytest.param("aaaa", {0: (2, "summed"), 2: "arrived:1:kill"}, marks=needs_hooks),
+            pytest.param("aaaa", {0: (2, "backward"), 1: "proposing:1:kill", 3: (7, "updated")}, marks=needs_hooks),
+            pytest.param("aaaa", {1: "reduced:30:kill", 2: "pulled:40:kill"}, marks=needs_hooks),
+            pytest.param("aaaa", {0: "reducing:25:kill", 3: "arriving:1:kill"}, marks=needs_hooks),
+            ("aab", {0: (2, "summed"), 1: (2, "summed")}),
+            ("aab", {2: (3, "updated"), 0: (6, "backward")}),
+            ("aabb", {0: (3, "finished"), 3: (3, "updated")}),
+            ("aabb", {2: (2, "updated"), 3: (5, "forward"), 0: (5, "backward")}),
+            ("abc", {0: (1, "begin"), 1: (4, "updated")}),
+        ],
+        0,
+        4,
+        8,
+    ),
     ids=str,
 )
 def test_several_die(pool, undisturbed, hosts, kills):

@@ -6,6 +6,7 @@ import signal
 import pytest
 from faults import FAULT, Outcome, needs_hooks, suffer
 from launcher import Launcher
+from marks import mostly_nightly
 from test_elastic import train
 
 from syncengine import _joining
@@ -77,7 +78,7 @@ def check(pool, undisturbed, victims, hosts="aaaa"):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("victim", [0, 1, 3], ids=["first", "another", "joins"])
+@pytest.mark.parametrize("victim", mostly_nightly([0, 1, 3], 0), ids=["first", "another", "joins"])
 def test_one_dies_while_another_one_joins(pool, undisturbed, victim, place):
     check(pool, undisturbed, {victim: place})
 
@@ -85,8 +86,8 @@ def test_one_dies_while_another_one_joins(pool, undisturbed, victim, place):
 @pytest.mark.thorough
 @needs_hooks
 @pytest.mark.parametrize("place", ["listening", "connecting", "handed", "joining"])
-@pytest.mark.parametrize("hosts", ["aaaa", "aaba"])
-@pytest.mark.parametrize("victim", [1, 3], ids=["another", "joins"])
+@pytest.mark.parametrize("hosts", mostly_nightly(["aaaa", "aaba"], 1))
+@pytest.mark.parametrize("victim", mostly_nightly([1, 3], 1), ids=["another", "joins"])
 def test_one_dies_while_all_connect(pool, undisturbed, victim, hosts, place):
     first = 2 if victim < WORLD else 1  # behind what init has passed
     if place == "handed" and victim < WORLD:
@@ -97,7 +98,15 @@ def test_one_dies_while_all_connect(pool, undisturbed, victim, hosts, place):
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "victims",
-    [{3: "asked"}, {0: "told", 4: "connected"}, {1: "asked", 2: "connected"}, {0: "decided", 1: "decided", 3: "told"}],
+    mostly_nightly(
+        [
+            {3: "asked"},
+            {0: "told", 4: "connected"},
+            {1: "asked", 2: "connected"},
+            {0: "decided", 1: "decided", 3: "told"},
+        ],
+        3,
+    ),
     ids=str,
 )
 def test_several_join(pool, undisturbed, victims):

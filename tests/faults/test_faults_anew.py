@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from faults import Resources, my_rank, wait_for_failure, wait_for_file
+from marks import mostly_nightly
 from parallel_models import Mlp
 from pool import RankPool, run_on_ranks
 from torch import nn
@@ -89,7 +90,7 @@ def train_and_raise(module: Breaks, where: str) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("where", mostly_nightly(["forward", "backward"], 1))
 @run_on_ranks(hosts=["aaa", "ab", "aab"], settings=None)
 def test_the_rank_that_raised_wraps_its_model_again_at_once(where: str):
     """It waits for nobody before. Nothing has failed: the communicator stays."""
@@ -134,7 +135,17 @@ FAILURES = {
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("hosts", "how", "numerics"),
-    [*((hosts, how, "rank_order") for hosts in ("aaa", "ab", "aab") for how in FAILURES), ("aa", "Aborted", "ring")],
+    mostly_nightly(
+        [
+            *((hosts, how, "rank_order") for hosts in ("aaa", "ab", "aab") for how in FAILURES),
+            ("aa", "Aborted", "ring"),
+        ],
+        0,
+        1,
+        2,
+        6,
+        9,
+    ),
 )
 @run_on_ranks(settings=None)
 def test_a_new_communicator_after_a_failure(hosts: str, how: str, numerics: str):

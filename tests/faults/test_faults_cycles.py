@@ -15,6 +15,7 @@ import pytest
 import torch
 from faults import Outcome, my_rank, suffer
 from faults_model import model_and_step
+from marks import mostly_nightly
 from pool import run_on_ranks
 from torch.utils.data._utils.pin_memory import _pin_memory_loop
 
@@ -141,7 +142,7 @@ def test_crosswise_on_two_communicators(pool, beside):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("beside", ["idle", "busy worker"])
+@pytest.mark.parametrize("beside", mostly_nightly(["idle", "busy worker"], 1))
 def test_crosswise_beside_another_thread_is_a_timeout_that_names_both(pool, beside):
     outcomes = pool.run(crosswise, beside, world=2, settings=None)
     # Who is first leaves, and waits no more when the other comes to its own deadline.

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from faults import Outcome, ended, my_rank, needs_hooks, others, set_fault, suffer
+from marks import mostly_nightly
 
 import syncengine
 
@@ -144,7 +145,7 @@ def report_then_exit() -> Outcome:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("world", [3, 8])
+@pytest.mark.parametrize("world", mostly_nightly([3, 8], 0))
 def test_everybody_names_the_dead_not_each_other(pool, world):
     with pool.spawn_ranks(report_then_exit, world=world, settings=None) as ranks:
         for rank in others(ranks, 2):

@@ -19,6 +19,7 @@ from faults import (
     wait_for_waiting,
 )
 from faults_model import Model, model_and_step
+from marks import mostly_nightly
 from pool import run_on_ranks
 
 import syncengine
@@ -126,7 +127,7 @@ def stop_in_training(fault, woken) -> Outcome:
 
 @pytest.mark.thorough
 @needs_hooks
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", mostly_nightly([2, 3], 1))
 def test_stopped_in_backward_and_woken(pool, tmp_path, world):
     woken = tmp_path / "woken"
     with pool.spawn_ranks(stop_in_training, "reducing:40:stop", str(woken), world=world, settings=None) as ranks:

@@ -21,6 +21,7 @@ from faults import (
     wait_for_file,
     wait_until,
 )
+from marks import mostly_nightly
 from pool import run_on_ranks
 
 import syncengine
@@ -58,7 +59,9 @@ POINTS = [("reducing:2", True), ("reduced:2", True), ("staged:2", True), ("reduc
 
 @pytest.mark.thorough
 @needs_hooks
-@pytest.mark.parametrize(("world", "points"), [(2, POINTS), (3, POINTS), *((8, [point]) for point in POINTS)])
+@pytest.mark.parametrize(
+    ("world", "points"), mostly_nightly([(2, POINTS), (3, POINTS), *((8, [point]) for point in POINTS)], 1)
+)
 def test_woken_rank_changes_nobodys_memory(pool, tmp_path, world, points):
     """Small jobs come to their deadlines side by side."""
     victim = 1

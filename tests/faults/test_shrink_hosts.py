@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from faults import Outcome, my_rank, needs_hooks, set_fault, suffer, wait_for_file, wait_until
+from marks import mostly_nightly
 from pool import RankFailure, run_on_ranks
 from test_shrink import check_sum
 
@@ -141,17 +142,22 @@ def stopped(who, fault, woken, settings) -> Outcome:
 @needs_hooks
 @pytest.mark.parametrize(
     ("hosts", "who", "settings"),
-    [
-        ("abc", [1], {"timeout": 2.0}),
-        ("abc", [0], {"timeout": 2.0}),
-        ("aab", [0], {"timeout": 2.0}),
-        ("aab", [2], {"timeout": 2.0}),
-        ("aabb", [2, 3], {"timeout": 2.0}),
-        ("ab", [1], {"timeout": 2.0}),
-        ("abc", [2], {"timeout": 60.0, "silence": 1.5}),
-        ("aab", [2], {"timeout": 60.0, "silence": 1.5}),
-        ("aaa", [1], {"timeout": 2.0}),
-    ],
+    mostly_nightly(
+        [
+            ("abc", [1], {"timeout": 2.0}),
+            ("abc", [0], {"timeout": 2.0}),
+            ("aab", [0], {"timeout": 2.0}),
+            ("aab", [2], {"timeout": 2.0}),
+            ("aabb", [2, 3], {"timeout": 2.0}),
+            ("ab", [1], {"timeout": 2.0}),
+            ("abc", [2], {"timeout": 60.0, "silence": 1.5}),
+            ("aab", [2], {"timeout": 60.0, "silence": 1.5}),
+            ("aaa", [1], {"timeout": 2.0}),
+        ],
+        2,
+        4,
+        6,
+    ),
 )
 def test_stopped_ranks_are_given_up_and_may_not_go_on(pool, tmp_path, hosts, who, settings):
     woken, is_one_host = tmp_path / "woken", len(set(hosts)) == 1
@@ -180,7 +186,7 @@ def test_stopped_ranks_are_given_up_and_may_not_go_on(pool, tmp_path, hosts, who
 
 @pytest.mark.thorough
 @needs_hooks
-@pytest.mark.parametrize(("hosts", "who"), [("ab", [0]), ("aab", [0, 1]), ("aabb", [0, 1])])
+@pytest.mark.parametrize(("hosts", "who"), mostly_nightly([("ab", [0]), ("aab", [0, 1]), ("aabb", [0, 1])], 1))
 def test_those_who_may_be_the_smaller_part_do_not_go_on(pool, tmp_path, hosts, who):
     """They raise; those who were stopped go on without them."""
     woken = tmp_path / "woken"

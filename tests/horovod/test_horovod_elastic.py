@@ -125,7 +125,7 @@ def launched(*arguments):
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=280)
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_ranks_are_killed_and_come_back(pool, tmp_path):
     """Rank 0 dies, and so does who comes in its place. What each part of the run ends with is what ranks make of its
     beginning when nobody dies: each part but the last ends with a commit, from which the next one goes on."""

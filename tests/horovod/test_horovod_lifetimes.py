@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from faults import Resources
+from marks import mostly_nightly
 from pool import run_on_ranks
 from test_horovod_optimizer import add, average, gradients, loss_of, make_model, of_ranks, sgd
 from torch import nn
@@ -23,7 +24,7 @@ def rss() -> int:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("with_scheduler", [False, True])
+@pytest.mark.parametrize("with_scheduler", mostly_nightly([False, True], 1))
 @run_on_ranks(timeout=120)
 def test_makings_leave_nothing(with_scheduler: bool):
     """What 1000 optimizers on one model leave: handles and threads, streams, hooks on a parameter, classes, bytes."""

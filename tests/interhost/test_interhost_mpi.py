@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from faults import WITHIN
+from marks import mostly_nightly
 from shared_files import is_mapped, shared_files
 from test_launchers_real import mpi, run, start
 
@@ -12,7 +13,7 @@ pytestmark = pytest.mark.thorough
 
 SCRIPT = str(Path(__file__).with_name("interhost_script.py"))
 
-each_mpi = pytest.mark.parametrize("name", ["openmpi", "mpich"])
+each_mpi = pytest.mark.parametrize("name", mostly_nightly(["openmpi", "mpich"], 0))
 
 
 def command(name, *cases):
@@ -47,11 +48,13 @@ def test_bits_training_and_errors(name):
             assert "waits for rank" in outcome
 
 
+@pytest.mark.nightly
 @each_mpi
 def test_exit_without_shutdown(name):
     assert answers(name, "leave_in_the_middle:ab") == [[None]] * 2
 
 
+@pytest.mark.nightly
 @each_mpi
 def test_mpi_that_was_finalized_is_named(name):
     for ((error, text),) in answers(name, "finalize_first:ab"):
@@ -76,6 +79,7 @@ def test_killed(name):
         time.sleep(0.1)
 
 
+@pytest.mark.nightly
 def test_a_thread_level_that_is_too_low_is_refused():
     for ((error, text),) in answers("openmpi", "init_only:ab", MPI4PY_RC_THREAD_LEVEL="serialized"):
         assert error == "InvalidUsage", text

@@ -10,6 +10,7 @@ import test_hosts
 import torch
 import torch.distributed as dist
 from faults import WITHIN, ended, live_on, suffer
+from marks import mostly_nightly
 from pool import RankPool
 from test_hosts import start, wait_until_busy
 from two_groups import as_under_ddp, in_two_threads
@@ -35,7 +36,7 @@ def test_every_collective(pool: RankPool, hosts: str) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("numerics", ["rank_order", "ring"])
+@pytest.mark.parametrize("numerics", mostly_nightly(["rank_order", "ring"], 0))
 def test_bits_are_those_of_one_host(pool: RankPool, numerics: str) -> None:
     alone = run(pool, test_hosts.reduce_all, "aaa", numerics)
     for hosts in ("aab", "abc"):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from command import environ_of, slurm_variables
 from installation import copy_of_packages
+from marks import mostly_nightly
 from pool import RankPool
 from programs import run_programs
 from repository import ROOT, SUPPORT
@@ -88,7 +89,7 @@ SETTING = "InvalidUsage: SYNCENGINE_NUMERICS='none' is not allowed"
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("failing", mostly_nightly([0, 1], 1))
 @pytest.mark.parametrize("ranks", [by_hand, by_slurm])
 def test_a_bad_setting(programs: RankPool, tmp_path: Path, unused_port: int, ranks, failing: int):
     """Also on rank 0, which serves the store; and on the rank itself it is the error that it is."""
@@ -107,7 +108,7 @@ def test_who_comes_last_hears_it_too(programs: RankPool, tmp_path: Path, unused_
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("failing", mostly_nightly([0, 1], 1))
 def test_an_import_that_fails(programs: RankPool, tmp_path: Path, unused_port: int, broken: str, failing: int):
     path = script(tmp_path, "import torch", BROKEN, f"import syncengine; {INIT}", failing)
     answers = said(programs, path, by_hand(unused_port, BROKEN=broken, TORCH_DEVICE_BACKEND_AUTOLOAD="0"))
@@ -118,7 +119,7 @@ def test_an_import_that_fails(programs: RankPool, tmp_path: Path, unused_port: i
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("failing", [0, 2])
+@pytest.mark.parametrize("failing", mostly_nightly([0, 2], 1))
 def test_an_error_of_the_script_before_init(programs: RankPool, tmp_path: Path, unused_port: int, failing: int):
     path = script(tmp_path, IMPORT, "raise ValueError('the disk is full')", INIT, failing)
     answers = said(programs, path, by_slurm(unused_port))
@@ -179,7 +180,7 @@ STAYS = """if rank == 0: open(__file__ + " has said", "w").close()
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("launcher", ["torchrun", "openmpi", "mpich"])
+@pytest.mark.parametrize("launcher", mostly_nightly(["torchrun", "openmpi", "mpich"], 0))
 def test_launchers(tmp_path: Path, launcher: str):
     told = start([*command_of(launcher), script(tmp_path, IMPORT, BAD, INIT, after=STAYS)])
     assert heard(told.stdout, told.stderr)[0].startswith(f"Aborted: rank 1 failed in init: {SETTING}")

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from marks import mostly_nightly
 from pool import RankPool
 from repository import SUPPORT
 from test_launchers_real import command_of, start
@@ -35,7 +36,7 @@ class Launch(NamedTuple):
     outcomes: dict[str, list[list[Any]]]  # of each program: every rank's exit code and output, rank 0's first
 
 
-@pytest.fixture(scope="module", params=["torchrun", "openmpi", "mpich"])
+@pytest.fixture(scope="module", params=mostly_nightly(["torchrun", "openmpi", "mpich"], 1))
 def launch(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Launch:
     folder = tmp_path_factory.mktemp(request.param)
     programs = {

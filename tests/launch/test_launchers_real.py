@@ -10,6 +10,7 @@ import sys
 import launched_script
 import pytest
 from command import slurm_variables
+from marks import mostly_nightly
 from repository import ROOT, SUPPORT
 
 SCRIPT = str(SUPPORT / "launched_script.py")
@@ -60,7 +61,7 @@ def command_of(launcher):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("when", [["never", "group", "before"], ["after", "never"]])
+@pytest.mark.parametrize("when", mostly_nightly([["never", "group", "before"], ["after", "never"]], 0))
 def test_torchrun(when):
     """Jobs one after the other in one launch. Gloo is in one of them: in the launcher's store, the ranks of a second
     group find each other's addresses of the first one."""
@@ -81,7 +82,7 @@ EXCHANGES = {
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["openmpi", "mpich"])
+@pytest.mark.parametrize("name", mostly_nightly(["openmpi", "mpich"], 1))
 def test_mpirun(name):
     """Exchanges that fail, init after them, and the script, in one job.
 
@@ -105,7 +106,7 @@ def test_mpirun(name):
     assert told[1] == own[1] == "2"
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_mpi4py_of_another_mpi_is_refused():
     """Open MPI under MPICH's mpirun: each rank is a world of its own. (The other way round MPICH itself aborts.)"""
     mpirun, _ = mpi("mpich")

@@ -80,7 +80,7 @@ def restarted(folder: Path) -> list[str]:
     return ended.stdout.splitlines()
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_attempts_that_fail_in_turn(tmp_path: Path):
     assert restarted(tmp_path) == ["3 0.5 2.0"] * 2
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+from marks import mostly_nightly
 from models.workload import same_bits
 from parallel_models import data, gradients
 from pool import RankPool, run_on_ranks
@@ -137,17 +138,22 @@ FINE = {"bucket_cap_mb": 1}
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("place", "backend", "optimize_ddp", "options"),
-    [
-        ("over", "aot_eager", True, FINE),
-        ("over", "eager", False, {"modes": True}),
-        ("over_in_place", "eager", "ddp_optimizer", {"modes": True}),
-        ("under", "aot_eager", True, FINE),
-        ("under", "eager", "no_optimization", {}),
-        ("parts", "eager", True, FINE),
-        ("over", "eager", True, {"find_unused_parameters": True}),
-        ("under", "aot_eager", True, {"make": Checkpointed}),
-        ("over", "inductor", True, {"make": Narrow}),
-    ],
+    mostly_nightly(
+        [
+            ("over", "aot_eager", True, FINE),
+            ("over", "eager", False, {"modes": True}),
+            ("over_in_place", "eager", "ddp_optimizer", {"modes": True}),
+            ("under", "aot_eager", True, FINE),
+            ("under", "eager", "no_optimization", {}),
+            ("parts", "eager", True, FINE),
+            ("over", "eager", True, {"find_unused_parameters": True}),
+            ("under", "aot_eager", True, {"make": Checkpointed}),
+            ("over", "inductor", True, {"make": Narrow}),
+        ],
+        0,
+        3,
+        5,
+    ),
 )
 @run_on_ranks(gloo=True, timeout=300)
 def test_compiled_training_has_the_bits_and_graphs_of_ddp(

@@ -6,6 +6,7 @@ import hashlib
 
 import pytest
 import torch
+from marks import mostly_nightly
 from parallel_models import Run, bits_between_ours_and_ddp, train
 from pool import RankPool, run_on_ranks
 from torch import nn
@@ -17,7 +18,7 @@ ALGORITHMS = ["auto", "direct", "staged", "one_shot"]
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("world", [2, 3, 4, 8])
+@pytest.mark.parametrize("world", mostly_nightly([2, 3, 4, 8], 1))
 def test_ring_is_bit_equal_to_ddp_at_any_size(pool: RankPool, world: int):
     runs = [
         Run(),
@@ -47,7 +48,7 @@ def digest_of_training(runs: list[Run]) -> list[str]:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("world", [2, 3, 8])
+@pytest.mark.parametrize("world", mostly_nightly([2, 3, 8], 1))
 def test_rank_order_does_not_depend_on_buckets_algorithm_or_run(pool: RankPool, world: int):
     caps = [None, 0.001, 0.3, 100.0]
     for dtype in (torch.float32, torch.bfloat16):

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from faults import needs_hooks
 from flat import flat, flat_buckets
+from marks import mostly_nightly
 from parallel_models import CAP, Run, backwards, data, different_bits, small, train
 from pool import RankPool, run_on_ranks
 from raising_model import InBackward
@@ -54,7 +55,7 @@ def check_in_place(run: Callable[[], list[torch.Tensor]]) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("world", [3, 4])
+@pytest.mark.parametrize("world", mostly_nightly([3, 4], 0))
 @run_on_ranks()
 def test_rank_order_has_the_bits_of_buckets_in_place(world: int):
     for run in (*RUNS, Run(dtype=torch.float16)):
@@ -71,7 +72,7 @@ HOOKS: dict[str, Callable[[Any], None]] = {
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", HOOKS)
-@pytest.mark.parametrize("numerics", ["rank_order", "ring"])
+@pytest.mark.parametrize("numerics", mostly_nightly(["rank_order", "ring"], 0))
 @run_on_ranks(world=3)
 def test_hooks_of_the_engine_have_the_bits_of_buckets_in_place(numerics: str, name: str):
     """Where 1/N is not exact, the order of scaling and rounding shows."""
@@ -106,7 +107,7 @@ def test_weights(pool: RankPool, mode: str):
         assert plain > 1e-2
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 @since_2_13
 def test_uneven_inputs(pool: RankPool):
     for answer in pool.run(flat, compare_uneven, uneven_runs(2), gloo=True, settings={"timeout": 30.0}):

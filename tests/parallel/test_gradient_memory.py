@@ -11,6 +11,7 @@ from typing import ClassVar
 import pytest
 import torch
 from faults import in_child, memory_of_this_process, wait_for_file
+from marks import mostly_nightly
 from models import workload
 from models.workload import train as train_workload
 from parallel_models import Mlp, Run, train
@@ -31,7 +32,7 @@ def train_all() -> tuple[list[list[bytes]], dict[str, int]]:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", mostly_nightly([2, 3, 4], 1))
 def test_bits_are_those_of_the_staged_way(pool: RankPool, world: int):
     expected = pool.run(train_all, world=world, settings={"gradient_memory": "torch"})
     found = pool.run(train_all, world=world, settings={"gradient_memory": "arena"})

@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from hosts import Hosts, why_not
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from marks import mostly_nightly
 from pool import RankPool, run_on_ranks
 from programs import run_programs
 from repository import ROOT
@@ -260,7 +261,7 @@ def expected(pool: RankPool) -> Callable[[str, int, int], Any]:
     return of
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 @pytest.mark.skipif(why_not() is not None, reason="needs network namespaces")
 def test_real_hosts_train_what_the_plain_example_does(programs: RankPool, unused_port: int):
     environ = {k: v for k, v in os.environ.items() if not k.startswith("SYNCENGINE_")} | {"OMP_NUM_THREADS": "1"}
@@ -285,7 +286,13 @@ def all_kinds(total: int, steps: int) -> list[Answer]:
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("total", "steps", "world"),
-    [*((8, STEPS, world) for world in (1, 2, 3, 4, 5, 8)), *itertools.product((3, 6, 7), [4], (1, 2, 3))],
+    mostly_nightly(
+        [*((8, STEPS, world) for world in (1, 2, 3, 4, 5, 8)), *itertools.product((3, 6, 7), [4], (1, 2, 3))],
+        0,
+        2,
+        11,
+        12,
+    ),
 )
 def test_any_number_of_ranks_trains_what_a_plain_loop_does(
     pool: RankPool, expected, total: int, steps: int, world: int
@@ -296,7 +303,7 @@ def test_any_number_of_ranks_trains_what_a_plain_loop_does(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("hosts", ["ab", "aab", "aabb", "aba"])
+@pytest.mark.parametrize("hosts", mostly_nightly(["ab", "aab", "aabb", "aba"], 1))
 def test_hosts_train_the_same(pool: RankPool, expected, hosts: str):
     assert joined(pool.run(train, "language", 8, STEPS, hosts=hosts, timeout=200)) == expected("language", 8, STEPS)
 
@@ -319,7 +326,7 @@ def variant(name: str) -> Any:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["scaled", "sharded", "compiled", "workers"])
+@pytest.mark.parametrize("name", mostly_nightly(["scaled", "sharded", "compiled", "workers"], 0, 1))
 def test_other_ways_train_the_same(pool: RankPool, expected, name: str):
     weights, losses = expected("language", 8, 10)
     for world in (1, 3):
@@ -338,7 +345,7 @@ def compiled() -> Answer:
     return answer
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_inductor_trains_the_same_at_any_number_of_ranks(pool: RankPool):
     """Beside itself alone: its kernels, of GELU and dropout, round in their own way. A C++ compiler takes seconds."""
     one, three = (joined(pool.run(compiled, world=world, timeout=300)) for world in (1, 3))
@@ -378,7 +385,7 @@ def copies_at_the_peak(total: int) -> float:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("total", [1, 2, 8])
+@pytest.mark.parametrize("total", mostly_nightly([1, 2, 8], 2))
 def test_a_rank_keeps_a_gradient_for_each_level_of_the_tree(pool: RankPool, total: int):
     (copies,) = pool.run(copies_at_the_peak, total, world=1)
     assert total.bit_length() - 0.1 < copies < total.bit_length() + 1 / 3 + 0.1  # and one parameter's

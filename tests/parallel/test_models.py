@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from marks import mostly_nightly
 from models import workload
 from models.workload import train
 from pool import RankPool
@@ -39,7 +40,7 @@ def test_a_real_model_trains_to_the_bits_of_ddp(pool: RankPool, name: str, mode:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["gpt", "experts"])
+@pytest.mark.parametrize("name", mostly_nightly(["gpt", "experts"], 0))
 def test_a_real_model_trains_to_the_bits_of_ddp_on_3_ranks_in_ring(pool: RankPool, name: str):
     settings = {"timeout": 60.0, "numerics": "ring"}
     for different, _ in pool.run(difference_from_ddp, name, world=3, gloo=True, settings=settings):

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from flat import flat
+from marks import mostly_nightly
 from parallel_models import CAP, average
 from pool import RankPool, run_on_ranks
 from torch import nn
@@ -114,9 +115,9 @@ def check(plans: Sequence[Brought], said: Sequence[Sequence[str]]) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", mostly_nightly([1, 2, 3, 4], 0, 2))
 @pytest.mark.parametrize("numerics", ["rank_order", "ring"])
-@pytest.mark.parametrize("memory", ["arena", "torch"])
+@pytest.mark.parametrize("memory", mostly_nightly(["arena", "torch"], 0))
 def test_rank_parameter_and_step_are_named(pool: RankPool, world: int, numerics: str, memory: str):
     settings = {"numerics": numerics, "gradient_memory": memory}
     plans = cases(world)
@@ -140,7 +141,7 @@ def test_flat_buckets(pool: RankPool):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("hosts", ["ab", "aab", "abab"])
+@pytest.mark.parametrize("hosts", mostly_nightly(["ab", "aab", "abab"], 1))
 @pytest.mark.parametrize("algorithm", ["exchange", "chain"])
 def test_between_hosts(pool: RankPool, hosts: str, algorithm: str):
     plans, environ = cases(len(hosts)), {"SYNCENGINE_TEST_HOST_ALGORITHM": algorithm}

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from marks import mostly_nightly
 from parallel_models import different_bits, gradients
 from pool import run_on_ranks
 from torch import nn
@@ -75,7 +76,7 @@ def test_models_are_copied_without_init(backend: str, then_init: bool, world: in
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", mostly_nightly([1, 2], 1))
 @run_on_ranks(spawned=True, settings=None)
 def test_the_copy_of_a_compiled_model_calls_its_own_module(world: int, tmp_path: Path):
     init_process_group("gloo")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from faults import wait_for_failure
+from marks import mostly_nightly
 from parallel_models import CAP, Mlp, averages, data
 from pool import run_on_ranks
 from raising_model import InBackward
@@ -46,7 +47,7 @@ def fails_on_rank_1(kind: type[Exception], own: str, others: str) -> contextlib.
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("world", [2, 3, 8])
+@pytest.mark.parametrize("world", mostly_nightly([2, 3, 8], 1))
 @run_on_ranks(gloo=True)
 def test_an_error_in_backward_reaches_all_ranks(world: int):
     torch.manual_seed(0)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import mostly_nightly
 from parallel_models import Conv, Mlp, both, data, different_bits
 from pool import RankPool, run_on_ranks
 from torch import nn
@@ -110,7 +111,7 @@ def runs_of(world: int) -> list[Uneven]:
 
 @pytest.mark.thorough
 @since_2_13
-@pytest.mark.parametrize(("world", "mode"), [(2, "rank_order"), (2, "ring"), (3, "ring")])
+@pytest.mark.parametrize(("world", "mode"), mostly_nightly([(2, "rank_order"), (2, "ring"), (3, "ring")], 2))
 def test_uneven_inputs_train_as_under_ddp(pool: RankPool, world: int, mode: str):
     answers = pool.run(compare, runs_of(world), world=world, gloo=True, settings={"timeout": 30.0, "numerics": mode})
     assert not {(rank, run): n for rank, answer in enumerate(answers) for run, n in answer.items() if n}

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from marks import mostly_nightly
 from parallel_models import Mlp, backwards, both, data, gradients, small
 from pool import RankPool, run_on_ranks
 from torch import nn
@@ -111,7 +112,7 @@ def looks_alone(rank: int, at: list[int], freezes: str, options: dict[str, Any])
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("freezes", ["nothing", "a part", "all"])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", mostly_nightly([0, 1], 1))
 def test_a_forward_of_one_rank_alone_is_its_own_where_ddps_is(pool: RankPool, rank: int, freezes: str):
     """In each place but after the first backward, where DDP's plans, and in all of them."""
     for options in ({}, {"bucket_cap_mb": 0.001}, {"find_unused_parameters": True}):

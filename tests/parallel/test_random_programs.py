@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from flat import flat
+from marks import mostly_nightly
 from models.workload import same_bits
 from pool import RankPool
 from random_layers import (
@@ -493,7 +494,7 @@ def check(answers: list[list[str]]) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("first", numbers(0, 10))
+@pytest.mark.parametrize("first", mostly_nightly(numbers(0, 10), 0, 1, 2))
 def test_programs_of_two_ranks(pool: RankPool, first: int):
     check(pool.run(differences, first, True, True, gloo=True))
 
@@ -505,14 +506,15 @@ def test_programs_of_three_ranks_in_ring(pool: RankPool, first: int):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("first", numbers(2, 3))
+@pytest.mark.parametrize("first", mostly_nightly(numbers(2, 3), 0))
 def test_programs_with_flat_buckets(pool: RankPool, first: int):
     check(pool.run(flat, differences, first, True, True, False, gloo=True))
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("hosts", "first"), list(zip(itertools.cycle(["aaa", "ab", "aab", "aaaaa"]), numbers(3, 4), strict=False))
+    ("hosts", "first"),
+    mostly_nightly(list(zip(itertools.cycle(["aaa", "ab", "aab", "aaaaa"]), numbers(3, 4), strict=False)), 2),
 )
 def test_programs_on_hosts(pool: RankPool, hosts: str, first: int):
     check(pool.run(differences, first, False, True, hosts=hosts))

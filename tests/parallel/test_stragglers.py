@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import mostly_nightly
 from parallel_models import average, data
 from pool import RankPool, run_on_ranks
 from torch import nn
@@ -118,21 +119,23 @@ def check(found: list[dict[str, Any]], late: int, phase: str, delay: float = DEL
 @pytest.mark.alone
 @pytest.mark.thorough
 @pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", mostly_nightly([2, 4], 0))
 def test_a_late_rank_is_named(pool: RankPool, world: int, phase: str):
     check(pool.run(be_late, world - 1, phase, world=world), world - 1, phase)
 
 
 @pytest.mark.alone
 @pytest.mark.thorough
-@pytest.mark.parametrize(("late", "phase"), [(0, "input"), (1, "forward"), (2, "backward"), (2, "optimizer")])
+@pytest.mark.parametrize(
+    ("late", "phase"), mostly_nightly([(0, "input"), (1, "forward"), (2, "backward"), (2, "optimizer")], 2)
+)
 def test_also_between_hosts(pool: RankPool, late: int, phase: str):
     check(pool.run(be_late, late, phase, hosts="aab"), late, phase)
 
 
 @pytest.mark.alone
 @pytest.mark.thorough
-@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("phase", mostly_nightly(["forward", "backward"], 1))
 def test_also_where_gradients_are_accumulated(pool: RankPool, phase: str):
     """A local backward ends with its last gradient, and is no input."""
     check(pool.run(be_late, 1, phase, True), 1, phase, 2 * DELAY)
@@ -140,8 +143,8 @@ def test_also_where_gradients_are_accumulated(pool: RankPool, phase: str):
 
 @pytest.mark.alone
 @pytest.mark.thorough
-@pytest.mark.parametrize("hook", [average, syncengine.hooks.bf16_compress])
-@pytest.mark.parametrize("phase", ["input", "backward"])
+@pytest.mark.parametrize("hook", mostly_nightly([average, syncengine.hooks.bf16_compress], 0))
+@pytest.mark.parametrize("phase", mostly_nightly(["input", "backward"], 1))
 def test_also_with_a_communication_hook(pool: RankPool, phase: str, hook: Any):
     check(pool.run(be_late, 1, phase, False, hook), 1, phase)
 
@@ -179,7 +182,7 @@ def warned_of(late: int, phase: str, steps: int) -> tuple[list[str], dict[str, A
 
 @pytest.mark.alone
 @pytest.mark.thorough
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("phase", mostly_nightly(PHASES, 0))
 def test_rank_0_warns_once_in_100_steps(pool: RankPool, phase: str):
     """Of rank, phase, and how late it is."""
     count = 2 if phase == "input" else 1
@@ -215,7 +218,7 @@ def balanced(runs: int) -> list[Any]:
 
 @pytest.mark.alone
 @pytest.mark.thorough
-@pytest.mark.parametrize("hosts", ["aa", "aaaa", "aab"])
+@pytest.mark.parametrize("hosts", mostly_nightly(["aa", "aaaa", "aab"], 2))
 def test_balanced_runs_name_nobody(pool: RankPool, hosts: str):
     """SYNCENGINE_TEST_BALANCED_RUNS=100 gives the rate of false alarms: one, where ranks share processors."""
     runs = int(os.environ.get("SYNCENGINE_TEST_BALANCED_RUNS", "3"))

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from marks import mostly_nightly
 from pool import RankPool
 from ports import unused_ports
 from repository import ROOT
@@ -106,6 +107,7 @@ def compared(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[
         compare.launch = by_torchrun
 
 
+@pytest.mark.nightly
 def test_compare_trains_the_same_bits(compared):
     out, text = compared
     for engine in ("syncengine", "sharded"):
@@ -239,7 +241,7 @@ def on_the_pool(pool: RankPool, monkeypatch: pytest.MonkeyPatch, unused_port: in
     pool.refresh()
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "openmpi", "mpich"])
+@pytest.mark.parametrize("launcher", mostly_nightly(["torchrun", "openmpi", "mpich"], 0))
 def test_all_reduce_benchmark(tmp_path, launcher):
     if launcher != "torchrun":
         mpi_command(launcher)
@@ -256,6 +258,7 @@ def test_all_reduce_benchmark(tmp_path, launcher):
     assert ("mpi" in document["versions"]) == (launcher != "torchrun")
 
 
+@pytest.mark.nightly
 def test_hosts_benchmark(tmp_path):
     options = ["--rate", "none", "--sizes", "4Ki", "1Mi", "--rounds", 2, 3, "--seconds", 0.1]
     document = benchmark("hosts", tmp_path / "result.json", *options)
@@ -267,6 +270,7 @@ def test_hosts_benchmark(tmp_path):
         assert result["sent_over_paper"]["tensor"] > 1.9
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("on_the_pool")
 def test_train_step_benchmark(tmp_path):
     document = benchmark("train_step", tmp_path / "result.json", "--models", "small", "--pairs", 3)
@@ -282,6 +286,7 @@ def test_train_step_benchmark(tmp_path):
             assert interval["lower"] <= interval["median"] <= interval["upper"]
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("on_the_pool")
 def test_memory_benchmark(tmp_path):
     options = ["--models", "small", "--engines", "syncengine", "--steps", 2, "--repeats", 1]
@@ -371,5 +376,6 @@ def test_overlap_of_the_engines_kernels(others: list[tuple[float, float]], hidde
     assert cuda_train_step.overlap(events[2:]) is None
 
 
+@pytest.mark.nightly
 def test_the_elastic_example_gives_the_same_weights():
     run(sys.executable, "-m", "examples.elastic", timeout=300)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from faults import Outcome, my_rank, needs_hooks, set_fault, suffer
 from launcher import Launcher
+from marks import mostly_nightly
 from pool import RankPool, Ranks
 from test_elastic import Net, digest
 from torch import nn
@@ -109,7 +110,9 @@ def test_nobody_dies(pool: RankPool, undisturbed: str) -> None:
 @needs_hooks
 @pytest.mark.parametrize(
     "kills",
-    [{1: (3, "begin")}, {0: (0, "forward"), 2: (5, "backward")}, {2: (3, "updated")}, {1: "completed:4:kill"}],
+    mostly_nightly(
+        [{1: (3, "begin")}, {0: (0, "forward"), 2: (5, "backward")}, {2: (3, "updated")}, {1: "completed:4:kill"}], 1, 3
+    ),
     ids=["begin", "two", "updated", "completed"],
 )
 def test_a_death_between_updates_loses_nothing(pool: RankPool, undisturbed: str, kills: dict[Any, Any]) -> None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from marks import mostly_nightly
 from pool import RankPool, run_on_ranks
 from sharded_training import (
     MODELS,
@@ -111,14 +112,14 @@ def all_optimizers(beside_ddp: bool) -> list[str]:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", mostly_nightly([2, 3, 4], 1))
 def test_each_of_torchs_optimizers_has_the_bits_of_ddp(pool: RankPool, world: int):
     """In each implementation, float32 and bfloat16, cut into slices and whole."""
     settings = {"timeout": 60.0, "numerics": "ring"}
     assert pool.run(all_optimizers, True, world=world, gloo=True, settings=settings, timeout=300) == [[]] * world
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_each_of_torchs_optimizers_has_its_own_bits_in_rank_order(pool: RankPool):
     assert pool.run(all_optimizers, False, world=3, timeout=300) == [[]] * 3
 

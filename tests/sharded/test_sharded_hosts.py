@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from marks import mostly_nightly
 from pool import RankPool
 from sharded_training import copies, differences, different_weights, make, plain, train, trained
 
@@ -33,7 +34,7 @@ def on_hosts() -> tuple[list[str], list[torch.Tensor], int]:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("hosts", ["ab", "aab", "aabb", "abab"])
+@pytest.mark.parametrize("hosts", mostly_nightly(["ab", "aab", "aabb", "abab"], 1))
 def test_hosts_have_the_same_bits_and_share_within(pool: RankPool, hosts: str):
     answers = pool.run(on_hosts, hosts=hosts)
     assert [wrong for wrong, _, _ in answers] == [[]] * len(hosts)
@@ -63,7 +64,7 @@ def bytes_between_hosts() -> list[list[int]]:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("hosts", ["ab", "aabb"])
+@pytest.mark.parametrize("hosts", mostly_nightly(["ab", "aabb"], 1))
 def test_nothing_more_crosses_than_gradients(pool: RankPool, hosts: str):
     """But for a few bytes, in the median step."""
     by_rank = pool.run(bytes_between_hosts, hosts=hosts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from marks import mostly_nightly
 from pool import run_on_ranks
 from sharded_training import different_weights, error_of, make, not_divided, plain, sharded, train, trained
 from torch.distributed.algorithms.join import Join
@@ -33,7 +34,7 @@ def test_torchs_join_needs_the_optimizer_too():
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("torchs", [False, True], ids=["model.join", "torch's Join"])
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", mostly_nightly([2, 3], 1))
 @run_on_ranks(gloo=True)
 def test_parameters_unfrozen_when_a_rank_has_joined(torchs: bool, world: int):
     """On the ranks that still train, after the first one has joined; the others do it after the context."""

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from faults import Outcome, needs_hooks, set_fault, suffer, wait_for_file
+from marks import mostly_nightly
 from pool import RankPool, Ranks
 from sharded_training import common_memory, digest, error_of, make, sharded, snapshot, train
 from torch.distributed.algorithms.join import Join
@@ -194,7 +195,7 @@ def check_survivors(ranks: Ranks, victim: int, stages: list[tuple[int, int]]) ->
 
 @pytest.mark.thorough
 @needs_hooks
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("point", mostly_nightly(POINTS, 2, 3, 4, 5))
 def test_killed_at_each_state(pool: RankPool, point: str):
     stages = {world: pool.run(undisturbed, world=world)[0] for world in (2, 3)}
     for number in POINTS[point]:
@@ -211,7 +212,7 @@ def test_killed_at_each_state(pool: RankPool, point: str):
 
 @pytest.mark.thorough
 @needs_hooks
-@pytest.mark.parametrize("point", ["agreed", "updating", "updated", "completed"])
+@pytest.mark.parametrize("point", mostly_nightly(["agreed", "updating", "updated", "completed"], 1))
 @pytest.mark.parametrize("kind", KINDS[1:])
 def test_killed_in_updates_of_other_lives(pool: RankPool, kind: str, point: str):
     stages = pool.run(undisturbed, kind, world=3, gloo=kind == "torch's Join")[0]
@@ -254,7 +255,7 @@ def test_each_host_has_weights_of_its_own(pool: RankPool, hosts: str):
         assert ranks[2].exit_code() == -signal.SIGKILL
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_killed_at_random_instants(pool: RankPool, tmp_path: Path):
     began = time.monotonic()
     lives = list(itertools.product(KINDS, (2, 3)))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from marks import mostly_nightly
 from pool import RankPool, run_on_ranks
 from sharded_training import (
     batch,
@@ -236,7 +237,7 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {  # of the entr
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("how", EDITS)
-@pytest.mark.parametrize("ranks", [[0, 1], [1]], ids=["all", "one"])
+@pytest.mark.parametrize("ranks", mostly_nightly([[0, 1], [1]], 1), ids=["all", "one"])
 @run_on_ranks()
 def test_edits_of_shared_state_are_refused(how: str, ranks: list[int]):
     """Writes to it; and what only one rank puts in the place of entries."""

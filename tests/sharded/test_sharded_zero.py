@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from marks import mostly_nightly
 from pool import run_on_ranks
 from sharded_training import differences, different_weights, error_of, make, not_divided, train
 from torch import nn
@@ -19,11 +20,14 @@ import syncengine
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("options", "by"),
-    [
-        ({}, "nothing"),
-        ({}, "keyword"),
-        ({"parameters_as_bucket_view": True, "overlap_with_ddp": False}, "keyword"),
-    ],
+    mostly_nightly(
+        [
+            ({}, "nothing"),
+            ({}, "keyword"),
+            ({"parameters_as_bucket_view": True, "overlap_with_ddp": False}, "keyword"),
+        ],
+        2,
+    ),
 )
 @run_on_ranks(gloo=True)
 def test_the_script_runs_as_it_is(options: dict[str, Any], by: str):

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from marks import mostly_nightly
 from parallel_models import Run, different_bits, train
 from pool import run_on_ranks
 from torch import nn
@@ -194,7 +195,7 @@ def with_power_sgd(wrap: Any, group: dist.ProcessGroup | None, module: nn.Module
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", mostly_nightly([1, 2], 1))
 @run_on_ranks(gloo=True, timeout=40)
 def test_power_sgd_trains_to_the_bits_of_gloo(accumulate: int):
     """Its callbacks wait for all-reduces that they begin."""

@@ -1,0 +1,22 @@
+"""Which cases of a parametrized test stay in CI."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def mostly_nightly(values: Iterable[Any], *kept: int) -> list[Any]:
+    """A parameter's `values`, those at the places `kept` as they are and all others marked `nightly`.
+
+    A value of several parameters is a tuple.
+    """
+    cases = [value if isinstance(value, type(pytest.param())) else pytest.param(*_all(value)) for value in values]
+    return [
+        case if place in kept else pytest.param(*case.values, marks=[*case.marks, pytest.mark.nightly], id=case.id)
+        for place, case in enumerate(cases)
+    ]
+
+
+def _all(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
