@@ -17,6 +17,7 @@ enum class ErrorKind {
   InvalidUsage,  // a call that can't work on this rank alone
   NotFinite,     // a gradient is NaN or infinite, where the program wants to know
 };
+inline constexpr ErrorKind kLastErrorKind = ErrorKind::NotFinite;
 
 const char* name(ErrorKind kind);
 

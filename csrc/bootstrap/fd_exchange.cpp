@@ -16,6 +16,7 @@
 #include <set>
 #include <utility>
 
+#include "base/checked.h"
 #include "base/sync_point.h"
 #include "bootstrap/host.h"
 #include "transport/tcp/secret.h"
@@ -138,7 +139,7 @@ namespace {
 // How a rank ended connecting, for the ranks that have its memory and still wait for another one's.
 struct Goodbye {
   int32_t failed = 0;
-  ErrorKind kind = ErrorKind::Aborted;
+  uint32_t kind = 0;  // an ErrorKind
   char text[248] = {};
 };
 
@@ -286,8 +287,8 @@ void LocalRendezvous::advance(int peer, Call& call) {
     got = local_socket::receive(call.socket, &goodbye, sizeof(goodbye));
     if (got == Got::Message) {
       call.stage = Call::Stage::Over;
-      goodbye.text[sizeof(goodbye.text) - 1] = '\0';
-      if (goodbye.failed) throw Error(goodbye.kind, goodbye.text);
+      const auto kind = Checked<ErrorKind>::at_most(kLastErrorKind, goodbye.kind);
+      if (goodbye.failed) throw Error(kind ? kind->get() : ErrorKind::PeerLost, checked_text(goodbye.text));
     }
   }
   if (got == Got::BrokenOff) lost_.insert(peer);
@@ -421,7 +422,7 @@ std::vector<UniqueFd> FdExchange::exchange(int rank, const std::vector<std::stri
     say_goodbye(rendezvous.served(), Goodbye{});
   } catch (...) {
     const Error told = for_peers(names(rank), std::current_exception());
-    Goodbye goodbye{.failed = 1, .kind = told.kind()};
+    Goodbye goodbye{.failed = 1, .kind = static_cast<uint32_t>(told.kind())};
     std::string(told.what()).copy(goodbye.text, sizeof(goodbye.text) - 1);
     say_goodbye(rendezvous.served(), goodbye);
     throw;

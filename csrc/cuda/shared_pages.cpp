@@ -5,6 +5,7 @@
 #include <string>
 #include <utility>
 
+#include "base/checked.h"
 #include "bootstrap/fd_exchange.h"
 
 namespace syncengine::cuda {
@@ -34,7 +35,7 @@ Mapping share_pages(Communicator& communicator, size_t bytes, const std::functio
   fd_exchange.address().copy(own.text, sizeof(own.text) - 1);
   std::vector<std::string> addresses;
   for (const Address& address : gather(communicator, own, "connecting GPU ranks", interrupted))
-    addresses.emplace_back(address.text);
+    addresses.push_back(checked_text(address.text));
   const bool is_first = communicator.rank() == 0;
   UniqueFd memory = create_sealed_memfd("syncengine-cuda", is_first ? bytes : kPage);
   try {

@@ -64,6 +64,8 @@ std::shared_ptr<const Slots> EngineCommunicator::reserve_slots(size_t count,
   if (describe)
     for (char c : describe()) mix(static_cast<unsigned char>(c));
   count += Slots::kBehind;
+  // No rank's first gap begins behind all that were taken so far, which are the same on all of them.
+  engine_->locked([&] { membership_.expect_slots(slots_->end() + count); });
   auto ends = std::make_shared<std::array<int64_t, 3>>();  // the last gap named, and the first, negative; a step
   uint64_t from = 0;
   for (;;) {
@@ -75,7 +77,7 @@ std::shared_ptr<const Slots> EngineCommunicator::reserve_slots(size_t count,
     compare.keepalive = ends;
     run(std::move(compare), interrupted);
     from = static_cast<uint64_t>((*ends)[0]);
-    if (from == slots_->size())
+    if (from >= slots_->size())
       throw Error(ErrorKind::InvalidUsage,
                   "too many gradient buckets on one communicator at a time (at most " + std::to_string(from) +
                       ", one for each parameter): drop models that are no longer used, or use Communicator.split()");
@@ -258,7 +260,7 @@ std::shared_ptr<Communicator> EngineCommunicator::split(const std::vector<int>& 
       throw Error(ErrorKind::Mismatch, text);
     }
     members.push_back(rank);
-    if (!members_.on_other_host(rank)) offsets.push_back((*tickets)[rank].offset);
+    if (!members_.on_other_host(rank)) offsets.push_back(rank == this->rank() ? mine.offset : (*tickets)[rank].offset);
   }
   const uint64_t number = (*tickets)[members.front()].number;
   auto selected = members_.select(*engine_, members, std::move(offsets), number, splits_);

@@ -61,7 +61,9 @@ uint64_t await_decision(Engine& engine, const Members& members, Duration patienc
     sees.tired = Clock::now() - unchanged_since >= 2 * patience;
     const auto [what, value] = succeed(sees);
     switch (what) {
-      case Succession::Do::Join: return value;
+      case Succession::Do::Join:
+        if (value >> sees.me & 1) return value;
+        [[fallthrough]];  // what another process has written may be anything
       case Succession::Do::List: {
         sync_point("proposing");
         const uint64_t locals = sees.hosts[sees.host];
@@ -128,7 +130,8 @@ std::shared_ptr<Communicator> EngineCommunicator::shrink(Duration patience, cons
     left.push_back(member);
     if (members_.on_other_host(member)) continue;
     const auto& succession = members_.group.block(members_.placement.local_index(member)).succession;
-    offsets.push_back(succession.arrived.load(std::memory_order_acquire));  // acquire: above
+    const uint64_t arrived = succession.arrived.load(std::memory_order_acquire);  // acquire: above
+    offsets.push_back(member == rank() ? offset : arrived);
   }
   // All who are left have ended what read there.
   for (int member : dead()) members_.group.arenas[member]->discard_pool();

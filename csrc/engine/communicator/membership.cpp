@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/checked.h"
 #include "base/texts.h"
 #include "base/trace.h"
 #include "engine/communicator/communicator.h"
@@ -78,7 +79,7 @@ Members Members::make(Engine& engine, Placement placement, std::vector<int> glob
   for (int member : placement.locals()) group.global_ranks.push_back(global_ranks[member]);
   for (int member = 0; member < group.size; ++member) {
     group.arenas.push_back(member == group.rank ? nullptr : engine.locals().peer(group.local_ranks[member]));
-    std::byte* block = group.memory(member, static_cast<int64_t>(group.offsets[member]), sizeof(shm::GroupBlock));
+    std::byte* block = group.memory(member, group.offsets[member], sizeof(shm::GroupBlock), shm::kPage);
     group.blocks.push_back(reinterpret_cast<shm::GroupBlock*>(block));
   }
   return {std::move(placement), std::move(global_ranks), std::move(group), std::move(interhost)};
@@ -243,10 +244,16 @@ void Membership::check_local_members() {
     if (member == group_.rank) continue;
     bool dead = engine_.locals().is_dead(group_.local_ranks[member]);  // before its end_record is read: it may say why
     const shm::EndRecord& end_record = group_.block(member).end_record;
-    auto standing = static_cast<shm::Standing>(end_record.standing.load(std::memory_order_acquire));
+    const auto word = end_record.standing.load(std::memory_order_acquire);
+    const auto known = Checked<shm::Standing>::at_most(shm::Standing::Left, word);
+    if (!known) return fail(ErrorKind::PeerLost, group_.name(member) + " ended in no known way" + kDamaged);
+    const shm::Standing standing = known->get();
     if (standing == shm::Standing::Member && !dead) continue;
     while (standing != shm::Standing::Left && advance_traffic()) continue;  // what that one has ended still ends here
-    if (standing == shm::Standing::Failed) return fail(static_cast<ErrorKind>(end_record.kind), end_record.text);
+    if (standing == shm::Standing::Failed) {
+      const auto kind = Checked<ErrorKind>::at_most(kLastErrorKind, load_once(end_record.kind));
+      return fail(kind ? kind->get() : ErrorKind::PeerLost, checked_text(end_record.text));
+    }
     const Lane::Item* item = traffic_.oldest().item;
     const std::string refusal = traffic_.schedule().refusal_of(member);
     std::string what = item ? " while " + group_.name(group_.rank) + " was in " + describe(item->operation) : "";

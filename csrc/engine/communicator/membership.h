@@ -69,6 +69,7 @@ class Membership final : public Progressable {
   std::string describe_wait(const Work& work) const override;
 
   void refuse(const Slots& slots, uint64_t step, const std::string& text);  // see Communicator
+  void expect_slots(uint64_t count) { traffic_.schedule().expect_slots(count); }
   // "rank 0 waits for rank 2 since 5.0 s in all_reduce(...)"; empty if nothing is pending.
   std::string what_is_pending() const;
   const Traffic& traffic() const { return traffic_; }

@@ -19,24 +19,27 @@ void Agreement::on_opened(uint64_t operation) {
   for (int member : links_.counterparts) links_.tell(member, opened);
 }
 
-void Agreement::hear(int member, const Opened& opened) {
-  if (opened.number != opened_[member]++ || !(everybody_ >> member & 1))
+void Agreement::require_turn(int member, uint64_t number, bool is_next) const {
+  if (!is_next || number < lane_.retired || number >= lane_.retired + 2 * shm::kRecords || !(everybody_ >> member & 1))
     throw Error(ErrorKind::PeerLost, links_.name(member) + " sent an operation out of turn");
-  said_[opened.number].records.emplace_back(member, opened.record);
 }
 
-void Agreement::hear(int member, const Flags& flags) {
-  if (flags.number < lane_.retired || flags.number >= lane_.retired + 2 * shm::kRecords || !(everybody_ >> member & 1))
-    throw Error(ErrorKind::PeerLost, links_.name(member) + " sent flags out of turn");
-  Said& said = said_[flags.number];
+void Agreement::hear(int member, const Checked<Opened>& opened) {
+  require_turn(member, opened->number, opened->number == opened_[member]++);
+  said_[opened->number].records.emplace_back(member, check(opened->record, links_.global_ranks[member]));
+}
+
+void Agreement::hear(int member, const Checked<Flags>& flags) {
+  require_turn(member, flags->number);
+  Said& said = said_[flags->number];
   said.flags_of |= uint64_t{1} << member;
-  for (size_t i = 0; i < shm::kFlagWords; ++i) said.flags[i] |= flags.words[i];
+  for (size_t i = 0; i < shm::kFlagWords; ++i) said.flags[i] |= flags->words[i];
 }
 
 uint64_t Agreement::agreed(uint64_t operation) {
   Said& said = said_[operation];
   for (const auto& [member, record] : std::exchange(said.records, {})) {
-    require_same(links_.global_ranks[links_.placement.rank], lane_.record(lane_.group.rank, operation),
+    require_same(links_.global_ranks[links_.placement.rank], lane_.checked_record(lane_.group.rank, operation),
                  links_.global_ranks[member], record, lane_.at(operation).item.operation);
     said.agreed |= uint64_t{1} << member;
   }

@@ -34,8 +34,8 @@ class Agreement {
   Agreement(const Links& links, LaneState& lane);
 
   void on_opened(uint64_t operation);
-  void hear(int member, const Opened& opened);
-  void hear(int member, const Flags& flags);
+  void hear(int member, const Checked<Opened>& opened);
+  void hear(int member, const Checked<Flags>& flags);
 
   bool agrees(uint64_t operation, int member) { return agreed(operation) >> member & 1; }
   // With the own host, too. True once all have agreed, and told their flags.
@@ -43,16 +43,19 @@ class Agreement {
   uint64_t missing(uint64_t operation) const;  // members that have not agreed, as far as was looked
 
  private:
+  // Throws PeerLost unless a counterpart may be as far: it opens no more than kRecords ahead of those that have ended
+  // there, nor this rank, and none ends before all have opened it.
+  void require_turn(int member, uint64_t number, bool is_next = true) const;
   uint64_t agreed(uint64_t operation);  // members whose record is the same
   bool merge_flags(uint64_t operation, LaneState::Active& active, bool complete_here);
 
   const Links& links_;
   LaneState& lane_;
-  uint64_t everybody_ = 0;                               // all counterparts
-  std::map<int, uint64_t> opened_;                       // so far, by counterpart
-  struct Said {                                          // by counterparts, of an operation
-    std::vector<std::pair<int, shm::OpRecord>> records;  // not compared yet
-    uint64_t agreed = 0;                                 // counterparts, as are the next
+  uint64_t everybody_ = 0;                                        // all counterparts
+  std::map<int, uint64_t> opened_;                                // so far, by counterpart
+  struct Said {                                                   // by counterparts, of an operation
+    std::vector<std::pair<int, Checked<shm::OpRecord>>> records;  // not compared yet
+    uint64_t agreed = 0;                                          // counterparts, as are the next
     uint64_t flags_of = 0;
     std::array<uint64_t, shm::kFlagWords> flags = {};
     bool told = false;  // the own host's

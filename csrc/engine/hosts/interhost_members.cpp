@@ -62,41 +62,56 @@ void InterhostMembers::hear(int peer, const std::string& message) {
   Head head;
   std::memcpy(&head, message.data(), sizeof(head));
   if (ended_ && head.kind != Kind::Shrinks) return;
+  const auto bits = [](int count) { return ~uint64_t{0} >> (64 - count); };
+  const Limits limits{.members = bits(links_.placement.size),
+                      .hosts = bits(links_.placement.hosts()),
+                      .slots = schedule_->expected_slots()};
+  // Of those that more bytes follow, the message is their beginning.
+  const std::string_view bytes = message;
+  const auto head_of = [&](size_t size) { return bytes.substr(0, size); };
+  const auto behind = [&](size_t size) { return std::string(bytes.substr(size)); };
   switch (head.kind) {
-    case Kind::Shrinks: verdicts_[member] = read<Shrinks>(message).verdict; return;
-    case Kind::Opened: {
-      auto opened = read<Opened>(message);
-      if (opened.lane >= shm::kLanes) break;
-      return exchanges_[opened.lane]->agreement().hear(member, opened);
-    }
-    case Kind::Flags: {
-      auto flags = read<Flags>(message);
-      if (flags.lane >= shm::kLanes) break;
-      return exchanges_[flags.lane]->agreement().hear(member, flags);
-    }
-    case Kind::Ready: return schedule_->hear(member, read<Ready>(message));
-    case Kind::Scheduled: return schedule_->hear(member, read<Scheduled>(message));
-    case Kind::Refused: {
-      const size_t head_bytes = std::min(message.size(), sizeof(Refused));
-      return schedule_->hear(member, read<Refused>(message.substr(0, head_bytes)), message.substr(head_bytes));
-    }
-    case Kind::Late: late_[member] = read<Late>(message).members; return;
-    case Kind::Ended: return hear_ended(member, read<Ended>(message));
-    case Kind::Announced: {
-      size_t head_bytes = std::min(message.size(), sizeof(Announced));
-      return route_->hear(member, read<Announced>(message.substr(0, head_bytes)), message.substr(head_bytes));
-    }
-    case Kind::Heard: return route_->hear(member, read<Heard>(message));
+    case Kind::Shrinks:
+      if (auto shrinks = read<Shrinks>(bytes, limits)) return void(verdicts_[member] = (*shrinks)->verdict);
+      break;
+    case Kind::Opened:
+      if (auto opened = read<Opened>(bytes, limits))
+        return exchanges_[(*opened)->lane]->agreement().hear(member, *opened);
+      break;
+    case Kind::Flags:
+      if (auto flags = read<Flags>(bytes, limits)) return exchanges_[(*flags)->lane]->agreement().hear(member, *flags);
+      break;
+    case Kind::Ready:
+      if (auto ready = read<Ready>(bytes, limits)) return schedule_->hear(member, *ready);
+      break;
+    case Kind::Scheduled:
+      if (auto scheduled = read<Scheduled>(bytes, limits)) return schedule_->hear(member, *scheduled);
+      break;
+    case Kind::Refused:
+      if (auto refused = read<Refused>(head_of(sizeof(Refused)), limits))
+        return schedule_->hear(member, *refused, behind(sizeof(Refused)));
+      break;
+    case Kind::Late:
+      if (auto late = read<Late>(bytes, limits)) return void(late_[member] = (*late)->members);
+      break;
+    case Kind::Ended:
+      if (auto ended = read<Ended>(bytes, limits)) return hear_ended(member, *ended);
+      break;
+    case Kind::Announced:
+      if (auto announced = read<Announced>(head_of(sizeof(Announced)), limits))
+        return route_->hear(member, *announced, behind(sizeof(Announced)));
+      break;
+    case Kind::Heard:
+      if (auto heard = read<Heard>(bytes, limits)) return route_->hear(member, *heard);
+      break;
   }
-  throw Error(ErrorKind::PeerLost, links_.name(member) + " sent an unknown message");
+  throw Error(ErrorKind::PeerLost, links_.name(member) + " sent a message that can't be" + kDamaged);
 }
 
-void InterhostMembers::hear_ended(int member, const Ended& ended) {
-  if (ended.standing == static_cast<uint32_t>(shm::Standing::Failed)) {
-    std::string text(ended.text, strnlen(ended.text, sizeof(ended.text)));
-    return fail_(Error(static_cast<ErrorKind>(std::min(ended.error, uint32_t{4})), text));
-  }
-  left_[member] = ended;
+void InterhostMembers::hear_ended(int member, const Checked<Ended>& ended) {
+  if (ended->standing == static_cast<uint32_t>(shm::Standing::Failed))
+    return fail_(Error(static_cast<ErrorKind>(ended->error), checked_text(ended->text)));
+  left_[member] = ended.get();
 }
 
 std::optional<Error> InterhostMembers::check(const Traffic& traffic) {
@@ -249,6 +264,9 @@ std::unique_ptr<InterhostMembers> InterhostMembers::split(uint64_t number, const
                                                           std::vector<int> global_ranks) const {
   if (number == kTooMany)
     throw Error(ErrorKind::InvalidUsage, "too many communicators over several hosts: keep those that you need again");
+  if (number > kTooMany)
+    throw Error(ErrorKind::PeerLost,
+                links_.name(members.front()) + " gave a communicator a number that is none" + kDamaged);
   std::vector<int> job_ranks;
   for (int member : members) job_ranks.push_back(links_.job_ranks[member]);
   return std::make_unique<InterhostMembers>(links_.network, static_cast<uint32_t>(number), placement,

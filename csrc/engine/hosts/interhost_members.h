@@ -28,15 +28,15 @@ namespace syncengine::hosts {
 // have announced one; the job's first rank fixes the order and tells the hosts', which write it to the log of their own
 // host.
 //
-// Ownership, thread-safety: as Schedule. Failure: none of its own.
+// Ownership, thread-safety: as Schedule. Failure: hear() throws PeerLost for what no peer should send.
 
 class InterhostSchedule final : public Schedule {
  public:
   InterhostSchedule(const Links& links, const Group& locals, Lane& lane) : Schedule(locals, lane), links_(links) {}
 
-  void hear(int member, const Ready& ready);
-  void hear(int member, const Scheduled& scheduled);
-  void hear(int member, const Refused& refused, const std::string& announced);
+  void hear(int member, const Checked<Ready>& ready);
+  void hear(int member, const Checked<Scheduled>& scheduled);
+  void hear(int member, const Checked<Refused>& refused, const std::string& announced);
   void refuse(const Slots& slots, uint64_t step, const std::string& text) override;
   // As refusal_of(), of a member of another host; by its rank in the communicator.
   std::string remote_refusal_of(int member) const;
@@ -79,8 +79,8 @@ class InterhostRoute final : public MessageRoute {
  public:
   explicit InterhostRoute(const Links& links);
 
-  void hear(int member, const Announced& announced, const std::string& content);
-  void hear(int member, const Heard& heard);
+  void hear(int member, const Checked<Announced>& announced, const std::string& content);
+  void hear(int member, const Checked<Heard>& heard);
 
   void send(Post post) override;
   void fetch(int source, MessageHeader header, Post receive) override;
@@ -114,7 +114,8 @@ class InterhostRoute final : public MessageRoute {
     uint64_t announced = 0;    // headers
     uint64_t taken_in = 0;     // of them, by the peer
     bool has_room() const { return announced - taken_in < kWindow; }
-    uint64_t numbers = 0;  // given to messages that come by transfers
+    uint64_t numbers = 0;   // given to messages that go by transfers
+    uint64_t numbered = 0;  // messages that come by transfers
     std::list<Transit> sending;
 
     std::deque<MessageHeader> headers;  // not heard
@@ -184,7 +185,7 @@ class InterhostMembers {
                                           std::vector<int> global_ranks) const;
 
  private:
-  void hear_ended(int member, const Ended& ended);
+  void hear_ended(int member, const Checked<Ended>& ended);
   std::optional<Error> check_members(const Traffic& traffic);
   void tell_who_is_late(const Traffic& traffic);
   uint64_t absent_here(const Traffic& traffic) const;

@@ -8,16 +8,23 @@
 
 namespace syncengine::hosts {
 
-void InterhostSchedule::hear(int member, const Ready& ready) {
+namespace {
+
+constexpr int kMostRefused = 64;  // steps of as many models that a member has refused, and that have not ended
+
+}  // namespace
+
+void InterhostSchedule::hear(int member, const Checked<Ready>& ready) {
   if (!links_.leads_job() || links_.leader(links_.placement.host_of[member]) != member)
     throw Error(ErrorKind::PeerLost, links_.name(member) + " announced a bucket to the wrong rank");
-  ready_[ready.slot][member] = ready.step;
+  ready_[ready->slot][member] = ready->step;
 }
 
-void InterhostSchedule::hear(int member, const Scheduled& scheduled) {
-  if (!links_.leads_host() || member != 0)
+// Each slot has one turn at a time.
+void InterhostSchedule::hear(int member, const Checked<Scheduled>& scheduled) {
+  if (!links_.leads_host() || member != 0 || next_.size() >= expected_slots())
     throw Error(ErrorKind::PeerLost, links_.name(member) + " scheduled a bucket out of turn");
-  next_.push_back(scheduled.slot);
+  next_.push_back(scheduled->slot);
 }
 
 void InterhostSchedule::refuse(const Slots& slots, uint64_t step, const std::string& text) {
@@ -35,10 +42,17 @@ void InterhostSchedule::refuse(const Slots& slots, uint64_t step, const std::str
     if (links_.is_remote(member)) links_.tell(member, write(links_.group, refused) + announced);
 }
 
-void InterhostSchedule::hear(int member, const Refused& refused, const std::string& announced) {
-  if (has_ended(refused.first_slot, refused.step)) return;
-  std::string text(refused.text, strnlen(refused.text, sizeof(refused.text)));
-  refused_[refused.first_slot][member] = {refused.step, std::move(text), announced};
+void InterhostSchedule::hear(int member, const Checked<Refused>& refused, const std::string& announced) {
+  const uint64_t first = refused->first_slot;
+  if (has_ended(first, refused->step)) return;
+  int others = 0;  // models of which this member has refused a step
+  for (auto& [slot, members] : refused_) {
+    std::erase_if(members, [&, slot = slot](const auto& each) { return has_ended(slot, each.second.step); });
+    others += slot != first && members.contains(member);
+  }
+  if (others >= kMostRefused || announced.size() > (expected_slots() - first) / 8 + 1)
+    throw Error(ErrorKind::PeerLost, links_.name(member) + " refused more than it may" + kDamaged);
+  refused_[first][member] = {refused->step, checked_text(refused->text), announced};
   ++heard_;
 }
 
@@ -142,26 +156,29 @@ InterhostRoute::InterhostRoute(const Links& links) : links_(links) {
     if (links.is_remote(member)) peers_[member];
 }
 
-void InterhostRoute::hear(int member, const Announced& announced, const std::string& content) {
+void InterhostRoute::hear(int member, const Checked<Announced>& announced, const std::string& content) {
   Peer& peer = peers_.at(member);
-  bool whole = announced.bytes <= kShortBytes;
-  if (content.size() != (whole ? announced.bytes : 0) || peer.heard + peer.headers.size() - peer.told >= kWindow)
+  const bool whole = announced->bytes <= kShortBytes;
+  // A number that came twice would be that of two transfers at a time.
+  const bool is_next = announced->number == (whole ? 0 : peer.numbered++);
+  if (!is_next || content.size() != (whole ? announced->bytes : 0) ||
+      peer.heard + peer.headers.size() - peer.told >= kWindow)
     throw Error(ErrorKind::PeerLost, links_.name(member) + " sent a header of a wrong size, or more than it may");
   auto* bytes = reinterpret_cast<const std::byte*>(content.data());
-  peer.headers.push_back({.channel = announced.channel,
-                          .tag = announced.tag,
-                          .fingerprint = announced.fingerprint,
-                          .bytes = announced.bytes,
-                          .number = announced.number,
+  peer.headers.push_back({.channel = announced->channel,
+                          .tag = announced->tag,
+                          .fingerprint = announced->fingerprint,
+                          .bytes = announced->bytes,
+                          .number = announced->number,
                           .whole = whole,
                           .content = {bytes, bytes + content.size()}});
 }
 
-void InterhostRoute::hear(int member, const Heard& heard) {
+void InterhostRoute::hear(int member, const Checked<Heard>& heard) {
   Peer& peer = peers_.at(member);
-  if (heard.count > peer.announced || heard.count < peer.taken_in)
+  if (heard->count > peer.announced || heard->count < peer.taken_in)
     throw Error(ErrorKind::PeerLost, links_.name(member) + " has taken in headers that it was not sent");
-  peer.taken_in = heard.count;
+  peer.taken_in = heard->count;
 }
 
 void InterhostRoute::send(Post post) { peers_.at(post.message.peer).waiting.push_back(std::move(post)); }

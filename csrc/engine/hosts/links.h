@@ -6,10 +6,13 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <string>
+#include <string_view>
 #include <type_traits>
 #include <vector>
 
+#include "base/checked.h"
 #include "base/error.h"
 #include "collectives/interhost_plan.h"
 #include "engine/hosts/network.h"
@@ -21,8 +24,6 @@ namespace syncengine::hosts {
 
 // What engines on different hosts tell each other. Plain structs, the same on all hosts: the handshake refuses a peer
 // with another version of the library or another byte order.
-//
-// Failure: read() throws PeerLost where the bytes are no such message.
 
 enum class Kind : uint32_t { Opened, Flags, Ready, Scheduled, Refused, Late, Ended, Announced, Heard, Shrinks };
 
@@ -31,12 +32,19 @@ struct Head {
   Kind kind;
 };
 
+// What the numbers in a message must fit. Each message says of itself whether they do.
+struct Limits {
+  uint64_t members, hosts;  // a bit for each
+  uint64_t slots;           // numbers of slots are below; see Schedule::expect_slots
+};
+
 // The sender has begun operation `number` of a lane.
 struct Opened {
   static constexpr Kind kKind = Kind::Opened;
   Head head;
   uint64_t lane, number;
-  shm::OpRecord record;
+  shm::OpRecord record;  // as any that a peer has written: see check()
+  bool is_sound(const Limits&) const { return lane < shm::kLanes; }
 };
 
 // What all ranks of the sender's host have set of an operation's flags.
@@ -45,6 +53,7 @@ struct Flags {
   Head head;
   uint64_t lane, number;
   uint64_t words[shm::kFlagWords];
+  bool is_sound(const Limits&) const { return lane < shm::kLanes; }
 };
 
 // To the leader of the job: all ranks of the sender's host have announced the slot in this step.
@@ -52,6 +61,7 @@ struct Ready {
   static constexpr Kind kKind = Kind::Ready;
   Head head;
   uint64_t slot, step;
+  bool is_sound(const Limits& limits) const { return slot < limits.slots; }
 };
 
 // From the leader of the job to those of the hosts: what runs next.
@@ -59,6 +69,7 @@ struct Scheduled {
   static constexpr Kind kKind = Kind::Scheduled;
   Head head;
   uint64_t slot;
+  bool is_sound(const Limits& limits) const { return slot < limits.slots; }
 };
 
 // The sender has refused this step of the model whose slots begin there. Of these follow those that it had announced in
@@ -68,6 +79,7 @@ struct Refused {
   Head head;
   uint64_t first_slot, step;
   char text[Slots::kTextWords * sizeof(uint64_t)];
+  bool is_sound(const Limits& limits) const { return first_slot < limits.slots; }
 };
 
 // For whom the sender waits, once that takes long. Members of the communicator; 0: for nobody any more.
@@ -75,6 +87,7 @@ struct Late {
   static constexpr Kind kKind = Kind::Late;
   Head head;
   uint64_t members;
+  bool is_sound(const Limits& limits) const { return (members & ~limits.members) == 0; }
 };
 
 // Messages with one member that went all the way, without those that came with their headers.
@@ -90,6 +103,11 @@ struct Ended {
   uint64_t completed[shm::kLanes];
   Tally tally;
   char text[sizeof(shm::EndRecord::text)];
+  bool is_sound(const Limits&) const {
+    return (standing == static_cast<uint32_t>(shm::Standing::Failed) ||
+            standing == static_cast<uint32_t>(shm::Standing::Left)) &&
+           error <= static_cast<uint32_t>(kLastErrorKind);
+  }
 };
 
 // The sender has a message for the receiver: its content follows if it has at most kShortBytes, else it comes by
@@ -99,7 +117,8 @@ struct Announced {
   static constexpr Kind kKind = Kind::Announced;
   Head head;
   uint64_t channel, tag, fingerprint, bytes;
-  uint64_t number;  // of those that come by transfers
+  uint64_t number;  // of those that come by transfers, counted from 0; else 0
+  bool is_sound(const Limits&) const { return true; }
 };
 
 // How many of the receiver's announcements the sender has taken in so far: there is room for more.
@@ -107,6 +126,7 @@ struct Heard {
   static constexpr Kind kKind = Kind::Heard;
   Head head;
   uint64_t count;
+  bool is_sound(const Limits&) const { return true; }
 };
 
 // What the members of the sender's host have in common in shrink(), after the sender's communicator has ended.
@@ -114,6 +134,9 @@ struct Shrinks {
   static constexpr Kind kKind = Kind::Shrinks;
   Head head;
   HostVerdict verdict;
+  bool is_sound(const Limits& limits) const {
+    return (verdict.members & ~limits.members) == 0 && (verdict.word & ~limits.hosts) == 0;
+  }
 };
 
 template <class Message>
@@ -124,12 +147,13 @@ std::string write(uint32_t group, const Message& content) {
   return {reinterpret_cast<const char*>(&message), sizeof(message)};
 }
 
+// Nothing where the bytes are no such message, or a number in them can't be.
 template <class Message>
-Message read(const std::string& bytes) {
+std::optional<Checked<Message>> read(std::string_view bytes, const Limits& limits) {
   Message message;
-  if (bytes.size() != sizeof(message)) throw Error(ErrorKind::PeerLost, "a peer sent a message of a wrong size");
+  if (bytes.size() != sizeof(message)) return {};
   std::memcpy(&message, bytes.data(), sizeof(message));
-  return message;
+  return Checked<Message>::sound(message, [&](const Message& it) { return it.is_sound(limits); });
 }
 
 struct Links {

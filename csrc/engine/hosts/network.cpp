@@ -2,10 +2,19 @@
 
 #include <utility>
 
+#include "base/checked.h"
 #include "base/thread.h"
 #include "engine/hosts/interhost_members.h"
 
 namespace syncengine::hosts {
+
+namespace {
+
+// Of a peer. Of one communicator a peer may be ahead by the records of both lanes and the headers that it may announce,
+// which is half of it.
+constexpr size_t kMostEarly = 1 << 20;
+
+}  // namespace
 
 Network::Network(std::shared_ptr<Engine> engine, std::unique_ptr<Interhost> interhost)
     : engine_(std::move(engine)), interhost_(std::move(interhost)) {
@@ -125,6 +134,14 @@ void Network::hear_all() {
   }
 }
 
+size_t Network::early_bytes(int peer) const {
+  size_t bytes = 0;
+  for (const auto& [group, early] : early_)
+    for (const auto& message : early.messages)
+      if (message.peer == peer) bytes += message.bytes.size() + sizeof(message);
+  return bytes;
+}
+
 void Network::deliver(Interhost::Message message) {
   Head head;
   if (message.bytes.size() < sizeof(head)) throw Error(ErrorKind::PeerLost, "a peer sent a message of a wrong size");
@@ -132,6 +149,9 @@ void Network::deliver(Interhost::Message message) {
   if (auto found = members_.find(head.group); found != members_.end())
     return found->second->hear(message.peer, message.bytes);
   if (!expected_.empty()) {
+    if (early_bytes(message.peer) > kMostEarly)
+      throw Error(ErrorKind::PeerLost,
+                  std::string("a peer sent too much for a communicator that is only being made") + kDamaged);
     Early& early = early_[head.group];
     early.expected = expectations_;
     early.messages.push_back(std::move(message));

@@ -85,6 +85,7 @@ class Network final : public IoLoop, private Progressable {
   std::shared_ptr<Engine> engine_;
   std::unique_ptr<Interhost> interhost_;
   std::map<uint32_t, InterhostMembers*> members_;
+  size_t early_bytes(int peer) const;
   struct Early {
     uint64_t expected;  // the last expectation when a message came
     std::vector<Interhost::Message> messages;

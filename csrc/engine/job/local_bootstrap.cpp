@@ -3,6 +3,7 @@
 #include <cstring>
 #include <new>
 
+#include "base/checked.h"
 #include "base/error.h"
 #include "base/resources.h"
 #include "base/sync_point.h"
@@ -33,8 +34,6 @@ LocalBootstrap::Address parse(const std::string& text, int global_rank) {
   if (text.size() != sizeof(address) || std::memcmp(text.data(), address.magic, sizeof(address.magic)) != 0)
     throw Error(ErrorKind::InvalidUsage, rank_name(global_rank) + " gave no address of syncengine's");
   std::memcpy(&address, text.data(), sizeof(address));
-  address.fd_exchange[sizeof(address.fd_exchange) - 1] = '\0';
-  address.host_key[sizeof(address.host_key) - 1] = '\0';
   return address;
 }
 
@@ -64,14 +63,15 @@ std::string LocalBootstrap::address() const {
 
 std::vector<int> LocalBootstrap::hosts(const std::vector<std::string>& addresses) const {
   std::vector<std::string> keys;
-  for (int rank = 0; rank < size_; ++rank) keys.emplace_back(parse(addresses.at(rank), names_.global(rank)).host_key);
+  for (int rank = 0; rank < size_; ++rank)
+    keys.push_back(checked_text(parse(addresses.at(rank), names_.global(rank)).host_key));
   return number_hosts(keys);
 }
 
 bool LocalBootstrap::on_one_network(const std::vector<std::string>& addresses) const {
   std::string own = network_of(host_key_);
   for (int rank = 0; rank < size_; ++rank)
-    if (network_of(parse(addresses.at(rank), names_.global(rank)).host_key) != own) return false;
+    if (network_of(checked_text(parse(addresses.at(rank), names_.global(rank)).host_key)) != own) return false;
   return true;
 }
 
@@ -83,7 +83,7 @@ std::shared_ptr<Communicator> LocalBootstrap::connect(const std::vector<std::str
   std::vector<int> on = hosts(addresses);
   for (int rank = 0; rank < size_; ++rank) {
     parsed.push_back(parse(addresses.at(rank), names_.global(rank)));
-    fd_exchanges.emplace_back(on[rank] == on[rank_] ? parsed[rank].fd_exchange : "");
+    fd_exchanges.push_back(on[rank] == on[rank_] ? checked_text(parsed[rank].fd_exchange) : "");
   }
   // Peers that have this rank's memory already believe in a communicator: they must hear if there will be none.
   auto& end_record = reinterpret_cast<shm::GroupBlock*>(arena_->at(block_offset_))->end_record;

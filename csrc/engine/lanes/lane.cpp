@@ -106,7 +106,10 @@ SpanList Lane::spans_of(int member, uint64_t operation, const Operation& asked) 
   if (member == state_.group.rank) return asked.input;
   const int64_t* offsets = state_.group.block(member).lanes[state_.id].span_offsets[operation % shm::kRecords];
   SpanList spans;
-  for (const Span& own : asked.input.spans()) spans.add(state_.group.memory(member, *offsets++, own.bytes), own.bytes);
+  for (const Span& own : asked.input.spans()) {
+    const auto offset = static_cast<uint64_t>(load_once(*offsets++));
+    spans.add(state_.group.memory(member, offset, own.bytes, element_size(asked.dtype)), own.bytes);
+  }
   return spans;
 }
 
@@ -175,9 +178,9 @@ bool Lane::find_peers_spans(uint64_t operation, Active& active) {
   }
   if (steps_.stage_blockers(false)) return false;
   compare(operation, active);
-  const int64_t own = state_.record(state_.group.rank, operation).spans;
+  const int64_t own = load_once(state_.record(state_.group.rank, operation).spans);
   for (int member = 0; member < state_.group.size && active.path == Path::Direct; ++member) {
-    int64_t spans = state_.record(member, operation).spans;
+    const int64_t spans = load_once(state_.record(member, operation).spans);
     if (spans < 0)
       active.path = Path::Staged;
     else if (spans != own)

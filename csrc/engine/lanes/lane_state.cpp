@@ -16,17 +16,21 @@ uint64_t LaneState::behind(Field field, uint64_t count, bool all) const {
   return members;
 }
 
+Checked<shm::OpRecord> LaneState::checked_record(int member, uint64_t operation) const {
+  return check(copy_once(record(member, operation)), group.global_ranks[member]);
+}
+
 bool LaneState::compare_more(uint64_t operation, Active& active) {
-  const shm::OpRecord& mine = record(group.rank, operation);
+  const Operation& asked = active.item.operation;
   for (int member = 0; member < group.size; ++member) {
     uint64_t bit = uint64_t{1} << member;
     if (member == group.rank || active.verified & bit) continue;
     if (progress_of(member).opened.load(std::memory_order_acquire) <= operation) continue;  // acquire: the record
-    require_same(group.global_ranks[group.rank], mine, group.global_ranks[member], record(member, operation),
-                 active.item.operation);
+    require_same(group.global_ranks[group.rank], checked_record(group.rank, operation), group.global_ranks[member],
+                 checked_record(member, operation), asked);
     active.verified |= bit;
     const uint64_t* flags = group.block(member).lanes[id].flags[operation % shm::kRecords];
-    for (size_t i = 0; i < mine.flag_words; ++i) active.item.operation.flags[i] |= flags[i];
+    for (size_t i = 0; i < asked.flag_words; ++i) asked.flags[i] |= load_once(flags[i]);
   }
   return active.verified == peers;
 }

@@ -10,6 +10,7 @@
 #include <memory>
 #include <vector>
 
+#include "base/checked.h"
 #include "collectives/plan.h"
 #include "collectives/runner.h"
 #include "engine/lanes/slots.h"
@@ -65,6 +66,8 @@ struct LaneState {
   shm::OpRecord& record(int member, uint64_t operation) const {
     return group.block(member).lanes[id].records[operation % shm::kRecords];
   }
+  // A copy of it. Throws PeerLost if it is none.
+  Checked<shm::OpRecord> checked_record(int member, uint64_t operation) const;
   // Whether `member` has met what is not finite in its part of the result: known once the chunks are reduced.
   std::atomic<uint64_t>& noted(int member, uint64_t operation) const {
     return group.block(member).lanes[id].noted[operation % shm::kRecords];

@@ -44,12 +44,23 @@ std::string describe(const Operation& operation) {
   return describe(record);
 }
 
-void require_same(int me, const shm::OpRecord& mine, int peer, const shm::OpRecord& theirs,
+Checked<shm::OpRecord> check(const shm::OpRecord& copy, int rank) {
+  auto record = Checked<shm::OpRecord>::sound(copy, [](const shm::OpRecord& it) {
+    return it.collective <= static_cast<uint8_t>(Collective::Barrier) &&
+           it.dtype <= static_cast<uint8_t>(DType::Bool) && it.op <= static_cast<uint8_t>(ReduceOp::Max) &&
+           it.numerics <= static_cast<uint8_t>(Numerics::Tree);
+  });
+  if (record) return *record;
+  throw Error(ErrorKind::PeerLost, "rank " + std::to_string(rank) + " published a call that is none" + kDamaged);
+}
+
+void require_same(int me, const Checked<shm::OpRecord>& own, int peer, const Checked<shm::OpRecord>& others,
                   const Operation& operation) {
-  bool same = mine.key == theirs.key && mine.bytes == theirs.bytes && mine.layout_hash == theirs.layout_hash &&
-              mine.prescale == theirs.prescale && mine.postscale == theirs.postscale && mine.root == theirs.root &&
-              mine.collective == theirs.collective && mine.dtype == theirs.dtype && mine.op == theirs.op &&
-              mine.numerics == theirs.numerics && mine.flag_words == theirs.flag_words;
+  const shm::OpRecord &mine = own.get(), &theirs = others.get();
+  const bool same = mine.key == theirs.key && mine.bytes == theirs.bytes && mine.layout_hash == theirs.layout_hash &&
+                    mine.prescale == theirs.prescale && mine.postscale == theirs.postscale &&
+                    mine.root == theirs.root && mine.collective == theirs.collective && mine.dtype == theirs.dtype &&
+                    mine.op == theirs.op && mine.numerics == theirs.numerics && mine.flag_words == theirs.flag_words;
   if (same) return;
   std::string here = describe(operation), there = describe(theirs);
   if (describe(mine) == there) there += " with another layout";

@@ -3,6 +3,7 @@
 
 #include <string>
 
+#include "base/checked.h"
 #include "collectives/operation.h"
 #include "transport/shm/layout.h"
 
@@ -11,8 +12,12 @@ namespace syncengine {
 // "all_reduce(sum, float32, 1000 elements)", or the operation's own words.
 std::string describe(const Operation& operation);
 
+// A copy of a record whose enumerators are such. Throws PeerLost, naming the rank that has written the record.
+Checked<shm::OpRecord> check(const shm::OpRecord& copy, int rank);
+
 // Throws Mismatch, naming both sides by their ranks in the job, unless the peer's record agrees with the own one of
 // `operation`. Every operation comes here once for each peer.
-void require_same(int me, const shm::OpRecord& mine, int peer, const shm::OpRecord& theirs, const Operation& operation);
+void require_same(int me, const Checked<shm::OpRecord>& mine, int peer, const Checked<shm::OpRecord>& theirs,
+                  const Operation& operation);
 
 }  // namespace syncengine

@@ -13,6 +13,12 @@
 
 namespace syncengine {
 
+namespace {
+
+constexpr uint64_t kLastText = shm::kReadySlots - Slots::kTextWords;
+
+}  // namespace
+
 void Schedule::announce(Lane::Item item) {
   const uint64_t slot = item.key, step = item.work->place.epoch;
   uint64_t ended = item.slots->base();
@@ -41,10 +47,10 @@ void Schedule::refuse(const Slots& slots, uint64_t step, const std::string& text
   sync_point("refused");
 }
 
-std::string Schedule::text_at(int member, uint64_t text_words) const {
+std::string Schedule::text_at(int member, const Checked<uint64_t>& text_words) const {
   std::string text;
   for (size_t i = 0; i < Slots::kTextWords; ++i) {
-    const uint64_t word = group_.block(member).announced[text_words + i].load(std::memory_order_relaxed);
+    const uint64_t word = group_.block(member).announced[text_words.get() + i].load(std::memory_order_relaxed);
     const auto bytes = std::bit_cast<std::array<char, sizeof(word)>>(word);
     text.append(bytes.data(), strnlen(bytes.data(), bytes.size()));
     if (text.size() < (i + 1) * sizeof(word)) break;
@@ -54,7 +60,10 @@ std::string Schedule::text_at(int member, uint64_t text_words) const {
 
 std::string Schedule::refusal_of(int member) const {
   const uint64_t word = group_.block(member).refusal.load(std::memory_order_acquire);  // acquire: the text
-  return word == 0 ? "" : text_at(member, word);
+  const auto text_words = Checked<uint64_t>::at_most(kLastText, word);
+  return word == 0    ? ""
+         : text_words ? text_at(member, *text_words)
+                      : group_.name(member) + " refused a step" + kDamaged;
 }
 
 std::string Schedule::refusal_met() const {
@@ -112,8 +121,8 @@ std::optional<std::string> Schedule::reason_to_drop(const Announced& announced) 
     const auto& said = group_.block(member).announced;
     const uint64_t refused = said[slots.refused_word()].load(std::memory_order_acquire);  // acquire: what came before
     const uint64_t theirs = said[announced.item.key].load(std::memory_order_acquire);
-    if (is_refused(announced, refused, theirs, [&] { return text_at(member, slots.text_words()); }))
-      return text_at(member, slots.text_words());
+    const auto text = [&] { return text_at(member, *Checked<uint64_t>::at_most(kLastText, slots.text_words())); };
+    if (is_refused(announced, refused, theirs, text)) return text();
   }
   return {};
 }
@@ -252,6 +261,7 @@ std::shared_ptr<const Slots> SlotTable::take(uint64_t first, size_t count, uint6
   if (first == size_ || gap(first, count) != first) return nullptr;
   std::lock_guard lock(mutex_);
   held_.emplace(first, first + count);
+  end_ = std::max<uint64_t>(end_, first + count);
   return std::make_shared<const Slots>(shared_from_this(), first, count, base);
 }
 

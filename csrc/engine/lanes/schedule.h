@@ -17,6 +17,7 @@
 // Failure: advance() throws Aborted where a member has refused a step of which this rank has the results.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -26,6 +27,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/checked.h"
 #include "engine/lanes/lane.h"
 
 namespace syncengine {
@@ -62,6 +64,9 @@ class Schedule {
   // on all ranks; else empty.
   std::string refusal_met() const;
   bool advance();
+  // From now on members may announce slots below `count`: before the first of them can have reserved one of these.
+  void expect_slots(uint64_t count) { expected_slots_ = std::max(expected_slots_, count); }
+  uint64_t expected_slots() const { return expected_slots_; }
   // When the lane has advanced: refusals whose steps have ended are in force no more.
   void withdraw_refusals();
 
@@ -110,7 +115,7 @@ class Schedule {
   uint64_t taken_ = 0;              // log entries read
 
  private:
-  std::string text_at(int member, uint64_t text_words) const;
+  std::string text_at(int member, const Checked<uint64_t>& text_words) const;
   bool drop_refused();
   template <class TextOf>
   bool drop(const TextOf& text_of);
@@ -125,6 +130,7 @@ class Schedule {
   std::map<uint64_t, std::string> met_;  // what peers have said of such steps, by a model's first slot
   uint64_t judged_ = 0;                  // refusals that were looked at
   bool has_unjudged_ = false;            // operations announced since then
+  uint64_t expected_slots_ = 0;
 };
 
 }  // namespace syncengine

@@ -56,6 +56,11 @@ class SlotTable : public std::enable_shared_from_this<SlotTable> {
   // none.
   uint64_t gap(uint64_t from, size_t count) const;
   uint64_t size() const { return size_; }
+  // Behind all that were ever taken.
+  uint64_t end() const {
+    std::lock_guard lock(mutex_);
+    return end_;
+  }
   // Null if some of them are held. `base`: see Slots.
   std::shared_ptr<const Slots> take(uint64_t first, size_t count, uint64_t base = 0);
 
@@ -66,6 +71,7 @@ class SlotTable : public std::enable_shared_from_this<SlotTable> {
   const uint64_t size_;
   mutable std::mutex mutex_;
   std::map<uint64_t, uint64_t> held_;  // first slot and the one behind the last
+  uint64_t end_ = 0;
 };
 
 }  // namespace syncengine

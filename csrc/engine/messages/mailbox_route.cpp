@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "base/checked.h"
 #include "base/error.h"
 #include "base/sync_point.h"
 
@@ -48,9 +49,9 @@ bool MailboxRoute::announce(int destination, Matcher& matcher) {
   header.channel = message.channel;
   header.tag = message.tag;
   header.fingerprint = message.fingerprint;
-  header.bytes = message.memory.bytes();
-  bool small = header.bytes <= shm::kInlineBytes;
-  if (small) message.memory.copy_to(header.content, 0, header.bytes);
+  const size_t bytes = header.bytes = message.memory.bytes();
+  const bool small = bytes <= shm::kInlineBytes;
+  if (small) message.memory.copy_to(header.content, 0, bytes);
   box.announced.store(number + 1, std::memory_order_release);  // release: the header
   sync_point("announced a message");
   if (small)
@@ -92,6 +93,7 @@ bool MailboxRoute::serve(int destination, Matcher& matcher) {
   if (to.fragments == nullptr) {
     size_t offset = group_.arena->allocate_group(kFragmentsBytes);
     to.fragments = group_.arena->at(offset);
+    to.fragments_offset = offset;
     own.fragments.store(offset, std::memory_order_relaxed);  // relaxed: before the first `staged`
   }
   uint64_t staged = own.staged.load(std::memory_order_relaxed);  // relaxed: its only writer
@@ -118,12 +120,12 @@ bool MailboxRoute::hear(int source, Matcher& matcher) {
   const shm::Outbox& box = outbox(source, group_.rank);
   if (box.announced.load(std::memory_order_acquire) == from.heard) return false;  // acquire: the header
   const shm::MessageHeader& header = box.headers[from.heard % shm::kHeaders];
-  MessageHeader arrived{.channel = header.channel,
-                        .tag = header.tag,
-                        .fingerprint = header.fingerprint,
-                        .bytes = header.bytes,
-                        .number = from.heard,
-                        .whole = header.bytes <= shm::kInlineBytes};
+  MessageHeader arrived{.channel = load_once(header.channel),
+                        .tag = load_once(header.tag),
+                        .fingerprint = load_once(header.fingerprint),
+                        .bytes = load_once(header.bytes),
+                        .number = from.heard};
+  arrived.whole = arrived.bytes <= shm::kInlineBytes;
   if (arrived.whole) arrived.content.assign(header.content, header.content + arrived.bytes);
   inbox(group_.rank, source).heard.store(++from.heard, std::memory_order_release);  // release: our reads
   matcher.arrive(ranks_[source], std::move(arrived));
@@ -159,8 +161,8 @@ bool MailboxRoute::fetch_staged(int source, Transfer& transfer) {
   bool moved = false;
   // acquire: the bytes, and where they are
   while (transfer.done < transfer.header.bytes && emptied < box.staged.load(std::memory_order_acquire)) {
-    auto offset = static_cast<int64_t>(box.fragments.load(std::memory_order_relaxed));
-    const std::byte* fragments = group_.memory(source, offset, kFragmentsBytes);
+    const uint64_t offset = box.fragments.load(std::memory_order_relaxed);
+    const std::byte* fragments = group_.memory(source, offset, kFragmentsBytes, shm::kPage);
     size_t length = std::min(shm::kFragmentBytes, transfer.header.bytes - transfer.done);
     transfer.post.message.memory.copy_from(fragments + emptied % shm::kFragments * shm::kFragmentBytes, transfer.done,
                                            length);
@@ -225,11 +227,8 @@ void MailboxRoute::clear() {
 
 std::vector<size_t> MailboxRoute::fragments() const {
   std::vector<size_t> offsets;
-  for (int peer = 0; peer < group_.size; ++peer) {
-    if (outgoing_[peer].fragments != nullptr)
-      offsets.push_back(
-          outbox(group_.rank, peer).fragments.load(std::memory_order_relaxed));  // relaxed: its only writer
-  }
+  for (const Outgoing& to : outgoing_)
+    if (to.fragments != nullptr) offsets.push_back(to.fragments_offset);
   return offsets;
 }
 

@@ -47,6 +47,7 @@ class MailboxRoute final : public MessageRoute {
     uint64_t served = 0;             // how many it wanted and got
     size_t done = 0;                 // bytes staged of the one that it wants
     std::byte* fragments = nullptr;  // own memory
+    size_t fragments_offset = 0;     // of it
   };
   struct Transfer {
     MessageHeader header;

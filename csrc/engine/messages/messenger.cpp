@@ -14,6 +14,8 @@ bool fits(const Message& receive, int source, const MessageHeader& header) {
          receive.tag == header.tag;
 }
 
+constexpr size_t kMostUnmatched = 1 << 14;  // of a source
+
 bool is_of_any(const Post& post) { return post.message.peer == Message::kAnySource; }
 
 }  // namespace
@@ -76,7 +78,13 @@ void Messenger::arrive(int source, MessageHeader header) {
   Arrived arrived{std::move(header), arrivals_++};
   auto receive = std::find_if(receives_.begin(), receives_.end(),
                               [&](const Post& post) { return fits(post.message, source, arrived.header); });
-  if (receive == receives_.end()) return unmatched_[source].push_back(std::move(arrived));
+  if (receive == receives_.end()) {
+    if (unmatched_[source].size() >= kMostUnmatched)
+      throw Error(ErrorKind::Mismatch, name(source) + " has sent " + std::to_string(kMostUnmatched) +
+                                           " messages that " + name(rank_) +
+                                           " receives none of, while it waits for others");
+    return unmatched_[source].push_back(std::move(arrived));
+  }
   Post matched = std::move(*receive);
   receives_.erase(receive);
   begin(source, std::move(arrived), std::move(matched));

@@ -92,9 +92,10 @@ struct Group {
     return false;
   }
 
-  // The memory of `member` at an offset that it published. Throws InvalidUsage if that lies outside its arena.
-  std::byte* memory(int member, int64_t offset, size_t bytes) const {
-    return member == rank ? arena->at(offset) : arenas[member]->at(offset, bytes);
+  // The memory of `member`, or of this rank, at an offset that it published. Throws InvalidUsage if that lies outside
+  // what it may publish of its arena, or is not aligned.
+  std::byte* memory(int member, uint64_t offset, size_t bytes, size_t alignment) const {
+    return member == rank ? arena->at(offset) : arenas[member]->at(offset, bytes, alignment);
   }
 };
 

@@ -75,7 +75,7 @@ constexpr Shape shape_of(Kind kind) {
     case Kind::Heartbeat:
     case Kind::Goodbye: return {};
     case Kind::Message: return {.most_payload = Interhost::kMaxMessage};
-    case Kind::Abort: return {.most_payload = kMaxAbort, .most_size = static_cast<uint32_t>(ErrorKind::InvalidUsage)};
+    case Kind::Abort: return {.most_payload = kMaxAbort, .most_size = static_cast<uint32_t>(kLastErrorKind)};
     case Kind::Ready: return {.most_size = Interhost::kMaxTransfer, .tag = true, .handle = true};
     case Kind::Ask: return {.tag = true};
     case Kind::Withdrawn: return {.most_size = ~uint32_t{0}, .tag = true, .handle = true};

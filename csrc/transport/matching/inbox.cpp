@@ -8,7 +8,7 @@ namespace syncengine::matching {
 
 namespace {
 
-constexpr size_t kMostAsked = 1 << 20;
+constexpr size_t kMostAsked = 1 << 14;
 
 // A bit for each unit that a chunk fills, wholly or in part; for a chunk of no bytes, one.
 static_assert(Interhost::kMaxTransfer / kChunkUnit < 32);

@@ -6,7 +6,7 @@ namespace syncengine::matching {
 
 namespace {
 
-constexpr size_t kMostRanges = 1 << 20;
+constexpr size_t kMostRanges = 1 << 12;
 
 }  // namespace
 
@@ -32,7 +32,8 @@ void Withdrawals::withdraw(uint64_t first, uint64_t last) {
 }
 
 void Withdrawals::hear(const Frame& frame) {
-  if (ranges_.size() >= kMostRanges) throw garbage(shared_.names, peer_, "more withdrawals than can be");
+  if (ranges_.size() >= kMostRanges && !ranges_.contains(frame.tag))
+    throw garbage(shared_.names, peer_, "more withdrawals than can be");
   Range& range = ranges_[frame.tag];
   if (range.there || (range.here && range.last != frame.handle))
     throw garbage(shared_.names, peer_, "one withdrawal twice");

@@ -63,16 +63,20 @@ PeerArena::PeerArena(int fd, size_t bytes) {
 
 PeerArena::~PeerArena() { ForkGuard::remove(this); }
 
-std::byte* PeerArena::at(uint64_t offset, size_t bytes) const {
-  if (offset > mapping_.bytes() || bytes > mapping_.bytes() - offset)
+bool PeerArena::is_inside(uint64_t offset, uint64_t bytes) const {
+  return offset >= kHeapBegin && offset <= mapping_.bytes() && bytes <= mapping_.bytes() - offset;
+}
+
+std::byte* PeerArena::at(uint64_t offset, size_t bytes, size_t alignment) const {
+  if (!is_inside(offset, bytes) || offset % alignment != 0)
     throw Error(ErrorKind::InvalidUsage, "a peer published an offset outside its arena");
   return mapping_.data() + offset;
 }
 
 void PeerArena::discard_pool() const {
   const uint64_t bytes = header().pool_bytes.load(std::memory_order_acquire);  // acquire: the offset
-  if (bytes == 0) return;
-  (void)madvise(at(header().pool_offset.load(std::memory_order_relaxed), bytes), bytes, MADV_REMOVE);
+  const uint64_t offset = header().pool_offset.load(std::memory_order_relaxed);
+  if (bytes > 0 && is_inside(offset, bytes)) (void)madvise(mapping_.data() + offset, bytes, MADV_REMOVE);
 }
 
 std::shared_ptr<Arena> Arena::create(size_t bytes) {

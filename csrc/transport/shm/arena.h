@@ -30,13 +30,15 @@ class PeerArena {
   PeerArena(const PeerArena&) = delete;
 
   ArenaHeader& header() const { return *reinterpret_cast<ArenaHeader*>(mapping_.data()); }
-  // The memory at `offset`, which came from a peer: throws InvalidUsage if [offset, offset + bytes) is outside.
-  std::byte* at(uint64_t offset, size_t bytes) const;
+  // The memory at `offset`, which came from a peer: throws InvalidUsage if [offset, offset + bytes) is not inside,
+  // behind the header, or `offset` is no multiple of `alignment`.
+  std::byte* at(uint64_t offset, size_t bytes, size_t alignment = 1) const;
   // Gives back the pages of its gradients, for all who map them: the owner is dead, and nobody reads them any more.
   void discard_pool() const;
 
  private:
   friend class ForkGuard;
+  bool is_inside(uint64_t offset, uint64_t bytes) const;
   Mapping mapping_;
 };
 

@@ -43,7 +43,7 @@ std::shared_ptr<Region> Region::open(UniqueFd fd) {
   throw Error(ErrorKind::InvalidUsage, "a peer sent something else than memory that ranks have in common");
 }
 
-Region::Region(UniqueFd fd, size_t bytes) : file_(std::move(fd)), mapping_(file_.get(), bytes) {
+Region::Region(UniqueFd fd, size_t bytes) : file_(std::move(fd)), mapping_(file_.get(), bytes), bytes_(bytes - kHead) {
   if (bytes >= kHugePage) madvise(mapping_.data(), bytes, MADV_HUGEPAGE);
   ForkGuard::add(this);
 }

@@ -24,7 +24,7 @@ namespace syncengine::shm {
 // some of them can't know that any more, the first to say so decides for all.
 struct RegionHeader {
   uint64_t magic;
-  uint64_t bytes;                              // behind this header
+  uint64_t bytes;                              // behind this header; for who opens it
   alignas(64) std::atomic<uint64_t> decision;  // of the last update: twice its number, and 1 if it takes place
   alignas(64) std::atomic<uint64_t> torn;      // the update that will never be complete; 0: none
   struct alignas(64) Done {
@@ -42,7 +42,7 @@ class Region : public std::enable_shared_from_this<Region> {
   Region(const Region&) = delete;
 
   int fd() const { return file_.get(); }
-  size_t bytes() const { return header().bytes; }
+  size_t bytes() const { return bytes_; }
   // Throws InvalidUsage if [offset, offset + bytes) is outside.
   std::byte* at(size_t offset, size_t bytes) const;
 
@@ -66,7 +66,8 @@ class Region : public std::enable_shared_from_this<Region> {
 
   MappedFile file_;  // for children, too
   Mapping mapping_;
-  std::mutex mutex_;  // one detaches
+  const size_t bytes_;  // behind the header
+  std::mutex mutex_;    // one detaches
   std::atomic<bool> shared_ = true;
 };
 

@@ -283,6 +283,8 @@ TEST(a_peers_offsets_are_checked) {
   CHECK_THROWS(peer->at(0, kArena + 1), ErrorKind::InvalidUsage);
   CHECK_THROWS(peer->at(UINT64_MAX, 2), ErrorKind::InvalidUsage);
   CHECK_THROWS(peer->at(1, SIZE_MAX), ErrorKind::InvalidUsage);
+  CHECK_THROWS(peer->at(0, 1), ErrorKind::InvalidUsage);  // the header
+  CHECK_THROWS(peer->at(kArena - 6, 4, 4), ErrorKind::InvalidUsage);
 }
 
 // Where vm.memfd_noexec is 2, kernels from 6.3 on may refuse any other. One without the flag for it refuses none.

@@ -137,7 +137,7 @@ TEST(frames_out_of_bounds_are_refused) {
   const Frame control[] = {{.kind = Kind::Heartbeat, .payload = 1},
                            {.kind = Kind::Message, .payload = 65537},
                            {.kind = Kind::Abort, .payload = kMaxAbort + 1},
-                           {.kind = Kind::Abort, .size = 5},
+                           {.kind = Kind::Abort, .size = static_cast<uint32_t>(kLastErrorKind) + 1},
                            {.kind = Kind::Ready, .handle = 0},
                            {.kind = Kind::Ready, .handle = 1, .size = (1 << 20) + 1},
                            {.kind = Kind::Ready, .payload = 1, .handle = 1},

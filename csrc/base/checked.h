@@ -1,0 +1,75 @@
+// What another process has written, in memory that both map or on the wire, and may have got wrong or be changing: how
+// that becomes an index, a length, a count, an enumerator or a pointer here.
+//
+// Each word is loaded once, into a local: what the writer does later changes nothing here. What is used of it must have
+// passed a check, which alone makes a Checked. A word that is only compared with others (how far a peer is) needs none.
+//
+// Ownership: values. Thread-safety: any thread, while the writer writes. Failure: a check that fails gives nothing.
+#pragma once
+
+#include <array>
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <optional>
+#include <string>
+#include <type_traits>
+
+namespace syncengine {
+
+// For errors of what failed a check.
+inline constexpr const char* kDamaged = ": its memory or the network is faulty, or somebody interferes";
+
+template <class T>
+class Checked {
+ public:
+  // Of an enumerator or an index: nothing if `value` is above `most`.
+  static std::optional<Checked> at_most(T most, uint64_t value) {
+    if (value > static_cast<uint64_t>(most)) return {};
+    return Checked(static_cast<T>(value));
+  }
+  // Of a struct, which is a copy already.
+  template <class IsSound>
+  static std::optional<Checked> sound(const T& copy, const IsSound& is_sound) {
+    if (!is_sound(copy)) return {};
+    return Checked(copy);
+  }
+
+  const T& get() const { return value_; }
+  const T* operator->() const { return &value_; }
+
+ private:
+  explicit Checked(const T& value) : value_(value) {}
+  T value_;
+};
+
+// One load of a word that is no atomic.
+template <class Word>
+Word load_once(const Word& word) {
+  static_assert(std::is_trivially_copyable_v<Word> && sizeof(Word) <= sizeof(uint64_t));
+  Word value;
+  __atomic_load(&word, &value, __ATOMIC_RELAXED);
+  return value;
+}
+
+// A struct, each of its words by one load.
+template <class Struct>
+Struct copy_once(const Struct& theirs) {
+  static_assert(std::is_trivially_copyable_v<Struct> && sizeof(Struct) % sizeof(uint64_t) == 0);
+  using Word [[gnu::may_alias]] = uint64_t;
+  std::array<uint64_t, sizeof(Struct) / sizeof(uint64_t)> words;
+  auto* from = reinterpret_cast<const Word*>(&theirs);
+  for (size_t i = 0; i < words.size(); ++i) words[i] = __atomic_load_n(from + i, __ATOMIC_RELAXED);
+  return std::bit_cast<Struct>(words);
+}
+
+// The text in an array of another process's, which may lack the zero behind it.
+template <size_t kBytes>
+std::string checked_text(const char (&theirs)[kBytes]) {
+  std::string text(theirs, kBytes);
+  text.resize(strnlen(text.data(), kBytes));
+  return text;
+}
+
+}  // namespace syncengine
