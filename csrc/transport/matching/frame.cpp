@@ -74,8 +74,9 @@ constexpr Shape shape_of(Kind kind) {
   switch (kind) {
     case Kind::Heartbeat:
     case Kind::Goodbye: return {};
-    case Kind::Message: return {.most_payload = Interhost::kMaxMessage};
-    case Kind::Abort: return {.most_payload = kMaxAbort, .most_size = static_cast<uint32_t>(kLastErrorKind)};
+    case Kind::Message: return {.most_payload = Interhost::kMaxMessage, .checksum = true};
+    case Kind::Abort:
+      return {.most_payload = kMaxAbort, .most_size = static_cast<uint32_t>(kLastErrorKind), .checksum = true};
     case Kind::Ready: return {.most_size = Interhost::kMaxTransfer, .tag = true, .handle = true};
     case Kind::Ask: return {.tag = true};
     case Kind::Withdrawn: return {.most_size = ~uint32_t{0}, .tag = true, .handle = true};
@@ -106,23 +107,34 @@ Channel channel_of(Kind kind) { return kind >= Kind::Eager ? Channel::Data : Cha
 
 }  // namespace
 
-std::string encode(const Frame& frame) {
-  return Writer()
-      .u32(kMagic)
-      .u32(static_cast<uint32_t>(frame.kind))
-      .u32(frame.payload)
-      .u32(frame.checksum)
-      .u64(frame.tag)
-      .u64(frame.handle)
-      .u32(frame.offset)
-      .u32(frame.size)
-      .text();
+namespace {
+
+// The word that says that a frame begins, of what follows in the header.
+uint32_t first_word(std::string_view rest, bool checksum) {
+  return checksum ? kMagic ^ crc32c(reinterpret_cast<const std::byte*>(rest.data()), rest.size()) : kMagic;
 }
 
-std::optional<Frame> decode(std::string_view bytes, Channel channel) {
+}  // namespace
+
+std::string encode(const Frame& frame, bool checksum) {
+  const std::string rest = Writer()
+                               .u32(static_cast<uint32_t>(frame.kind))
+                               .u32(frame.payload)
+                               .u32(frame.checksum)
+                               .u64(frame.tag)
+                               .u64(frame.handle)
+                               .u32(frame.offset)
+                               .u32(frame.size)
+                               .text();
+  return Writer().u32(first_word(rest, checksum)).bytes(rest).text();
+}
+
+std::optional<Frame> decode(std::string_view bytes, Channel channel, bool checksum) {
+  if (bytes.size() != kFrameBytes) return {};
   Reader reader(bytes);
-  uint32_t magic = reader.u32(), kind = reader.u32();
-  if (magic != kMagic || kind > static_cast<uint32_t>(Kind::Chunk)) return {};
+  uint32_t first = reader.u32(), kind = reader.u32();
+  if (first != first_word(bytes.substr(sizeof(first)), checksum) || kind > static_cast<uint32_t>(Kind::Chunk))
+    return {};
   Frame frame{.kind = static_cast<Kind>(kind)};
   frame.payload = reader.u32();
   frame.checksum = reader.u32();

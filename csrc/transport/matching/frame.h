@@ -2,7 +2,8 @@
 //
 // Each frame has one encoding: fields that its kind does not use are zero, and decode() refuses what encode() could not
 // have written for the connection it came on. So nothing is allocated, looked up or indexed by a number that is out of
-// bounds.
+// bounds. If the ranks agreed on checksums, a header's first word is one of the rest, and another one is of the
+// payload.
 //
 // A small transfer (up to kEagerBytes) is sent at once, as Eager, while the receiver's credit lasts. Without credit the
 // sender Asks. What was asked for, and all larger transfers, wait for the receiver's Ready, which gives the receive's
@@ -107,7 +108,7 @@ enum class Channel : uint8_t { Control, Data };
 struct Frame {
   Kind kind = Kind::Heartbeat;
   uint32_t payload = 0;   // bytes that follow: of a message, or of data
-  uint32_t checksum = 0;  // CRC-32C of the payload of Eager and Chunk, if the ranks agreed on checksums
+  uint32_t checksum = 0;  // CRC-32C of the payload, if the ranks agreed on checksums
   uint64_t tag = 0;       // Ready, Ask, Eager; Withdrawn: the first
   uint64_t handle = 0;    // Ready, Chunk: names a receive, from 1; Withdrawn: the last tag
   uint32_t offset = 0;    // Chunk: where in the transfer
@@ -117,9 +118,10 @@ struct Frame {
   bool operator==(const Frame&) const = default;
 };
 
-std::string encode(const Frame& frame);
+// `checksum`: whether the ranks agreed on checksums.
+std::string encode(const Frame& frame, bool checksum);
 
 // Nothing if the bytes (kFrameBytes of them) are no frame of ours for such a connection.
-std::optional<Frame> decode(std::string_view bytes, Channel channel);
+std::optional<Frame> decode(std::string_view bytes, Channel channel, bool checksum);
 
 }  // namespace syncengine::matching

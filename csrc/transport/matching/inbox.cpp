@@ -42,7 +42,8 @@ void Inbox::post(uint64_t tag, std::byte* data, size_t bytes, std::shared_ptr<In
 void Inbox::get_ready(const std::shared_ptr<Receive>& receive) {
   receive->handle = ++handles_;
   by_handle_[receive->handle] = receive;
-  control_ += encode({.kind = Kind::Ready, .tag = receive->tag, .handle = receive->handle, .size = receive->bytes});
+  control_ += encode({.kind = Kind::Ready, .tag = receive->tag, .handle = receive->handle, .size = receive->bytes},
+                     shared_.checksum);
 }
 
 void Inbox::on_ask(const Frame& frame) {
@@ -50,7 +51,7 @@ void Inbox::on_ask(const Frame& frame) {
   if (auto found = posted_.find(frame.tag); found != posted_.end()) {
     if (found->second->handle == 0) get_ready(found->second);
   } else {
-    if (asked_.size() >= kMostAsked) throw garbage(shared_.names, peer_, "more sends than can be");
+    if (asked_.size() >= kMostAsked) throw garbage(shared_, peer_, "more sends than can be");
     asked_.insert(frame.tag);
   }
 }
@@ -60,7 +61,7 @@ Arrival Inbox::begin(const Frame& frame) {
   if (frame.kind == Kind::Chunk) {
     auto found = by_handle_.find(frame.handle);
     if (found == by_handle_.end()) {
-      if (frame.handle > handles_) throw garbage(shared_.names, peer_, "data that nobody asked for");
+      if (frame.handle > handles_) throw garbage(shared_, peer_, "data that nobody asked for");
       return arrival;  // withdrawn meanwhile
     }
     Receive& receive = *found->second;
@@ -68,13 +69,12 @@ Arrival Inbox::begin(const Frame& frame) {
                 (frame.payload % kChunkUnit == 0 || frame.payload == receive.bytes - frame.offset) &&
                 (frame.payload > 0 || receive.bytes == 0);
     uint32_t units = fits ? units_of(frame) : 0;
-    if (!fits || (receive.units & units)) throw garbage(shared_.names, peer_, "data that does not fit its place");
+    if (!fits || (receive.units & units)) throw garbage(shared_, peer_, "data that does not fit its place");
     receive.units |= units;
     arrival.receive = found->second;
     return arrival;
   }
-  if (held_ + window_cost(frame.payload) > kEagerWindow)
-    throw garbage(shared_.names, peer_, "more than it has credit for");
+  if (held_ + window_cost(frame.payload) > kEagerWindow) throw garbage(shared_, peer_, "more than it has credit for");
   held_ += window_cost(frame.payload);
   if (withdrawals_.is_withdrawn(frame.tag)) return arrival;
   auto found = posted_.find(frame.tag);
@@ -85,7 +85,7 @@ Arrival Inbox::begin(const Frame& frame) {
   Receive& receive = *found->second;
   if (receive.bytes != frame.payload)
     throw size_mismatch(shared_.names, peer_, frame.payload, shared_.rank, receive.bytes);
-  if (receive.handle != 0 || receive.units) throw garbage(shared_.names, peer_, "one transfer twice");
+  if (receive.handle != 0 || receive.units) throw garbage(shared_, peer_, "one transfer twice");
   receive.units = 1;
   arrival.receive = found->second;
   return arrival;
@@ -106,7 +106,7 @@ void Inbox::end(Arrival& arrival) {
       take(posted->second, unexpected);
     } else if (!withdrawn) {
       if (!unexpected_.emplace(frame.tag, std::move(unexpected)).second)
-        throw garbage(shared_.names, peer_, "one transfer twice");
+        throw garbage(shared_, peer_, "one transfer twice");
       return;  // its credit is given back when it is taken
     } else {
       give_credit(window_cost(frame.payload));
@@ -137,7 +137,7 @@ void Inbox::finish(Receive& receive) {
 void Inbox::give_credit(uint32_t bytes) {
   owed_ += bytes;
   if (owed_ < kEagerWindow / 2) return;
-  control_ += encode({.kind = Kind::Credit, .size = owed_});
+  control_ += encode({.kind = Kind::Credit, .size = owed_}, shared_.checksum);
   held_ -= owed_;
   owed_ = 0;
 }

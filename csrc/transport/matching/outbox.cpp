@@ -39,7 +39,7 @@ void Outbox::post(uint64_t tag, const std::byte* data, size_t bytes, std::shared
     credit_ -= window_cost(size);
     queue_.push_back(send);
   } else {
-    if (size <= kEagerBytes) control_ += encode({.kind = Kind::Ask, .tag = tag});
+    if (size <= kEagerBytes) control_ += encode({.kind = Kind::Ask, .tag = tag}, shared_.checksum);
     unready_[tag] = send;
   }
 }
@@ -62,12 +62,12 @@ void Outbox::on_ready(const Frame& frame) {
     unready_.erase(waiting);
     enqueue(send, ready);
   } else if (ready_.size() >= kMostReady || !ready_.emplace(frame.tag, ready).second) {
-    throw garbage(shared_.names, peer_, "more receives than can be");
+    throw garbage(shared_, peer_, "more receives than can be");
   }
 }
 
 void Outbox::on_credit(const Frame& frame) {
-  if (frame.size > kEagerWindow - credit_) throw garbage(shared_.names, peer_, "more credit than it took");
+  if (frame.size > kEagerWindow - credit_) throw garbage(shared_, peer_, "more credit than it took");
   credit_ += frame.size;
 }
 
@@ -116,7 +116,7 @@ void Outbox::withdraw(uint64_t first, uint64_t last, const Error& error) {
     send->fail(error);
     return true;
   });
-  control_ += encode({.kind = Kind::Withdrawn, .tag = first, .handle = last, .size = eagers_});
+  control_ += encode({.kind = Kind::Withdrawn, .tag = first, .handle = last, .size = eagers_}, shared_.checksum);
 }
 
 void Outbox::fail_unready(const Error& error) {

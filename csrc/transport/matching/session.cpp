@@ -4,7 +4,8 @@ namespace syncengine::matching {
 
 void Session::add(Frame frame, std::string_view text) {
   frame.payload = static_cast<uint32_t>(text.size());
-  out += encode(frame);
+  frame.checksum = checksum_of(text);
+  out += encode(frame, shared.checksum);
   out += text;
 }
 
@@ -13,7 +14,13 @@ void Session::add_abort(const Error& error) {
       std::string(error.what()).substr(0, kMaxAbort));
 }
 
+uint32_t Session::checksum_of(std::string_view text) const {
+  if (!shared.checksum || text.empty()) return 0;
+  return crc32c(reinterpret_cast<const std::byte*>(text.data()), text.size());
+}
+
 void Session::on_control(const Frame& frame, std::string_view text) {
+  if (checksum_of(text) != frame.checksum) throw garbage(shared, rank, "a message whose checksum differs");
   const bool mismatch = static_cast<ErrorKind>(frame.size) == ErrorKind::Mismatch;
   switch (frame.kind) {
     case Kind::Message:

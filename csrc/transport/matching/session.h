@@ -75,6 +75,7 @@ struct Session {
   void add_abort(const Error& error);                 // what the peer is to know of its end
   void add(Frame frame, std::string_view text = {});  // of control
   void on_control(const Frame& frame, std::string_view text);
+  uint32_t checksum_of(std::string_view text) const;  // 0 without checksums
   void withdraw(uint64_t first, uint64_t last, const Error& error);
   void take_leave(const Error& error);  // what is under way is still sent
 

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/checked.h"
 #include "base/deadline.h"
 #include "base/texts.h"
 #include "transport/interhost.h"
@@ -19,7 +20,7 @@ namespace syncengine::matching {
 struct Shared {
   int rank = -1;
   RankNames names = {};
-  bool checksum = false;                        // CRC-32C of all data
+  bool checksum = false;                        // CRC-32C of all that is sent
   bool news = false;                            // the engine is to be told
   std::vector<Interhost::Message> heard;        // on their way to it
   std::string log;                              // lines for stderr, once no lock is held
@@ -27,10 +28,9 @@ struct Shared {
   std::vector<std::byte> scratch = std::vector<std::byte>(64 << 10);  // where bytes go that nobody wants any more
 };
 
-inline Error garbage(const RankNames& names, int peer, const std::string& what) {
-  return {ErrorKind::PeerLost, names(peer) + " sent " + what +
-                                   ": its memory or the network is faulty, or somebody interferes; it was given "
-                                   "up (SYNCENGINE_CHECKSUM=1 tells more)"};
+inline Error garbage(const Shared& shared, int peer, const std::string& what) {
+  return {ErrorKind::PeerLost, shared.names(peer) + " sent " + what + kDamaged + "; it was given up" +
+                                   (shared.checksum ? "" : " (SYNCENGINE_CHECKSUM=1 tells more)")};
 }
 
 inline Error size_mismatch(const RankNames& names, int from, uint64_t sent, int to, uint64_t wanted) {

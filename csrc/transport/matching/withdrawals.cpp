@@ -33,10 +33,9 @@ void Withdrawals::withdraw(uint64_t first, uint64_t last) {
 
 void Withdrawals::hear(const Frame& frame) {
   if (ranges_.size() >= kMostRanges && !ranges_.contains(frame.tag))
-    throw garbage(shared_.names, peer_, "more withdrawals than can be");
+    throw garbage(shared_, peer_, "more withdrawals than can be");
   Range& range = ranges_[frame.tag];
-  if (range.there || (range.here && range.last != frame.handle))
-    throw garbage(shared_.names, peer_, "one withdrawal twice");
+  if (range.there || (range.here && range.last != frame.handle)) throw garbage(shared_, peer_, "one withdrawal twice");
   range.last = frame.handle;
   range.there = true;
   range.eagers = frame.size;

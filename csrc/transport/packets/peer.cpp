@@ -63,7 +63,7 @@ void Peer::step() {
     if (session_.out.empty() && !session_.outbox.has_next()) {
       if (session_.life.is_in_use()) return;
       session_.life.on(Lifecycle::SayGoodbye);
-      session_.out = encode({.kind = Kind::Goodbye});
+      session_.out = encode({.kind = Kind::Goodbye}, session_.shared.checksum);
     }
     send_packet();
   }
@@ -83,7 +83,7 @@ void Peer::send_packet() {
   while (session_.out.empty() && session_.outbox.has_next() && payloads.size() < kMostAnnounced &&
          used + kFrameBytes + kInlineBytes <= kRoom) {
     matching::Piece piece = session_.outbox.next();
-    add(encode(piece.frame).data(), kFrameBytes);
+    add(encode(piece.frame, session_.shared.checksum).data(), kFrameBytes);
     if (is_inline(piece.frame)) {
       add(piece.payload(), piece.frame.payload);
     } else {
@@ -172,8 +172,9 @@ void Peer::on_frames(const std::byte* packet) {
 std::optional<Frame> Peer::next_frame(std::string& payload) {
   if (in_.size() < kFrameBytes) return {};
   std::string_view header(in_.data(), kFrameBytes);
-  auto frame = decode(header, Channel::Control);
-  if (!frame) frame = decode(header, Channel::Data);
+  const bool checksum = session_.shared.checksum;
+  auto frame = decode(header, Channel::Control, checksum);
+  if (!frame) frame = decode(header, Channel::Data, checksum);
   if (!frame) throw_out_of_step();
   size_t behind = is_data(frame->kind) && !is_inline(*frame) ? 0 : frame->payload;
   if (in_.size() < kFrameBytes + behind) return {};
@@ -208,16 +209,16 @@ void Peer::take_data(Arrival& arrival, const std::byte* payload) {
   if (!session_.life.is_in_use()) return;
   const Frame& frame = arrival.frame;
   std::byte* place = arrival.place();
+  if (session_.shared.checksum && matching::crc32c(payload, frame.payload) != frame.checksum)
+    throw garbage(session_.shared, session_.rank, "data whose checksum differs");
   if (place && frame.payload > 0) std::memcpy(place, payload, frame.payload);
-  if (session_.shared.checksum && place && matching::crc32c(place, frame.payload) != frame.checksum)
-    throw garbage(session_.shared.names, session_.rank, "data whose checksum differs");
   session_.inbox.end(arrival);
 }
 
 // What comes next can't be received: nobody knows what it is.
 void Peer::throw_out_of_step() {
   session_.life.on(Lifecycle::Break);
-  throw garbage(session_.shared.names, session_.rank, "something that is no frame of syncengine's");
+  throw garbage(session_.shared, session_.rank, "something that is no frame of syncengine's");
 }
 
 // ---- the end ----

@@ -76,8 +76,8 @@ void DataChannel::receive(std::optional<Arrival> arrival) {
   if (arrival_) header_got_ = 0;
 }
 
-void DataChannel::start(Piece piece) {
-  header_out_ = encode(piece.frame);
+void DataChannel::start(Piece piece, bool checksum) {
+  header_out_ = encode(piece.frame, checksum);
   piece_ = std::move(piece);
   sent_ = 0;
   auto now = Clock::now();
@@ -230,8 +230,8 @@ void Peer::note_end() {
 void Peer::on_control_frames() {
   std::string_view rest = control_.in;
   while (rest.size() >= kFrameBytes) {
-    auto frame = decode(rest.substr(0, kFrameBytes), Channel::Control);
-    if (!frame) throw garbage(session_.shared.names, session_.rank, "something that is no frame of syncengine's");
+    auto frame = decode(rest.substr(0, kFrameBytes), Channel::Control, session_.shared.checksum);
+    if (!frame) throw garbage(session_.shared, session_.rank, "something that is no frame of syncengine's");
     if (rest.size() < kFrameBytes + frame->payload) break;
     session_.on_control(*frame, rest.substr(kFrameBytes, frame->payload));
     rest.remove_prefix(kFrameBytes + frame->payload);
@@ -267,12 +267,12 @@ void Peer::read_data(DataChannel& channel) {
       const Frame& frame = arrival->frame;
       std::byte* place = arrival->place();
       if (session_.shared.checksum && place && crc32c(place, frame.payload) != frame.checksum)
-        throw garbage(session_.shared.names, session_.rank, "data whose checksum differs");
+        throw garbage(session_.shared, session_.rank, "data whose checksum differs");
       session_.inbox.end(*arrival);
       channel.receive(std::nullopt);
     } else if (auto header = channel.begun_frame(); header && !channel.is_reading()) {
-      auto frame = decode(*header, Channel::Data);
-      if (!frame) throw garbage(session_.shared.names, session_.rank, "something that is no frame of syncengine's");
+      auto frame = decode(*header, Channel::Data, session_.shared.checksum);
+      if (!frame) throw garbage(session_.shared, session_.rank, "something that is no frame of syncengine's");
       channel.receive(session_.inbox.begin(*frame));
     } else {
       return;
@@ -283,7 +283,7 @@ void Peer::read_data(DataChannel& channel) {
 void Peer::write_data(DataChannel& channel) {
   if (!channel.is_writing()) {
     if (!session_.outbox.has_next()) return;
-    channel.start(session_.outbox.next(channel.piece_bytes()));
+    channel.start(session_.outbox.next(channel.piece_bytes()), session_.shared.checksum);
   }
   if (auto piece = channel.write()) session_.outbox.written(*piece);
   if (channel.status == Status::Broken) on_end(channel);

@@ -53,7 +53,7 @@ class DataChannel {
   bool is_reading() const { return arrival_.has_value(); }  // a payload
 
   bool is_writing() const { return piece_.has_value(); }
-  void start(Piece piece);
+  void start(Piece piece, bool checksum);
   // One system call. The piece, once it is out.
   std::optional<Piece> write();
   // How much to give it at a time: what it sends in about two milliseconds. What a slow connection has been given early

@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "base/checked.h"
 #include "base/say.h"
 #include "base/sync_point.h"
 #include "base/texts.h"
@@ -40,7 +41,7 @@ Rendezvous::Rendezvous(const Options& options, int rank, const Address& own, std
 std::map<int, Sockets> Rendezvous::run(Deadline deadline, const std::function<void()>& interrupted) {
   sync_point("tcp_rendezvous");
   while (missing_ > 0) {
-    std::vector<pollfd> waits{{listener_, POLLIN, 0}};
+    std::vector<pollfd> waits{{has_room() ? listener_ : -1, POLLIN, 0}};  // else it would be readable again and again
     for (const Call& call : calls_) {
       if (call.fd) waits.push_back({call.fd.get(), static_cast<short>(call.connecting ? POLLOUT : POLLIN), 0});
     }
@@ -71,12 +72,19 @@ std::map<int, Sockets> Rendezvous::run(Deadline deadline, const std::function<vo
   return std::move(sockets_);
 }
 
+std::list<Rendezvous::Call>::iterator Rendezvous::oldest_silent() {
+  return std::find_if(unauthenticated_.begin(), unauthenticated_.end(),
+                      [](const Call& call) { return !call.server->has_ticket(); });
+}
+
+bool Rendezvous::is_full() const {
+  return unauthenticated_.size() >= missing_ + static_cast<size_t>(options_.unauthenticated);
+}
+
 void Rendezvous::accept_callers() {
-  auto is_silent = [](const Call& call) { return !call.server->has_ticket(); };
-  for (;;) {
-    auto oldest = std::find_if(unauthenticated_.begin(), unauthenticated_.end(), is_silent);
-    bool full = unauthenticated_.size() >= missing_ + static_cast<size_t>(options_.unauthenticated);
-    if (full && oldest == unauthenticated_.end()) return;
+  while (has_room()) {
+    const auto oldest = oldest_silent();
+    const bool full = is_full();
     UniqueFd fd(accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
     const bool is_short = !fd && (errno == EMFILE || errno == ENFILE);
     if (is_short && oldest == unauthenticated_.end())
@@ -192,16 +200,19 @@ bool Rendezvous::settle(Call& call) {
       return true;
     }
     case HandshakeResult::Secret:
-      if (call.client)
+      if (call.client && !options_.secret.empty())
         throw Error(ErrorKind::InvalidUsage, options_.names(peer) + " and " + options_.names(rank_) +
                                                  " have different secrets: set SYNCENGINE_SECRET (or what is in "
                                                  "SYNCENGINE_SECRET_FILE) to the same on all ranks");
-      doubt(peer);
+      if (call.server) doubt(peer);
       break;
     case HandshakeResult::Stranger: break;
   }
   if (call.server) return true;  // nobody of ours
-  reasons_[peer] = text(peers_.at(peer).ip, peers_.at(peer).port) + ": something else answers there";
+  const bool is_changed = handshake.result() == HandshakeResult::Secret;
+  reasons_[peer] =
+      text(peers_.at(peer).ip, peers_.at(peer).port) +
+      (is_changed ? ": its part of the handshake" + std::string(kDamaged) : ": something else answers there");
   call.fd.reset();
   call.again = Clock::now() + kPause;
   return false;
@@ -210,12 +221,14 @@ bool Rendezvous::settle(Call& call) {
 // A rank's name with a valid ticket and nothing behind it: that rank has another secret, and its own init() says so; or
 // somebody has read the addresses in the launcher's exchange. He must not end the job, so the rank may still come.
 void Rendezvous::doubt(int peer) {
-  std::string text = "somebody called as " + options_.names(peer) + " with another secret than this job's";
+  const bool has_secret = !options_.secret.empty();
+  const std::string text = "somebody called as " + options_.names(peer) +
+                           (has_secret ? " with another secret than this job's" : ", and could not prove it");
   reasons_[peer] = text;
   if (!doubted_.insert(peer).second) return;
-  say("syncengine: " + options_.names(rank_) + ": " + text +
-      ", and was turned away: it is that rank with a wrong SYNCENGINE_SECRET, or a stranger who has read the "
-      "addresses\n");
+  say("syncengine: " + options_.names(rank_) + ": " + text + ", and was turned away: it is that rank " +
+      (has_secret ? "with a wrong SYNCENGINE_SECRET" : "and bytes were changed on the way") +
+      ", or a stranger who has read the addresses\n");
 }
 
 std::string Rendezvous::missing_names() const {

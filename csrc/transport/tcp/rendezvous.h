@@ -127,7 +127,10 @@ class Rendezvous {
   };
 
   void accept_callers();
-  bool advance(Call& call);  // true: it has ended
+  bool is_full() const;
+  std::list<Call>::iterator oldest_silent();
+  bool has_room() { return !is_full() || oldest_silent() != unauthenticated_.end(); }  // for one more caller
+  bool advance(Call& call);                                                            // true: it has ended
   void dial(Call& call);
   void greet(Call& call);
   bool talk(Call& call, int& code);

@@ -1,6 +1,8 @@
 
 #include "transport/tcp/secret.h"
 
+#include <sys/stat.h>
+
 #include <array>
 #include <bit>
 #include <cerrno>
@@ -10,6 +12,7 @@
 #include <iterator>
 
 #include "base/error.h"
+#include "base/say.h"
 #include "transport/matching/frame.h"
 
 namespace syncengine::tcp {
@@ -117,6 +120,9 @@ std::string load_secret(const std::string& secret, const std::string& file) {
     std::ifstream stream(file, std::ios::binary);
     if (!stream) throw_system_error("can't read SYNCENGINE_SECRET_FILE (" + file + ")", errno);
     value = trimmed({std::istreambuf_iterator<char>(stream), {}});
+    struct stat status{};
+    if (stat(file.c_str(), &status) == 0 && (status.st_mode & (S_IRGRP | S_IROTH)) != 0)
+      say("syncengine: other users may read SYNCENGINE_SECRET_FILE (" + file + "): chmod 600 it\n");
   }
   if (value.size() < kShortestSecret) {
     throw Error(ErrorKind::InvalidUsage,

@@ -39,7 +39,7 @@ struct Side {
   std::vector<Frame> told() {
     std::vector<Frame> frames;
     for (; !control.empty(); control.erase(0, kFrameBytes))
-      frames.push_back(*decode(control.substr(0, kFrameBytes), Channel::Control));
+      frames.push_back(*decode(control.substr(0, kFrameBytes), Channel::Control, false));
     return frames;
   }
 };

@@ -133,7 +133,7 @@ TEST(packets_end_in_order_after_a_mismatch) {
 
 TEST(packets_of_garbage_end_the_peer) {
   using matching::Kind;
-  std::string chunk = matching::encode({.kind = Kind::Chunk, .payload = 1000, .handle = 77});
+  std::string chunk = matching::encode({.kind = Kind::Chunk, .payload = 1000, .handle = 77}, false);
   std::string unasked = chunk + chunk + chunk + chunk;
   for (const auto& packet :
        {std::string(100, 'x'), Stranger::packet("", packets::kControlBytes), Stranger::packet(chunk),
@@ -166,7 +166,7 @@ TEST(packets_fuzz) {
         if (random() % 2) frame.handle = 1 + random() % 2;
         if (random() % 3 == 0) frame.size = static_cast<uint32_t>(random() % 400000);
         if (random() % 2) frame.payload = static_cast<uint32_t>(random() % 1200);
-        frames += matching::encode(frame);
+        frames += matching::encode(frame, false);
         bool is_data = frame.kind == Kind::Eager || frame.kind == Kind::Chunk;
         if (!is_data || frame.payload <= 512) frames += std::string(frame.payload, 'p');
       }

@@ -55,7 +55,7 @@ struct Stage {
   }
 };
 
-std::string frame(const Frame& frame) { return encode(frame); }
+std::string frame(const Frame& frame) { return encode(frame, false); }
 
 long count_of(const char* folder) { return std::distance(std::filesystem::directory_iterator(folder), {}); }
 
@@ -129,7 +129,7 @@ TEST(tcp_end_in_mid_transfer_is_named) {
   std::string ready;
   for (;;) {  // heartbeats come, too
     ready = get(stage.control(), tcp::kFrameBytes);
-    auto header = tcp::decode(ready, tcp::Channel::Control);
+    auto header = tcp::decode(ready, tcp::Channel::Control, false);
     CHECK(header);
     if (header->kind == Kind::Ready) break;
   }
@@ -186,7 +186,7 @@ TEST(tcp_stop_does_not_wait_for_the_deaf) {
   CHECK(Clock::now() - begin < seconds(10));
   std::string heard;
   for (std::string next; !(next = get(stage.control(), tcp::kFrameBytes)).empty();) heard = next;
-  CHECK(tcp::decode(heard, tcp::Channel::Control)->kind == Kind::Goodbye);
+  CHECK(tcp::decode(heard, tcp::Channel::Control, false)->kind == Kind::Goodbye);
 }
 
 TEST(tcp_leaves_no_descriptor_and_starts_no_thread) {

@@ -1,12 +1,18 @@
 // The pure parts of TCP: digests, checksums, frames, addresses, the choice of an interface.
+#include <sys/stat.h>
+#include <unistd.h>
+
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
 #include <random>
 
 #include "base/descriptors.h"
+#include "base/say.h"
+#include "child.h"
 #include "test.h"
 #include "transport/matching/frame.h"
+#include "transport/matching/session.h"
 #include "transport/tcp/address.h"
 #include "transport/tcp/secret.h"
 
@@ -123,13 +129,43 @@ TEST(frames_come_back) {
                         {.kind = Kind::Chunk, .payload = kChunkBytes, .handle = 2, .offset = 3 * kChunkBytes},
                         {.kind = Kind::Chunk, .payload = 1, .checksum = 1, .handle = 1}};
   for (const Frame& frame : control) {
-    CHECK_EQ(encode(frame).size(), kFrameBytes);
-    CHECK(decode(encode(frame), Channel::Control) == frame);
-    CHECK(!decode(encode(frame), Channel::Data));
+    CHECK_EQ(encode(frame, false).size(), kFrameBytes);
+    CHECK(decode(encode(frame, false), Channel::Control, false) == frame);
+    CHECK(!decode(encode(frame, false), Channel::Data, false));
   }
   for (const Frame& frame : data) {
-    CHECK(decode(encode(frame), Channel::Data) == frame);
-    CHECK(!decode(encode(frame), Channel::Control));
+    CHECK(decode(encode(frame, false), Channel::Data, false) == frame);
+    CHECK(!decode(encode(frame, false), Channel::Control, false));
+  }
+}
+
+// All bits of a header, and of what follows; one error says so, and does not advise what is on.
+TEST(checksums_cover_headers_and_messages) {
+  for (const Frame& frame : {Frame{.kind = Kind::Ready, .tag = 5, .handle = 1, .size = 17000},
+                             Frame{.kind = Kind::Message, .payload = 5, .checksum = 7}}) {
+    const std::string good = encode(frame, true);
+    CHECK_EQ(good.size(), kFrameBytes);
+    CHECK(decode(good, Channel::Control, true) == frame);
+    CHECK(!decode(good, Channel::Control, false));
+    for (size_t bit = 0; bit < 8 * kFrameBytes; ++bit) {
+      std::string bad = good;
+      bad[bit / 8] ^= static_cast<char>(1 << bit % 8);
+      CHECK(!decode(bad, Channel::Control, true));
+    }
+  }
+  for (bool checksum : {true, false}) {
+    Shared shared{.rank = 0, .checksum = checksum};
+    matching::Session session(shared, {}, 1);
+    session.tell("hello");
+    const Frame frame = *decode(session.out.substr(0, kFrameBytes), Channel::Control, checksum);
+    session.on_control(frame, "hello");
+    if (!checksum) {
+      session.on_control(frame, "hellp");
+      continue;
+    }
+    const std::string error = CHECK_THROWS(session.on_control(frame, "hellp"), ErrorKind::PeerLost);
+    CHECK(contains(error, "checksum differs") && !contains(error, "SYNCENGINE_CHECKSUM"));
+    CHECK_EQ(shared.heard.size(), 1u);
   }
 }
 
@@ -153,11 +189,11 @@ TEST(frames_out_of_bounds_are_refused) {
                         {.kind = Kind::Chunk, .payload = 1, .handle = 1, .offset = 1},
                         {.kind = Kind::Chunk, .payload = 1, .handle = 1, .offset = 4 * kChunkBytes},
                         {.kind = Kind::Chunk, .payload = 1, .handle = 1, .offset = 0xfffc0000}};
-  for (const Frame& frame : control) CHECK(!decode(encode(frame), Channel::Control));
-  for (const Frame& frame : data) CHECK(!decode(encode(frame), Channel::Data));
-  std::string good = encode({.kind = Kind::Heartbeat});
-  CHECK(!decode(good.substr(1), Channel::Control));
-  CHECK(!decode(good + "x", Channel::Control));
+  for (const Frame& frame : control) CHECK(!decode(encode(frame, false), Channel::Control, false));
+  for (const Frame& frame : data) CHECK(!decode(encode(frame, false), Channel::Data, false));
+  std::string good = encode({.kind = Kind::Heartbeat}, false);
+  CHECK(!decode(good.substr(1), Channel::Control, false));
+  CHECK(!decode(good + "x", Channel::Control, false));
 }
 
 TEST(addresses_come_back) {
@@ -223,6 +259,30 @@ TEST(secrets_are_read_and_never_shown) {
   std::string read = load_secret("", name);
   unlink(name);
   CHECK_EQ(read, "a secret in a file");
+}
+
+TEST(a_secret_that_others_may_read_is_warned_of) {
+  for (mode_t mode : {0600, 0640, 0604}) {
+    char name[] = "/tmp/syncengine-secret-XXXXXX";
+    UniqueFd file(mkstemp(name));
+    CHECK(write(file.get(), "0123456789abcdef", 16) == 16 && fchmod(file.get(), mode) == 0);
+    int ends[2];
+    CHECK_EQ(pipe(ends), 0);
+    const UniqueFd from(ends[0]);
+    UniqueFd to(ends[1]);
+    CHECK(testing::true_in_child([&] {
+      dup2(to.get(), STDERR_FILENO);
+      load_secret("", name);
+      await_said();
+      return true;
+    }));
+    to.reset();
+    unlink(name);
+    char said[256] = "";
+    CHECK(read(from.get(), said, sizeof(said) - 1) >= 0);
+    CHECK_EQ(contains(said, "other users may read SYNCENGINE_SECRET_FILE"), mode != 0600);
+    CHECK(!contains(said, "0123456789abcdef"));
+  }
 }
 
 TEST(pair_keys_are_the_same_on_both_sides_and_depend_on_everything) {
