@@ -107,7 +107,8 @@ class Door:
         return []
 
     def _read(self, key: str) -> list[int]:
-        return [int(name) for name in self._store.get(key).split()] if self._store.check([key]) else []
+        said = self._store.get(key).split() if self._store.check([key]) else []
+        return [int(name) for name in said if name.isdigit()]
 
     def _join(self, number: int, ranks: list[int], rank: int, facts: str) -> Communicator:
         """The communicator of these ranks, as the default one: on all of them, or on none. Raises SyncError then."""

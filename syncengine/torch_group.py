@@ -21,6 +21,7 @@ from syncengine.connect import Connection, reachable_address
 from syncengine.errors import InvalidUsage, error_text, name_ranks
 from syncengine.groups import backend_communicator
 from syncengine.launch import Launch, launch_store
+from syncengine.launch.store import serve_store
 from syncengine.launch.variables import number
 
 _MOST_BYTES = 4096  # of what rank 0 tells
@@ -143,7 +144,7 @@ def _open_store(connection: Connection, launch: Launch, log_after: float) -> tup
     host = store_address(connection.hosts, os.environ)
     fixed = "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ
     port = number(os.environ, "MASTER_PORT", launch.kind, 1, 65535) if fixed else 0
-    served = dist.TCPStore(host, port, is_master=True, timeout=_CONNECTING, wait_for_workers=False, multi_tenant=True)
+    served = serve_store(host, port, _CONNECTING)
     _served.append(served)
     return served, {"address": [host, served.port]}
 

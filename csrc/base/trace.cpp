@@ -36,7 +36,7 @@ class Ring {
  public:
   Ring(const std::string& file, size_t events, uint64_t steps) : path(file), capacity_(events), steps_left(steps) {
     ::unlink(file.c_str());  // an earlier trace may still be mapped
-    const UniqueFd fd(::open(file.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0644));
+    const UniqueFd fd(::open(file.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600));
     const size_t bytes = kHeaderBytes + kTextBytes + events * sizeof(Slot);
     // Room is taken now: a full disk would kill the process at some store later.
     int error = fd.get() < 0 ? errno : ::posix_fallocate(fd.get(), 0, static_cast<off_t>(bytes));

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <iterator>
 #include <list>
 #include <map>
 #include <optional>
@@ -299,8 +300,9 @@ void LocalRendezvous::accept() {
     if (!local_socket::same_user(socket)) continue;
     visitors_.push_back({.socket = std::move(socket)});
     if (visitors_.size() <= unserved_.size() + kMaxUnidentified) continue;
-    // The oldest that has said nothing makes room.
-    visitors_.erase(std::find_if_not(visitors_.begin(), visitors_.end(), std::mem_fn(&Visitor::is_owed)));
+    // The oldest that has said nothing makes room, else this one.
+    const auto silent = std::find_if_not(visitors_.begin(), visitors_.end(), std::mem_fn(&Visitor::is_owed));
+    visitors_.erase(silent != visitors_.end() ? silent : std::prev(silent));
   }
 }
 

@@ -67,9 +67,20 @@ def _state(stream: Calls, call: Call, optimizer: torch.optim.Optimizer, root_ran
         optimizer.check_idle(f"{call.kind}()")
 
     def load(data: bytearray) -> None:
-        load_in_place(optimizer, from_bytes(data))
+        load_in_place(optimizer, torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
 
-    return _from_root(stream, call, root_rank, lambda: to_bytes(optimizer.state_dict()), load, None)
+    def pack() -> bytes:
+        data = to_bytes(optimizer.state_dict())
+        try:
+            torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise InvalidUsage(
+                f"{call.kind}: the optimizer's state has more than tensors and numbers of Python ({error}): send it "
+                "by broadcast_object(optimizer.state_dict())"
+            ) from error
+        return data
+
+    return _from_root(stream, call, root_rank, pack, load, None)
 
 
 def to_bytes(value: object) -> bytes:

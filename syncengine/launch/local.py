@@ -22,6 +22,7 @@ import torch.distributed as dist
 from syncengine.config import MOST_RANKS
 from syncengine.errors import InvalidUsage
 from syncengine.launch.environment import Launch
+from syncengine.launch.store import serve_store
 
 _SERVED_WITHIN = timedelta(seconds=20)
 _LOOK = 0.02  # seconds between two looks whether a rank has ended
@@ -99,7 +100,13 @@ def _ranks(count: int, script: Sequence[str], keep_going: bool = False) -> Itera
     _check_loopback()
     store = _serve_store()
     threads = max(1, len(os.sched_getaffinity(0)) // count)
-    common = {"OMP_NUM_THREADS": str(threads), **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    common = {
+        "OMP_NUM_THREADS": str(threads),
+        "GLOO_SOCKET_IFNAME": "lo",
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+    }
     common["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # as under torchrun: this process serves the store
     if keep_going:
         common[MEET] = f"127.0.0.1:{store.port}"
@@ -172,7 +179,7 @@ def _check_loopback() -> None:
 
 def _serve_store() -> dist.TCPStore:
     try:
-        return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=_SERVED_WITHIN)
+        return serve_store("127.0.0.1", 0, _SERVED_WITHIN)
     except dist.DistError as error:
         raise InvalidUsage(
             f"no store can be served at 127.0.0.1 ({str(error).splitlines()[0]}): start the ranks by torchrun instead"

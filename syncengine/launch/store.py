@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
@@ -31,15 +32,8 @@ def open_store(host: str, port: int, rank: int, world_size: int, timeout: float,
         listening = f"listen at {host}:{port} (MASTER_ADDR and MASTER_PORT: can this host reach it?)"
         wait_for_ranks(lambda: set() if _is_listening(host, port) else {0}, listening, timeout, log_after)
     try:
-        store = dist.TCPStore(
-            host,
-            port,
-            world_size,
-            is_master=serves,
-            timeout=timedelta(seconds=min(timeout, 30.0)),
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
+        limit = timedelta(seconds=min(timeout, 30.0))
+        store = serve_store(host, port, limit) if serves else dist.TCPStore(host, port, is_master=False, timeout=limit)
     except dist.DistError as error:
         raise InvalidUsage(
             f"rank {rank} can't open the rendezvous store at {host}:{port} (MASTER_ADDR and MASTER_PORT; is another "
@@ -48,6 +42,17 @@ def open_store(host: str, port: int, rank: int, world_size: int, timeout: float,
     if serves:
         _served[host, port] = store
     return store
+
+
+def serve_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
+    """A store, which listens on loopback alone if `host` is that; torch's own listen on all addresses."""
+    listener = None
+    with contextlib.suppress(OSError):  # another store of this process is served there already, say
+        addresses = {str(address[0]) for *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+        if all(ipaddress.ip_address(address).is_loopback for address in addresses):
+            family = socket.AF_INET6 if ":" in min(addresses) else socket.AF_INET
+            listener = socket.create_server((min(addresses), port), family=family, backlog=1024).detach()
+    return dist.TCPStore(host, port, None, True, timeout, False, multi_tenant=True, master_listen_fd=listener)
 
 
 def _is_listening(host: str, port: int) -> bool:

@@ -7,6 +7,7 @@ import importlib
 import itertools
 import math
 import os
+import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -40,9 +41,15 @@ def write(directory: str | os.PathLike[str], path: str | os.PathLike[str]) -> st
     """
     _import_package()
     trace = read(directory)
-    partial = Path(f"{path}.{os.getpid()}")
-    partial.write_bytes(serialize(trace))
-    partial.replace(path)  # another process may do the same
+    # Another process may do the same; and nobody else may read it, or have put something else in its place.
+    with tempfile.NamedTemporaryFile(dir=Path(path).parent, prefix=f"{Path(path).name}.", delete=False) as partial:
+        try:
+            partial.write(serialize(trace))
+            partial.flush()
+            Path(partial.name).replace(path)
+        except BaseException:
+            Path(partial.name).unlink()
+            raise
     return ". ".join([f"{path}: open it in https://ui.perfetto.dev", *caveats(trace)])
 
 

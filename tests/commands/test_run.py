@@ -79,6 +79,19 @@ def test_all_end_with_the_first_that_fails_before_they_have_met(programs, tmp_pa
     assert time.monotonic() - began < 90
 
 
+def test_strangers_reach_no_store(programs, tmp_path):
+    """It listens on loopback alone: the kernel's list of sockets has no other listener on its port."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, syncengine\nsyncengine.init()\nport = f':{int(os.environ[\"MASTER_PORT\"]):04X}'\n"
+        "rows = [row.split() for name in ('tcp', 'tcp6') for row in open(f'/proc/net/{name}')]\n"
+        "os.write(1, f'{[row[1] for row in rows if row[1].endswith(port) and row[3] == \"0A\"]}\\n'.encode())\n"
+    )
+    done = launched(programs, "-n", "2", str(script))
+    assert done.returncode == 0, done.stderr
+    assert [row.split(":")[0] for row in done.stdout.splitlines()] == ["['0100007F"] * 2, done.stdout
+
+
 def test_a_module(programs):
     done = launched(programs, "-n", "2", "-m", "json.tool", "--help")
     assert (done.returncode, done.stdout.count("usage: ")) == (0, 2), done.stderr

@@ -4,13 +4,14 @@ import os
 import signal
 
 import pytest
+import torch.distributed as dist
 from faults import FAULT, Outcome, needs_hooks, suffer
 from launcher import Launcher
 from marks import mostly_nightly
 from test_elastic import train
 
 from syncengine import _joining
-from syncengine.launch.local import JOIN
+from syncengine.launch.local import CAME, JOIN
 
 WORLD, STEPS, PACE = 3, 12, 0.05
 LONG = 1000.0  # seconds of each wait: a test ends only if nobody waits
@@ -126,3 +127,10 @@ def test_who_has_joined_trains_again(pool):
 def twice():
     _joining._LOOK = 0.0
     return [train(count=STEPS, pace=PACE)[0] for _ in range(2)]
+
+
+def test_what_a_stranger_writes_is_no_rank(monkeypatch):
+    store = dist.HashStore()
+    monkeypatch.setattr(dist, "TCPStore", lambda *_, **__: store)
+    store.set(CAME, "3 nonsense -1 \xb2 4 ")
+    assert _joining.Door("127.0.0.1:1", None)._read(CAME) == [3, 4]

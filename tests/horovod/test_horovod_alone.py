@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from contextlib import suppress
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -38,10 +39,10 @@ def optimizer_with(wrong: bool, **options: object) -> torch.optim.Optimizer:
     return hvd.DistributedOptimizer(torch.optim.SGD(make_model().parameters(), lr=0.1), **options if wrong else {})
 
 
-def state_of(wrong: bool) -> None:
+def state_of(wrong: bool, option: object = lambda step: step) -> None:
     optimizer = torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=0.1)
     if wrong:
-        optimizer.param_groups[0]["rate"] = lambda step: step
+        optimizer.param_groups[0]["rate"] = option
     hvd.broadcast_optimizer_state(optimizer, root_rank=1)
 
 
@@ -141,6 +142,10 @@ CALLS: dict[str, tuple[Callable[[bool], object], str, type[SyncError], str]] = {
         *("broadcast_parameters", InvalidUsage, "elements that share memory"),
     ),
     "broadcast_optimizer_state": (state_of, "broadcast_optimizer_state", Aborted, "pickle"),
+    "a state with other objects": (
+        lambda wrong: state_of(wrong, Fraction(1, 2)),
+        *("broadcast_optimizer_state", InvalidUsage, "more than tensors and numbers"),
+    ),
     "DistributedOptimizer": (
         lambda wrong: optimizer_with(wrong, op=hvd.Min),
         *("DistributedOptimizer", InvalidUsage, "give hvd.Average or hvd.Sum"),

@@ -247,6 +247,7 @@ def test_by_variable(pool: RankPool, tmp_path: Path):
     assert [event.kind for event in trace.ranks[1].events].count(Kind.STEP) == 2
     assert sum("the trace of 2 ranks is in" in text for text in said) == 1
     assert (tmp_path / "trace.pftrace").exists() == (find_spec("perfetto") is not None)
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
 
 
 def trace_often(directory: str, traces: int) -> None:

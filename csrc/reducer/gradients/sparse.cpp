@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "base/checked.h"
+#include "base/error.h"
 #include "base/memory.h"
 #include "reducer/torch/python_error.h"
 #include "reducer/torch/tensors.h"
@@ -52,12 +54,20 @@ at::Tensor part(const at::Tensor& bytes, size_t begin, at::IntArrayRef sizes, at
   return result;
 }
 
-// What one rank sent of a gradient like `like`.
+[[noreturn]] void throw_garbled() {
+  throw Error(ErrorKind::PeerLost, std::string("a rank sent a sparse gradient that can't be") + kDamaged);
+}
+
+// What one rank sent of a gradient like `like`. Throws PeerLost unless each index is one.
 at::Tensor unpack(const at::Tensor& bytes, const Place& place, const at::Tensor& like, int64_t nonzeros) {
   std::vector<int64_t> shape{nonzeros};
   shape.insert(shape.end(), like.sizes().begin() + like.sparse_dim(), like.sizes().end());
-  return at::_sparse_coo_tensor_unsafe(part(bytes, place.indices, {like.sparse_dim(), nonzeros}, at::kLong),
-                                       part(bytes, place.values, shape, like.scalar_type()), like.sizes(),
+  const at::Tensor indices = part(bytes, place.indices, {like.sparse_dim(), nonzeros}, at::kLong);
+  const auto* index = indices.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < like.sparse_dim(); ++i)
+    for (const int64_t* end = index + nonzeros; index != end; ++index)
+      if (*index < 0 || *index >= like.size(i)) throw_garbled();
+  return at::_sparse_coo_tensor_unsafe(indices, part(bytes, place.values, shape, like.scalar_type()), like.sizes(),
                                        like.options());
 }
 
@@ -93,7 +103,9 @@ size_t average_sparse(const std::vector<at::Tensor>& gradients, Communicator& co
   for (int rank = 0; rank < size; ++rank) {
     size_t end = 0;
     for (size_t i = 0; i < own.size(); ++i) {
-      end = places[rank].emplace_back(end, own[i], count_of[rank * own.size() + i]).end;
+      const int64_t count = count_of[rank * own.size() + i];
+      if (count < 0 || count > c10::multiply_integers(own[i].sizes().slice(0, own[i].sparse_dim()))) throw_garbled();
+      end = places[rank].emplace_back(end, own[i], count).end;
     }
     longest = std::max(longest, end);
   }
