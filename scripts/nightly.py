@@ -45,6 +45,9 @@ PARTS = {
     "kills": Part(10, f"{PYTEST} -k random tests/sharded/test_sharded_kills.py tests/faults/test_elastic.py",
                   {"SYNCENGINE_TEST_KILLS": "300"}),
     "chaos": Part(20, f"{PYTEST} tests/faults/test_chaos.py", {"SYNCENGINE_TEST_CHAOS": "2000"}),
+    "garbage": Part(20, "make -C tests/core FLAVORS=asan build && "
+                    "TEST_DEADLINE=2400 build/core-asan/core_tests fuzz_messages scribbles",
+                    {"SYNCENGINE_TEST_MESSAGES": "10000000", "SYNCENGINE_TEST_SCRIBBLES": "50000"}),
     "frameworks": Part(12, "make test-integrations"),
     "cuda": Part(14, "make cuda-check cuda-torch-check"),
     "loaded": Part(15, "trap 'kill $(jobs -p)' EXIT; for _ in 1 2 3 4; do (while :; do :; done) & done; make test"),

@@ -194,6 +194,30 @@ TEST(tcp_withdrawals_drop_what_was_coming_meanwhile) {
   CHECK(credit > 999 * kEagerBytes - kEagerWindow);
 }
 
+// What no honest peer comes near, and what takes about 1 MiB here.
+TEST(tcp_a_peer_can_not_make_this_side_keep_much) {
+  auto taken_of = [](const auto& hear) {
+    Side side;
+    for (uint64_t i = 0;; ++i) {
+      try {
+        hear(side, i);
+      } catch (const Error& error) {
+        CHECK(contains(error.what(), "than can be"));
+        return i;
+      }
+    }
+  };
+  CHECK_EQ(taken_of([](Side& side, uint64_t i) { side.inbox.on_ask({.kind = Kind::Ask, .tag = i}); }), 1u << 14);
+  CHECK_EQ(taken_of([](Side& side, uint64_t i) {
+             side.outbox.on_ready({.kind = Kind::Ready, .tag = i, .handle = i + 1, .size = 17000});
+           }),
+           1u << 14);
+  CHECK_EQ(taken_of([](Side& side, uint64_t i) {
+             side.withdrawals.hear({.kind = Kind::Withdrawn, .tag = 2 * i, .handle = 2 * i + 1});
+           }),
+           1u << 12);
+}
+
 // The count goes around; only differences matter.
 TEST(tcp_withdrawals_count_what_was_sent_unasked) {
   Side side;
