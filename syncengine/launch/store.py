@@ -15,6 +15,8 @@ from syncengine.errors import Aborted, InvalidUsage, PeerLost, name_ranks
 from syncengine.launch.arrivals import as_error, failure_notice, is_of_all, wait_for_ranks
 from syncengine_autoload.rendezvous import Failed, Rendezvous
 
+_AGENT_ANSWERS = 20.0  # seconds; it serves before it starts a rank
+
 # What rank 0 serves is kept until the process ends: the others may still be reading.
 _served: dict[tuple[str, int], dist.Store] = {}
 
@@ -26,11 +28,14 @@ def open_store(host: str, port: int, rank: int, world_size: int, timeout: float,
     """
     if (host, port) in _served:
         return _served[host, port]
-    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    serves = rank == 0 and not of_agent
     if not serves:
         # torch's own wait for the server is deaf to Ctrl-C and writes stack traces.
-        listening = f"listen at {host}:{port} (MASTER_ADDR and MASTER_PORT: can this host reach it?)"
-        wait_for_ranks(lambda: set() if _is_listening(host, port) else {0}, listening, timeout, log_after)
+        ended = " has the launcher, which listens there, ended?" if of_agent else ""
+        listening = f"listen at {host}:{port} (MASTER_ADDR and MASTER_PORT: can this host reach it?{ended})"
+        within = min(timeout, _AGENT_ANSWERS) if of_agent else timeout
+        wait_for_ranks(lambda: set() if _is_listening(host, port) else {0}, listening, within, log_after)
     try:
         limit = timedelta(seconds=min(timeout, 30.0))
         store = serve_store(host, port, limit) if serves else dist.TCPStore(host, port, is_master=False, timeout=limit)

@@ -225,6 +225,14 @@ def test_nobody_listening_names_rank_0_and_the_address():
         store.open_store("127.0.0.1", 1, 1, 2, 0.2, 5.0)
 
 
+def test_who_comes_behind_the_launchers_end_does_not_wait_for_it(monkeypatch):
+    """Launchers serve the store before they start ranks."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setattr(store, "_AGENT_ANSWERS", 0.2)
+    with pytest.raises(Timeout, match=r"has the launcher, which listens there, ended\?"):
+        store.open_store("127.0.0.1", 1, 1, 2, 1000.0, 1000.0)
+
+
 def test_occupied_port_is_named():
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(InvalidUsage, match="another program"):
         store.open_store("127.0.0.1", taken.getsockname()[1], 0, 2, 1.0, 5.0)
