@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import logging
 import zlib
 from collections.abc import Callable, Iterator
@@ -13,7 +12,9 @@ import torch
 
 from syncengine import torch_group
 from syncengine._C import Communicator
-from syncengine._joining import Door
+from syncengine._joining import Door, Undecided
+from syncengine._keeping import Updates, buffers_of, copies_of, write_buffers
+from syncengine._sending import pack, refuse_unsendable, unpack
 from syncengine.communicator import default_communicator, init, is_initialized, shrink
 from syncengine.errors import InvalidUsage, Mismatch, PeerLost, SyncError, TornWeights
 from syncengine.parallel import Parallel
@@ -22,8 +23,6 @@ from syncengine.sharded import ShardedOptimizer
 logger = logging.getLogger("syncengine")
 
 _Result = TypeVar("_Result")
-# What changes only after all averages of a step are there. Of anything else a copy is kept from the step's beginning.
-_CHANGES_LAST = (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
 
 
 def elastic(
@@ -48,8 +47,8 @@ def elastic(
     If ranks die, the call in which the others notice it raises; the function is left, and called anew, with models
     that average over those that are left. Each step has happened for all of them or for none: who is one behind gets
     the state from one that is not; if nobody has finished the step, it is done again. With ``micro_batches`` the
-    weights are, bit for bit, those of a run in which nobody died. No copy of weights or optimizers is made in a step
-    in which nobody dies; of buffers, and of what is no model, optimizer, scheduler or scaler, one is made in each.
+    weights are, bit for bit, those of a run in which nobody died. No copy of weights, or of what an optimizer keeps of
+    them, is made in a step in which nobody dies; of buffers, and of the state of all else, one is made in each.
 
     Under ``syncengine run --keep-going --restart`` processes join in the place of those that have died: they get the
     state from the others, between two steps.
@@ -82,10 +81,15 @@ class Elastic:
                     "load_state_dict(). Leave out what training doesn't change"
                 )
             if isinstance(value, Parallel) and value.communicator is not communicator:
-                raise InvalidUsage(f"elastic() moves the default communicator, but the model {name} is on another one")
+                raise InvalidUsage(
+                    f"elastic() moves the default communicator, but the model {name} is on another one: call "
+                    "syncengine.init() in the place of torch's init_process_group(), and wrap the model behind it, "
+                    "without process_group="
+                )
         self._state, self._at_least, self._patience = state, at_least, patience
         self.step = step  # how many are finished
         self._kept: dict[str, Any] = {}
+        self._updates, self._checks = Updates(state), 2  # of what can be sent: optimizers have a state from a step on
         self._torn: SyncError | None = None
         self._keep()
         self._door = Door.open()
@@ -112,8 +116,9 @@ class Elastic:
         """As `elastic` calls it."""
         while True:
             try:
-                result = function(self)
-                default_communicator().barrier()  # nobody leaves whom another may need
+                with self._updates.counting():
+                    result = function(self)
+                    default_communicator().barrier()  # nobody leaves whom another may need
                 return result
             except Exception as error:
                 if not _is_lost(error):
@@ -123,18 +128,24 @@ class Elastic:
 
     def _keep(self) -> None:
         """What a step that nobody finishes may change."""
-        self._updates = self._count_updates()
+        if self._checks > 0:
+            self._checks -= 1
+            self._contents()
         for name, value in self._state.items():
             if isinstance(value, torch.nn.Module):
-                self._kept[name] = {key: buffer.detach().clone() for key, buffer in value.named_buffers()}
-            elif not isinstance(value, _CHANGES_LAST):
+                own = buffers_of(value)
+                self._kept[name] = own, copies_of(own)
+            elif isinstance(value, torch.optim.Optimizer):  # its state changes only when all averages are there
+                self._kept[name] = [copy.deepcopy(_options(group)) for group in value.param_groups]
+            else:
                 self._kept[name] = copy.deepcopy(value.state_dict())
+        self._before = self._updates.look()
 
     def _undo(self) -> None:
         """What the step that has failed has changed here."""
         try:
             self._part()
-            if self._updates != self._count_updates():
+            if self._before != self._updates.look():
                 raise InvalidUsage(
                     f"elastic() can neither keep nor repeat step {self.step}: ranks were lost behind a change of "
                     "weights and before the step's end. In the loop's body let optimizer.step() be the last call that "
@@ -143,17 +154,19 @@ class Elastic:
         except (TornWeights, InvalidUsage) as error:
             self.step, self._torn = -1, error  # behind all others
         for name, value in self._state.items():
+            kept = self._kept[name]
             if isinstance(value, torch.nn.Module):
-                _restore(value.named_buffers(), self._kept[name])
+                write_buffers(value, values=kept[1], own=kept[0])
                 for parameter in value.parameters():
                     parameter.grad = None
-            elif name in self._kept:
-                value.load_state_dict(copy.deepcopy(self._kept[name]))
-
-    def _count_updates(self) -> int:
-        """A number that every change of weights makes larger."""
-        models = [value for value in self._state.values() if isinstance(value, torch.nn.Module)]
-        return sum(parameter._version for model in models for parameter in model.parameters())
+            elif isinstance(value, torch.optim.Optimizer):
+                del value.param_groups[len(kept) :]
+                for group, options in zip(value.param_groups, copy.deepcopy(kept), strict=True):
+                    group.update(options)
+            else:
+                value.load_state_dict(copy.deepcopy(kept))
+            if isinstance(value, torch.amp.GradScaler) and value.is_enabled():
+                value._per_optimizer_states.clear()  # whose gradients it has unscaled
 
     def _part(self, loads: bool = False) -> None:
         """What this rank has in common with others becomes its own. Raises TornWeights, unless it ``loads`` others."""
@@ -190,8 +203,8 @@ class Elastic:
         for name, value in self._state.items():
             layout = ""
             if isinstance(value, torch.nn.Module):
-                tensors = [*value.named_parameters(), *value.named_buffers()]
-                lines = [f"{key}: {tensor.dtype} {tuple(tensor.shape)}" for key, tensor in tensors]
+                # Buffers come with the state: a forward may have made others.
+                lines = [f"{key}: {tensor.dtype} {tuple(tensor.shape)}" for key, tensor in value.named_parameters()]
                 layout = f" of {sum(p.numel() for p in value.parameters())} weights, {zlib.crc32(repr(lines).encode())}"
             parts.append(f"{name}: {type(value).__name__}{layout}")
         return "; ".join(parts)
@@ -210,7 +223,11 @@ class Elastic:
         if min(steps) == max(steps):
             return
         source = steps.index(max(steps))
-        packed = self._pack() if communicator.rank == source else b""
+        try:
+            packed = self._pack() if communicator.rank == source else b""
+        except InvalidUsage as error:  # the others wait for it
+            communicator.abort(str(error), "InvalidUsage")
+            raise
         size = torch.tensor([len(packed)], dtype=torch.int64)
         communicator.broadcast(size, source)
         content = torch.frombuffer(bytearray(packed or bytes(int(size))), dtype=torch.uint8)
@@ -221,21 +238,26 @@ class Elastic:
             self._keep()
 
     def _pack(self) -> bytes:
-        state = {}
+        return pack(self._contents())
+
+    def _contents(self) -> dict[str, Any]:
+        """What a rank that is behind gets, of each its state and, of models, the buffers, of which some are in none."""
+        contents = {}
         for name, value in self._state.items():
-            buffers = dict(value.named_buffers()) if isinstance(value, torch.nn.Module) else {}
-            state[name] = (value.state_dict(), buffers)  # of which some are in no state_dict
-        file = io.BytesIO()
-        torch.save(state, file)
-        return file.getvalue()
+            buffers = buffers_of(value) if isinstance(value, torch.nn.Module) else {}
+            contents[name] = (value.state_dict(), buffers)
+            refuse_unsendable(name, contents[name][0])
+        return contents
 
     def _unpack(self, packed: bytes) -> None:
         self._part(loads=True)
-        for name, (state, buffers) in torch.load(io.BytesIO(packed), weights_only=True).items():
+        for name, (state, buffers) in unpack(packed).items():
             value = self._state[name]
+            if isinstance(value, torch.nn.Module):
+                write_buffers(value, buffers, buffers_of(value))  # or the state's might not fit
             value.load_state_dict(state)
             if isinstance(value, torch.nn.Module):
-                _restore(value.named_buffers(), buffers)
+                write_buffers(value, buffers, buffers_of(value))  # and loading may change others
 
 
 def has_state(value: object) -> bool:
@@ -243,14 +265,13 @@ def has_state(value: object) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
-def _restore(named: Iterator[tuple[str, torch.Tensor]], kept: dict[str, torch.Tensor]) -> None:
-    with torch.no_grad():
-        for name, buffer in named:
-            buffer.copy_(kept[name])
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    """What a schedule, or the loop's body, may change at the beginning of a step."""
+    return {name: value for name, value in group.items() if name != "params"}
 
 
 def _is_lost(error: Exception) -> bool:
     """Whether it comes of ranks that are gone, and not of what this program does."""
-    if not isinstance(error, SyncError) or isinstance(error, InvalidUsage | Mismatch):
+    if not isinstance(error, SyncError) or isinstance(error, InvalidUsage | Mismatch | Undecided):
         return False
     return default_communicator().exception() is not None

@@ -8,7 +8,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 
 import torch
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from syncengine._C import Communicator
 from syncengine.communicator import connect_beside, replace_default
 from syncengine.connect import Connection
-from syncengine.errors import InvalidUsage, Mismatch, PeerLost, SyncError, Timeout, name_ranks
+from syncengine.errors import Aborted, InvalidUsage, Mismatch, PeerLost, SyncError, Timeout, error_text, name_ranks
 from syncengine.launch.local import CAME, ENDED, JOIN, MEET, PLACE, ticket_of
 from syncengine.launch.store import StoreExchange
 
@@ -28,12 +28,28 @@ _PATIENCE = 30.0  # seconds for a rank that is stopped while others join
 _MOST = 64  # that are let in at a time
 
 
+_LAUNCHER_LOST = "the launcher, or its store, has ended"
+
+
+@contextlib.contextmanager
+def _lost_store_as_lost_peer() -> Iterator[None]:
+    try:
+        yield
+    except dist.DistError as error:
+        raise PeerLost(f"{_LAUNCHER_LOST}: nobody can join any more ({error_text(error).splitlines()[0]})") from error
+
+
+class Undecided(Aborted):
+    """This rank can't know whether the others go on with those that join, and so must not go on itself."""
+
+
 class Door:
     """Where they wait, and where they are let in; None without a launcher that keeps ranks going."""
 
     def __init__(self, address: str, name: int | None) -> None:
         host, _, port = address.rpartition(":")
-        self._store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=_PATIENCE))
+        with _lost_store_as_lost_peer():
+            self._store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=_PATIENCE))
         self.name = name  # of this process, if it joins
         self._looked = time.monotonic()
 
@@ -74,10 +90,13 @@ class Door:
                     self._store.set(ticket_of(name), json.dumps({"number": number, "ranks": ranks}))
         try:
             return self._join(number, ranks, communicator.rank, facts)
+        except Undecided:
+            raise
         except SyncError as error:
             logger.warning("nobody joins: %s", error)
             return communicator
 
+    @_lost_store_as_lost_peer()
     def enter(self, facts: str, timeout: float) -> Communicator:
         """Waits until this process is let in; again if one of the others dies meanwhile."""
         assert self.name is not None
@@ -131,15 +150,22 @@ class Door:
             raise
         # Each of those that are connected could act on what it sees of the others, and they see different things: so
         # one says it for all, and the first word counts.
-        self._store.add(connected, 1)
-        while not self._store.check([verdict]):
-            if self._store.add(connected, 0) == len(ranks):
-                self._store.compare_set(verdict, "", "all")
-            elif lost():
-                self._store.compare_set(verdict, "", "none")
-            else:
-                time.sleep(0.001)
-        if self._store.get(verdict) != b"all":
+        try:
+            self._store.add(connected, 1)
+            while not self._store.check([verdict]):
+                if self._store.add(connected, 0) == len(ranks):
+                    self._store.compare_set(verdict, "", "all")
+                elif lost():
+                    self._store.compare_set(verdict, "", "none")
+                else:
+                    time.sleep(0.001)
+            all_can = self._store.get(verdict) == b"all"
+        except dist.DistError as error:
+            connection.communicator.close()
+            raise Undecided(
+                f"{_LAUNCHER_LOST} while ranks joined, and with whom the others go on can't be told"
+            ) from error
+        if not all_can:
             connection.communicator.close()
             raise PeerLost("not all ranks could connect")
         replace_default(connection)

@@ -7,6 +7,7 @@ import signal
 import time
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from faults import Outcome, my_rank, needs_hooks, others, set_fault, suffer
@@ -22,21 +23,28 @@ RANDOM = int(os.environ.get("SYNCENGINE_TEST_KILLS", "6"))
 PLACES = ("begin", "forward", "backward", "summed", "updated", "finished")
 
 
-class Counter:
-    """A sampler's kind of state, which a step changes before anybody knows whether it will have happened."""
+class Sampler:
+    """State that a step changes before anybody knows whether it will have happened, and of which NumPy makes a part."""
 
     def __init__(self):
-        self.drawn = 0
+        self.drawn, self.random = 0, np.random.RandomState(3)
+
+    def draw(self):
+        self.drawn += TOTAL
+        self.random.rand()
 
     def state_dict(self):
-        return {"drawn": self.drawn}
+        return {"drawn": np.int64(self.drawn), "random": self.random.get_state()}
 
     def load_state_dict(self, state):
-        self.drawn = state["drawn"]
+        assert type(state["drawn"]) is np.int64
+        self.drawn = int(state["drawn"])
+        self.random.set_state(state["random"])
 
 
 class Net(nn.Module):
-    """With dropout, and with a buffer that each step changes in the same way."""
+    """With dropout, with a buffer that each step changes in the same way, and one that appears and grows in a forward,
+    while another one vanishes."""
 
     def __init__(self):
         super().__init__()
@@ -44,16 +52,82 @@ class Net(nn.Module):
             nn.Linear(16, 300), nn.Dropout(0.2), nn.ReLU(), nn.LayerNorm(300), nn.Linear(300, 4)
         )
         self.register_buffer("seen", torch.zeros(()), persistent=False)
+        self.register_buffer("first", torch.ones(3))
+        self.register_buffer("cache", None)
 
     def forward(self, x):
-        return self.layers(x)
+        needed = int(self.seen) // 2 + 1
+        if self.cache is None or len(self.cache) < needed:
+            self.cache = torch.arange(needed, dtype=torch.float32)
+        if needed > 2:
+            self.first = None
+            self.register_buffer("late", torch.full((), 0.1), persistent=False)
+        return self.layers(x) + 1e-3 * self.cache.sum()
+
+
+class Data(torch.optim.Optimizer):
+    """With momentum, past torch's counters of versions."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 1e-2})
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            move(group["params"], self.state, group["lr"])
+
+
+class NoOptimizer:
+    """The same, by a class that torch knows nothing of."""
+
+    def __init__(self, parameters):
+        self.parameters, self.state = list(parameters), {}
+
+    def step(self):
+        move(self.parameters, self.state, 1e-2)
+
+    def zero_grad(self):
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def state_dict(self):
+        return {"momenta": [self.state[p]["momentum"] for p in self.parameters if p in self.state]}
+
+    def load_state_dict(self, state):
+        momenta = zip(self.parameters, state["momenta"], strict=False)
+        self.state = {parameter: {"momentum": momentum.clone()} for parameter, momentum in momenta}
+
+
+def move(parameters, state, lr):
+    for parameter in parameters:
+        own = state.setdefault(parameter, {})
+        own.setdefault("momentum", torch.zeros_like(parameter.data)).mul_(0.9).add_(parameter.grad)
+        parameter.data = parameter.data - lr * own["momentum"]
+        parameter.data.mul_(0.999)
+
+
+def make_optimizers(kind, model):
+    """By name. "scaled": with a GradScaler, whose first steps are skipped."""
+    parameters = list(model.parameters())
+    if kind == "several":
+        return {
+            "one": torch.optim.SGD(parameters[:1], lr=1e-2, momentum=0.9, fused=True),
+            "other": Data(parameters[1:3]),
+            "last": torch.optim.Adam(parameters[3:], lr=np.float64(1e-2), foreach=True),
+        }
+    if kind in ("data", "no optimizer"):
+        return {"optimizer": {"data": Data, "no optimizer": NoOptimizer}[kind](parameters)}
+    lr = 1e-2 if kind == "fused" else np.float64(1e-2)
+    return {"optimizer": torch.optim.AdamW(parameters, lr=lr, fused=kind == "fused")}
+
+
+KINDS = ("adamw", "fused", "data", "no optimizer", "several", "scaled")
 
 
 def digest(*objects):
     sha = hashlib.sha256()
     for one in objects:
-        if isinstance(one, torch.Tensor):
-            sha.update(one.detach().numpy().tobytes())
+        if isinstance(one, torch.Tensor | np.ndarray | np.generic):
+            sha.update(np.asarray(one.detach() if isinstance(one, torch.Tensor) else one).tobytes())
         elif isinstance(one, dict):
             sha.update(
                 digest(*(part for pair in sorted(one.items(), key=lambda p: str(p[0])) for part in pair)).encode()
@@ -65,9 +139,9 @@ def digest(*objects):
     return sha.hexdigest()
 
 
-def train(kills=(), at_least=1, count=STEPS, pace=0.0, tells=False, timeout=60.0):
+def train(kills=(), at_least=1, count=STEPS, pace=0.0, tells=False, timeout=60.0, kind="adamw"):
     """`kills`: of each rank that dies, the step and the place there, or a fault point. `pace`: seconds that a step
-    takes at least. `tells`: with a collective behind each update."""
+    takes at least. `tells`: with a collective behind each update. `kind`: of KINDS."""
 
     def die(step, place):
         if dict(kills).get(my_rank()) == (step, place):
@@ -78,9 +152,14 @@ def train(kills=(), at_least=1, count=STEPS, pace=0.0, tells=False, timeout=60.0
     data = torch.utils.data.TensorDataset(torch.randn(160, 16), torch.randn(160, 4))
     loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True, drop_last=True)
     model = syncengine.Parallel(Net())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, count)
-    counter = Counter()
+    optimizers, sampler = make_optimizers(kind, model), Sampler()
+    schedulers = {
+        f"schedule of {name}": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, count)
+        for name, optimizer in optimizers.items()
+        if isinstance(optimizer, torch.optim.Optimizer)
+    }
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=3, enabled=kind == "scaled")
+    average = torch.optim.swa_utils.AveragedModel(model.module.layers)
     print("elastic begins", flush=True)
 
     def steps(elastic):
@@ -88,27 +167,44 @@ def train(kills=(), at_least=1, count=STEPS, pace=0.0, tells=False, timeout=60.0
         batches.step = elastic.step
         for step in elastic.steps(count):
             die(step, "begin")
-            counter.drawn += TOTAL
+            for scheduler in schedulers.values() if step % 2 else ():  # early: their next steps are those of this one
+                scheduler.step()
+            sampler.draw()
             model.module.seen += 1
             for _, (x, y) in batches:
                 loss = nn.functional.mse_loss(model(x), y)
                 die(step, "forward")
-                loss.backward()
+                scaler.scale(loss).backward()
                 die(step, "backward")
             die(step, "summed")
             time.sleep(pace)
-            optimizer.step()
+            if kind == "scaled":
+                scaler.unscale_(optimizers["optimizer"])
+                syncengine.all_reduce(torch.ones(1))
+            for name, optimizer in optimizers.items():
+                if kind == "scaled":
+                    scaler.step(optimizer)
+                else:
+                    optimizer.step()
+                die(step, f"updated {name}")
+            scaler.update()
             die(step, "updated")
             if tells:
                 syncengine.all_reduce(loss.detach())
-            optimizer.zero_grad()
-            scheduler.step()
+            for optimizer in optimizers.values():
+                optimizer.zero_grad()
+            average.update_parameters(model.module.layers)
+            for scheduler in schedulers.values() if step % 2 == 0 else ():
+                scheduler.step()
             die(step, "finished")
 
-    syncengine.elastic(steps, at_least=at_least, model=model, optimizer=optimizer, scheduler=scheduler, counter=counter)
-    assert model.module.seen == count and counter.drawn == count * TOTAL
-    state = (model.state_dict(), optimizer.state_dict(), scheduler.state_dict())
-    return digest(*state), syncengine.default_communicator().global_ranks
+    state = {"model": model, **optimizers, **schedulers, "scaler": scaler, "sampler": sampler, "average": average}
+    syncengine.elastic(steps, at_least=at_least, **state)
+    assert model.module.seen == count and sampler.drawn == count * TOTAL
+    buffers = dict(model.named_buffers())
+    return digest(
+        buffers, *(one.state_dict() for one in state.values())
+    ), syncengine.default_communicator().global_ranks
 
 
 def disturbed(kills, **how) -> Outcome:
@@ -120,7 +216,7 @@ def disturbed(kills, **how) -> Outcome:
 
 @pytest.fixture(scope="module")
 def undisturbed(pool):
-    """The digest of weights, optimizer and scheduler of one rank alone."""
+    """The digest of all state of one rank alone."""
     return pool.run(train, world=1, settings=None)[0][0]
 
 
@@ -155,12 +251,40 @@ def test_killed_in_a_step(pool, undisturbed, place):
         check(ranks, kills, undisturbed)
 
 
-def test_a_step_that_was_updated_and_not_finished_is_not_made_twice(pool):
-    behind_an_update = partial(disturbed, tells=True)
-    with pool.spawn_ranks(behind_an_update, {1: (3, "updated")}, world=3, settings=None) as ranks:
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", KINDS[1:])
+@pytest.mark.parametrize("place", ["summed", "updated"])
+def test_killed_in_a_step_of_other_optimizers(pool, place, kind):
+    expected = pool.run(partial(train, kind=kind), world=1, settings=None)[0][0]
+    kills = {1: (3, place)}
+    with pool.spawn_ranks(partial(disturbed, kind=kind), kills, world=3, settings=None) as ranks:
+        check(ranks, kills, expected)
+
+
+@pytest.mark.thorough
+def test_killed_between_two_optimizers_steps(pool):
+    expected = pool.run(partial(train, kind="several"), world=1, settings=None)[0][0]
+    kills = {0: (3, "updated one"), 2: (5, "updated other")}
+    with pool.spawn_ranks(partial(disturbed, kind="several"), kills, world=3, settings=None) as ranks:
+        check(ranks, kills, expected)
+
+
+@pytest.mark.thorough
+def test_a_step_that_a_scaler_skipped_is_made_again_by_the_same_scale(pool):
+    expected = pool.run(partial(train, kind="scaled", tells=True), world=1, settings=None)[0][0]
+    kills = {1: (0, "updated")}
+    with pool.spawn_ranks(partial(disturbed, kind="scaled", tells=True), kills, world=3, settings=None) as ranks:
+        check(ranks, kills, expected)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_that_was_updated_and_not_finished_is_not_made_twice(pool, kind):
+    behind_an_update = partial(disturbed, tells=True, kind=kind)
+    with pool.spawn_ranks(behind_an_update, {1: (6, "updated")}, world=3, settings=None) as ranks:
         assert ranks[1].exit_code() == -signal.SIGKILL
         for rank in (ranks[0], ranks[2]):
-            rank.result(timeout=120.0).check("InvalidUsage", "can neither keep nor repeat step 3")
+            rank.result(timeout=120.0).check("InvalidUsage", "can neither keep nor repeat step 6")
 
 
 @pytest.mark.thorough

@@ -1,0 +1,120 @@
+"""What a step of elastic training changes: weights, whose updates are counted, and buffers, which are put back."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from syncengine.parallel.compiled import not_compiled
+from syncengine.parallel.replication import is_freed
+from syncengine.sharded import ShardedOptimizer
+
+# Of each module by its path: its buffers, and which of them are in no state_dict.
+Buffers = dict[str, tuple[dict[str, torch.Tensor | None], list[str]]]
+_NONE: tuple[dict[str, torch.Tensor | None], list[str]] = ({}, [])
+
+
+class Updates:
+    """Counts the changes of the weights of ``state``, whoever writes them.
+
+    An update in place raises a parameter's version. A fused optimizer, or one that writes to ``.data``, raises none,
+    but its ``step()`` is seen. A parameter that no optimizer of ``state`` has is compared by its bits.
+    """
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self._state, self._steps = state, 0
+        self._parameters: dict[int, torch.nn.Parameter] = {}
+
+    def look(self) -> tuple[int, int, int]:
+        """Numbers that are others after a change."""
+        state = self._state.values()
+        models = [value for value in state if isinstance(value, torch.nn.Module)]
+        self._parameters = own = {id(parameter): parameter for model in models for parameter in model.parameters()}
+        seen = [o for o in state if isinstance(o, torch.optim.Optimizer) and getattr(o.step, "hooked", False)]
+        others = own.keys() - {id(parameter) for optimizer in seen for parameter in _parameters_of(optimizer)}
+        return self._steps, sum(p._version for p in own.values()), sum(_sum_of_bits(own[key]) for key in others)
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        """Sees the steps of optimizers until the block ends."""
+        with contextlib.ExitStack() as hooks:
+            hooks.callback(register_optimizer_step_pre_hook(self._begins).remove)
+            hooks.callback(register_optimizer_step_post_hook(self._ends).remove)
+            yield
+
+    @not_compiled
+    def _begins(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A step may have written from here on, if it has averages, else when its closure has brought them."""
+        # A ShardedOptimizer tells in its own way what it has written: it waits for others before.
+        if isinstance(optimizer, ShardedOptimizer) or not self._changes_state(optimizer):
+            return None
+        if any(parameter.grad is not None for parameter in _parameters_of(optimizer)):
+            self._steps += 1
+            return None
+        closure: Any = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            return None
+
+        def counted() -> Any:
+            loss = closure()
+            self._steps += 1
+            return loss
+
+        return ((args[0], counted, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": counted})
+
+    @not_compiled
+    def _ends(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._steps += self._changes_state(optimizer)
+
+    def _changes_state(self, optimizer: torch.optim.Optimizer) -> bool:
+        is_kept = any(value is optimizer for value in self._state.values())
+        return is_kept or any(id(parameter) in self._parameters for parameter in _parameters_of(optimizer))
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _sum_of_bits(parameter: torch.Tensor) -> int:
+    """By words, which is as fast as memory can be read."""
+    if parameter.is_meta or is_freed(parameter):
+        return 0
+    flat = parameter.detach().reshape(-1).view(torch.uint8)
+    flat = flat.clone() if flat.storage_offset() % 8 else flat
+    whole = len(flat) // 8 * 8
+    return int(flat[:whole].view(torch.int64).sum()) + int(flat[whole:].sum())
+
+
+def buffers_of(model: torch.nn.Module) -> Buffers:
+    """The buffers themselves."""
+    modules = model.named_modules()
+    return {path: (dict(module._buffers.items()), [*module._non_persistent_buffers_set]) for path, module in modules}
+
+
+def copies_of(buffers: Buffers) -> Buffers:
+    """With memory of their own."""
+    return {
+        path: ({key: _written(None, b) for key, b in named.items()}, rest) for path, (named, rest) in buffers.items()
+    }
+
+
+def write_buffers(model: torch.nn.Module, values: Buffers, own: Buffers) -> None:
+    """Gives each module copies of ``values`` and no other buffers: in its ``own``, where these are of that kind."""
+    for path, module in model.named_modules():
+        (named, not_saved), (tensors, _) = values.get(path, _NONE), own.get(path, _NONE)
+        wanted = {key: _written(tensors.get(key), value) for key, value in named.items()}
+        if [(key, id(b)) for key, b in module._buffers.items()] != [(key, id(b)) for key, b in wanted.items()]:
+            module._buffers.clear()
+            module._buffers.update(wanted)  # in their order, which counts where ranks compare theirs
+            module._non_persistent_buffers_set = set(not_saved)
+
+
+def _written(buffer: torch.Tensor | None, value: torch.Tensor | None) -> torch.Tensor | None:
+    if value is None or buffer is None or (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
+        return None if value is None else value.detach().clone()
+    with torch.inference_mode():  # a buffer may have been made in it
+        return buffer.copy_(value)
