@@ -6,15 +6,17 @@
 import itertools
 import os
 import random
+import re
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 from faults import Outcome, needs_hooks, suffer
 from launcher import Launcher
 from marks import mostly_nightly
-from test_elastic import train
+from test_elastic import KINDS, train
 
 from syncengine import _joining
 from syncengine.launch.local import JOIN
@@ -29,19 +31,20 @@ POINTS = ["opened", "staged", "reducing", "reduced", "pulled"]
 POINTS_OF_SHRINK = ["arriving", "arrived", "proposing", "proposed", "telling", "stating", "stated"]
 
 
-def disturbed(hosts, faults) -> Outcome:
-    """`hosts`: of each rank a letter; `faults`: of some a fault point."""
+def disturbed(hosts, faults, how) -> Outcome:
+    """`hosts`: of each rank a letter; `faults`: of some a fault point; `how` they train."""
     rank = int(os.environ.get(JOIN, os.environ["RANK"]))
     os.environ["SYNCENGINE_HOST_ID"] = hosts[rank]
     _joining._LOOK = 0.02
     if rank in faults:
         os.environ["SYNCENGINE_TEST_FAULT"] = faults[rank]
-    return suffer(lambda step: train(count=STEPS, pace=PACE), timeout=60.0)
+    return suffer(lambda step: train(count=STEPS, pace=PACE, **how), timeout=60.0)
 
 
 @pytest.fixture(scope="module")
 def undisturbed(pool):
-    return pool.run(train, (), 1, STEPS, world=1, settings=None)[0][0]
+    """Of each kind of optimizers, the digest of all state of one rank alone."""
+    return {kind: pool.run(partial(train, count=STEPS, kind=kind), world=1, settings=None)[0][0] for kind in KINDS}
 
 
 class Story:
@@ -76,11 +79,12 @@ class Story:
         self.events += [(draw.uniform(0, WHILE / 2), name, None) for name in range(self.world, len(self.hosts))]
         self.events.sort(key=lambda event: event[:2])
         self.victims = set(victims)
+        self.how = {"kind": draw.choice(KINDS), "tells": draw.random() < 0.3}
 
 
 def play(pool, undisturbed, story):
-    """How many have joined."""
-    with Launcher(pool, disturbed, story.hosts, story.faults) as launcher:
+    """How many have joined, and whether it has ended by an error."""
+    with Launcher(pool, disturbed, story.hosts, story.faults, story.how) as launcher:
         launcher.start(story.world)
         ranks = list(launcher.processes.values())
         launcher.watch(
@@ -99,13 +103,16 @@ def play(pool, undisturbed, story):
             assert name in story.victims or launcher.waits(name), f"rank {name} has not come back"
     members = {}
     for name, outcome in outcomes.items():
+        if story.how["tells"] and outcome.error:  # ranks were lost behind an update: nobody can go on, or come
+            assert re.search("can neither keep nor repeat|nobody is left with whole weights", outcome.text), outcome
+            continue
         assert (outcome.error, outcome.left) == ("", []), (name, outcome)
         weights, members[name] = outcome.value
-        assert weights == undisturbed, name
+        assert weights == undisturbed[story.how["kind"]], name
     # Two parts of the run never go on beside each other. Who has ended is gone for those that still wait for others.
     for one, other in itertools.combinations([name for name in members if name < story.world], 2):
         assert one in members[other] or other in members[one], members
-    return len(outcomes.keys() - range(story.world))
+    return len(outcomes.keys() - range(story.world)), any(outcome.error for outcome in outcomes.values())
 
 
 @needs_hooks
@@ -116,4 +123,6 @@ def test_stories(pool, undisturbed, first):
         played = [(story, players.submit(play, pool, undisturbed, story)) for story in stories]
     failed = [f"{vars(story)}: {error!r}" for story, future in played if (error := future.exception())]
     assert not failed, "\n\n".join(failed)
-    print(f"{sum(future.result() for _, future in played)} processes have joined")
+    joined, ended = map(sum, zip(*(future.result() for _, future in played), strict=True))
+    print(f"{joined} processes have joined, {ended} stories of {len(stories)} have ended by an error")
+    assert ended <= len(stories) / 2
