@@ -6,13 +6,15 @@ processes that hold them, which end with the test run however that ends.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import json
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -129,6 +131,18 @@ class Hosts:
     def cut(self, host: int) -> None:
         """Its cable is pulled: the interface loses its carrier."""
         self._switch.do(f"ip link set port{host} down")
+
+    @contextlib.contextmanager
+    def resetting(self, host: int, towards: str) -> Iterator[None]:
+        """All connections of `host` are reset by a box on the way: towards "near" (that host), "far", or "both"."""
+        middlebox = [sys.executable, str(Path(__file__).with_name("middlebox.py"))]
+        command = [*self._switch.enter, *middlebox, f"port{host}", "switch", towards]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as box:
+            try:
+                assert box.stdout.readline() == "it has begun\n"
+                yield
+            finally:
+                box.kill()
 
     def bytes_sent(self, host: int) -> int:
         """By its interface, since it is up."""

@@ -13,8 +13,9 @@
 // decision over. A host hears nothing of those without which it goes on. So hosts that are left decide alike, whoever
 // dies and whenever. On one host nothing is left to agree on: its list is the decision.
 //
-// A host that can't be reached may live. So hosts go on without it only if they had more than half of all members, or
-// half of them with the first: two parts of the members never go on beside each other. The dead don't count.
+// A host that can't be reached may live, however its connections have ended. So hosts go on without it only if they had
+// more than half of all members, or half of them with the first, or if its members are known to have ended: two parts
+// of the members never go on beside each other.
 //
 // Thread-safety: pure.
 #pragma once

@@ -97,7 +97,6 @@ class Endpoint : public SubmissionQueue {
   bool is_beat_due() {
     auto now = Clock::now();
     // Stopped, or starved of a processor: then the peers were not heard because nobody listened.
-    if (timing_.is_judged() && now - last_pass_ > seconds(timing_.silence / 2)) shared_.slept = now;
     if (timing_.is_judged() && now - last_pass_ > seconds(timing_.pause())) {
       for (auto& [rank, peer] : peers_) peer->session().heartbeat.excuse(now);
     }
@@ -109,7 +108,7 @@ class Endpoint : public SubmissionQueue {
 
   bool is_leaving() const { return leaving_until_.has_value(); }
 
-  // After stop(): says goodbye at first. True when everybody has answered, or there was time enough.
+  // After stop(): says goodbye at first. True, from then on, when everybody has answered, or there was time enough.
   bool has_left() {
     constexpr Duration kLongestGoodbye = std::chrono::seconds(1);
     Error error(ErrorKind::PeerLost, shared_.names(shared_.rank) + " has left");
@@ -143,8 +142,7 @@ class Endpoint : public SubmissionQueue {
     Peer& peer = *peers_.at(rank);
     // Before the transfers: who sees one fail finds the reason.
     bool has_left = peer.session().life.has_peer_left();
-    note_failure(rank, error, has_left ? peer.session().inbox.take_unexpected() : Inbox::Unexpecteds(),
-                 peer.session().has_ended);
+    note_failure(rank, error, has_left ? peer.session().inbox.take_unexpected() : Inbox::Unexpecteds(), has_left);
     peer.fail(error);
   }
 

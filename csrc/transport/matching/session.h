@@ -87,7 +87,6 @@ struct Session {
   Inbox inbox{shared, rank, out, withdrawals};
   HeartbeatMonitor heartbeat;
   Lifecycle life;
-  bool has_ended = false;  // as Interhost::has_ended(), for what ends the connection
 };
 
 }  // namespace syncengine::matching

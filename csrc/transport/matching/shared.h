@@ -4,7 +4,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
-#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -20,11 +19,10 @@ namespace syncengine::matching {
 struct Shared {
   int rank = -1;
   RankNames names = {};
-  bool checksum = false;                        // CRC-32C of all that is sent
-  bool news = false;                            // the engine is to be told
-  std::vector<Interhost::Message> heard;        // on their way to it
-  std::string log;                              // lines for stderr, once no lock is held
-  std::optional<Clock::time_point> slept = {};  // when this process had not run so long that peers may give it up
+  bool checksum = false;                                              // CRC-32C of all that is sent
+  bool news = false;                                                  // the engine is to be told
+  std::vector<Interhost::Message> heard;                              // on their way to it
+  std::string log;                                                    // lines for stderr, once no lock is held
   std::vector<std::byte> scratch = std::vector<std::byte>(64 << 10);  // where bytes go that nobody wants any more
 };
 

@@ -86,6 +86,11 @@ void SubmissionQueue::note_failure(int peer, const Error& error, Inbox::Unexpect
   left_behind_.emplace(peer, std::move(sent));
 }
 
+void SubmissionQueue::note_end(int peer) {
+  std::lock_guard lock(mutex_);
+  ended_.insert(peer);
+}
+
 bool SubmissionQueue::post_too_late(Post& post) {
   std::lock_guard lock(mutex_);
   if (!failures_.contains(post.peer)) return false;

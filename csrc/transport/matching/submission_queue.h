@@ -53,6 +53,7 @@ class SubmissionQueue : public Interhost {
   // `sent`: what it sent before it left in order and nobody has asked for yet; a receive still gets it.
   // `ended`: as Interhost::has_ended().
   void note_failure(int peer, const Error& error, Inbox::Unexpecteds sent, bool ended);
+  void note_end(int peer);         // the same, later
   bool post_too_late(Post& post);  // false: it is not, no failure of the peer was noted
 
   Shared shared_;  // names and rank: any thread, since they stay as they are

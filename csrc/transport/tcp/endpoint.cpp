@@ -26,8 +26,9 @@ namespace syncengine::tcp {
 
 class Endpoint : public matching::Endpoint<Peer> {
  public:
-  // `sockets` by peer: the first for control, the others for data.
-  Endpoint(const Options& options, int rank, std::map<int, std::vector<UniqueFd>> sockets);
+  // `sockets` by peer: the first for control, the others for data. `listener` stays open: see probe.h.
+  Endpoint(const Options& options, int rank, const Ip& own, const std::map<int, Address>& peers,
+           std::map<int, Sockets> sockets, ParentFd listener);
 
   void run(const std::function<void()>& progressed) override;
   bool has_steps() const override { return true; }
@@ -40,8 +41,10 @@ class Endpoint : public matching::Endpoint<Peer> {
   // Of the thread that makes the step, under the progress lock.
   void on_event(uint64_t key, uint32_t events);
   bool pass();
+  void dismiss_callers();
 
   Options options_;
+  ParentFd listener_;
   ParentFd epoll_;
   ParentFd alarm_;
   bool busy_ = true;  // there may be more to do at once
@@ -49,26 +52,29 @@ class Endpoint : public matching::Endpoint<Peer> {
 
 namespace {
 
-constexpr uint64_t kAlarm = ~uint64_t{0};  // the event of alarm_
 constexpr int kEvents = 64;
+constexpr int kDismissed = 64;  // callers at a time
 
 uint64_t event_key(int peer, size_t connection) { return static_cast<uint64_t>(peer) << 8 | connection; }
 
 }  // namespace
 
-Endpoint::Endpoint(const Options& options, int rank, std::map<int, std::vector<UniqueFd>> sockets)
+Endpoint::Endpoint(const Options& options, int rank, const Ip& own, const std::map<int, Address>& peers,
+                   std::map<int, Sockets> sockets, ParentFd listener)
     : matching::Endpoint<Peer>(rank, options.names, options.checksum, heartbeat_timing(options)),
       options_(options),
-      epoll_(UniqueFd(epoll_create1(EPOLL_CLOEXEC))),
-      alarm_(UniqueFd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK))) {
+      listener_(std::move(listener)),
+      epoll_([] { return epoll_create1(EPOLL_CLOEXEC); }),
+      alarm_([] { return eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK); }) {
   if (!epoll_ || !alarm_) throw_system_error("can't make what TCP waits on", errno);
   auto watch = [&](int fd, uint32_t events, uint64_t key) {
     epoll_event event{.events = events, .data = {.u64 = key}};
     if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) != 0) throw_system_error("can't wait on a socket", errno);
   };
   watch(alarm_.get(), EPOLLIN, kAlarm);
-  for (auto& [peer, own] : sockets) {
-    auto& added = peers_[peer] = std::make_unique<Peer>(shared_, options_, peer, std::move(own));
+  for (auto& [peer, its] : sockets) {
+    Probe probe(own, peers.at(peer).ip, peers.at(peer).port);
+    auto& added = peers_[peer] = std::make_unique<Peer>(shared_, options_, peer, std::move(probe), std::move(its));
     auto descriptors = added->descriptors();
     for (size_t i = 0; i < descriptors.size(); ++i)
       watch(descriptors[i], EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, event_key(peer, i));
@@ -139,10 +145,20 @@ bool Endpoint::pass() {
     busy_ |= peer.step();
     if (beat_due) peer.look_at_clock(last_pass_);
   });
+  if (beat_due) dismiss_callers();
+  for (auto& [rank, peer] : peers_)
+    if (peer->has_just_ended(epoll_.get())) note_end(rank);
   busy_ |= stopping_ && !is_leaving();  // there will be a goodbye to send
-  bool running = !stopping_ || !has_left();
+  bool running = !stopping_ || !has_left() ||
+                 std::any_of(peers_.begin(), peers_.end(), [](const auto& item) { return item.second->is_missed(); });
   deliver(shared_.heard);
   return running;
+}
+
+// Nobody is heard who calls now. That the kernel has answered is all that a rank asks which has lost this one; the
+// queue must have room for the next.
+void Endpoint::dismiss_callers() {
+  for (int i = 0; i < kDismissed && accept_on(listener_.get()); ++i) continue;
 }
 
 namespace {
@@ -169,9 +185,8 @@ Listener::Listener(const Options& options) : options_(options) {
                     std::to_string(options.heartbeat) + " s: give at least three times as much");
   }
   address_.ip = choose_ip(options.interface, local_interfaces());
-  UniqueFd listener = listen_on(address_.ip);
-  address_.port = port_of(listener);
-  fd_ = ParentFd(std::move(listener));
+  fd_ = listen_on(address_.ip);
+  address_.port = port_of(fd_);
   address_.has_secret = !options.secret.empty();
   address_.network = own_network();
   address_.key = random_bytes(address_.network.size());
@@ -187,8 +202,10 @@ std::unique_ptr<Interhost> connect(Listener listener, int rank, const std::vecto
     check_fit(names.global(rank), listener.address_, names.global(peer), peers[peer]);
   }
   require_room(listener.options_, static_cast<int>(peers.size()));
-  Rendezvous rendezvous(listener.options_, rank, listener.address_, std::move(peers), listener.fd_.get());
-  return std::make_unique<Endpoint>(listener.options_, rank, rendezvous.run(deadline, interrupted));
+  Rendezvous rendezvous(listener.options_, rank, listener.address_, peers, listener.fd_.get());
+  auto sockets = rendezvous.run(deadline, interrupted);
+  return std::make_unique<Endpoint>(listener.options_, rank, listener.address_.ip, peers, std::move(sockets),
+                                    std::move(listener.fd_));
 }
 
 }  // namespace syncengine::tcp

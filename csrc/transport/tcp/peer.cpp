@@ -4,6 +4,7 @@
 #include <sys/epoll.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
+#include <time.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -130,12 +131,26 @@ constexpr size_t kReadBytes = 16 << 10;    // of control frames at a time
 constexpr size_t kKeepWritten = 64 << 10;  // of `out` before it is moved to its front
 constexpr Duration kGoodbyeDelay = std::chrono::milliseconds(500);
 
+// In heartbeats: how long after a peer was last heard a refusal says that it was killed; and how long a port stays open
+// after a peer was lost, so that no refusal says so of a rank that has gone on without that peer and ended.
+constexpr int kBelieved = 20, kMissed = 24;
+
+Duration boot_time() {
+  timespec now{};
+  clock_gettime(CLOCK_BOOTTIME, &now);
+  return std::chrono::seconds(now.tv_sec) + std::chrono::nanoseconds(now.tv_nsec);
+}
+
 }  // namespace
 
-Peer::Peer(Shared& shared, const Options& options, int rank, std::vector<UniqueFd> sockets)
-    : session_(shared, heartbeat_timing(options), rank), silence_(options.silence) {
+Peer::Peer(Shared& shared, const Options& options, int rank, Probe probe, std::vector<ParentFd> sockets)
+    : session_(shared, heartbeat_timing(options), rank),
+      heartbeat_(seconds(options.heartbeat)),
+      probe_(std::move(probe)),
+      emptied_(boot_time()),
+      heard_(emptied_) {
   for (auto& socket : sockets) send_at_once(socket);
-  control_.fd = ParentFd(std::move(sockets.front()));
+  control_.fd = std::move(sockets.front());
   for (size_t i = 1; i < sockets.size(); ++i) data_.emplace_back(std::move(sockets[i]));
 }
 
@@ -199,6 +214,7 @@ bool Peer::has_unsent() const {
 }
 
 void Peer::read_control() {
+  const Duration now = boot_time();
   size_t had = control_.in.size();
   control_.in.resize(had + kReadBytes);
   ssize_t got = recv(control_.fd.get(), control_.in.data() + had, kReadBytes, 0);
@@ -206,25 +222,19 @@ void Peer::read_control() {
   control_.in.resize(had + std::max<ssize_t>(got, 0));
   if (got > 0) {
     session_.heartbeat.heard();
+    heard_ = emptied_;
+    if (got < static_cast<ssize_t>(kReadBytes)) emptied_ = now;
     on_control_frames();
   } else if (got == 0) {
     control_.ended = true;
-    note_end();
     if (session_.life.state() == Lifecycle::Open) throw_lost("its connection was closed");
   } else if (code != EINTR) {
     control_.readable = false;
+    if (code == EAGAIN) emptied_ = now;
     if (code == EAGAIN) return;
     control_.ended = true;
-    if (code == ECONNRESET || code == EPIPE) note_end();
     if (session_.life.state() == Lifecycle::Open) throw_lost(std::strerror(code));
   }
-}
-
-// The kernel of the peer's host has closed the connection. Before a living process does, it says why; but this process
-// may not have been there to hear it.
-void Peer::note_end() {
-  const auto& slept = session_.shared.slept;
-  session_.has_ended = !slept || Clock::now() - *slept > seconds(2 * silence_);
 }
 
 void Peer::on_control_frames() {
@@ -315,6 +325,7 @@ void Peer::fail(const Error& error) {
     session_.add_abort(error);
     (void)!send(control_.fd.get(), session_.out.data() + control_.written, session_.out.size() - control_.written,
                 MSG_NOSIGNAL);
+    lost_ = boot_time();
   }
   session_.life.on(Lifecycle::Break);
   session_.outbox.fail(error);
@@ -344,6 +355,14 @@ bool Peer::gone() const {
   if (session_.life.is_broken()) return true;
   return control_.ended && std::none_of(data_.begin(), data_.end(),
                                         [](const DataChannel& channel) { return channel.status == Status::Open; });
+}
+
+bool Peer::is_missed() const { return lost_ && boot_time() - *lost_ < kMissed * heartbeat_; }
+
+bool Peer::has_just_ended(int epoll) {
+  const bool is_refused = lost_ && probe_.is_refused(epoll), was_missed = is_missed();
+  if (is_refused || !was_missed) lost_.reset(), probe_.end();
+  return is_refused && boot_time() - heard_ < kBelieved * heartbeat_;
 }
 
 }  // namespace syncengine::tcp

@@ -11,10 +11,10 @@
 #include <vector>
 
 #include "base/deadline.h"
-#include "base/descriptors.h"
 #include "transport/matching/inbox.h"
 #include "transport/matching/outbox.h"
 #include "transport/matching/session.h"
+#include "transport/tcp/probe.h"
 #include "transport/tcp/socket.h"
 #include "transport/tcp/tcp.h"
 
@@ -34,7 +34,7 @@ enum class Status : uint8_t {
 
 class DataChannel {
  public:
-  explicit DataChannel(UniqueFd fd) : fd_(std::move(fd)) { give_at_a_time(kChunkBytes); }
+  explicit DataChannel(ParentFd fd) : fd_(std::move(fd)) { give_at_a_time(kChunkBytes); }
 
   int fd() const { return fd_.get(); }
 
@@ -86,7 +86,7 @@ class DataChannel {
 
 class Peer {
  public:
-  Peer(Shared& shared, const Options& options, int rank, std::vector<UniqueFd> sockets);
+  Peer(Shared& shared, const Options& options, int rank, Probe probe, std::vector<ParentFd> sockets);
 
   matching::Session& session() { return session_; }
   void withdraw(uint64_t first, uint64_t last, const Error& error);
@@ -111,6 +111,13 @@ class Peer {
   void take_leave(const Error& error);
   bool gone() const;
 
+  // Whether the peer was lost not long ago, and its process may live: then it must not find this one's port closed, and
+  // think that this one has died rather than gone on without it.
+  bool is_missed() const;
+  // In each pass: whether the process of a peer that is missed has just been found to have ended, so soon after it was
+  // last heard that it can't have gone on without this one first.
+  bool has_just_ended(int epoll);
+
  private:
   struct Control {
     ParentFd fd;
@@ -129,10 +136,15 @@ class Peer {
   void on_end(DataChannel& channel);
   void say_goodbye();
   [[noreturn]] void throw_lost(const std::string& how) const;
-  void note_end();
 
   matching::Session session_;
-  const double silence_;  // seconds
+  const Duration heartbeat_;
+  Probe probe_;
+  // By boot_time(), which goes on while the machine sleeps: when nothing was left to read on the control connection,
+  // and when that was so last before the last bytes came. So they came later than `heard_`, however long this process
+  // slept before it read them.
+  Duration emptied_, heard_;
+  std::optional<Duration> lost_;  // since when it is missed
   Control control_;
   std::vector<DataChannel> data_;
   std::optional<Clock::time_point> broken_;  // a data connection ended without a goodbye, which may be on its way

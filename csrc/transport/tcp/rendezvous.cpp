@@ -49,7 +49,7 @@ std::map<int, Sockets> Rendezvous::run(Deadline deadline, const std::function<vo
     size_t first_open = waits.size();
     std::vector<int> owners;
     for (const auto& [peer, sockets] : sockets_) {
-      for (const UniqueFd& socket : sockets) {
+      for (const ParentFd& socket : sockets) {
         if (!socket) continue;
         waits.push_back({socket.get(), POLLRDHUP, 0});
         owners.push_back(peer);
@@ -85,7 +85,7 @@ void Rendezvous::accept_callers() {
   while (has_room()) {
     const auto oldest = oldest_silent();
     const bool full = is_full();
-    UniqueFd fd(accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    ParentFd fd = accept_on(listener_);
     const bool is_short = !fd && (errno == EMFILE || errno == ENFILE);
     if (is_short && oldest == unauthenticated_.end())
       throw_descriptor_error(options_.names(rank_) + " can't accept the connections of " + missing_names(), errno);
@@ -194,7 +194,7 @@ bool Rendezvous::settle(Call& call) {
   int peer = call.client ? call.peer : static_cast<int>(handshake.hello().client);
   switch (handshake.result()) {
     case HandshakeResult::Fine: {
-      UniqueFd& place = sockets_.at(peer)[handshake.hello().connection];
+      ParentFd& place = sockets_.at(peer)[handshake.hello().connection];
       if (!place) --missing_;
       place = std::move(call.fd);  // called again: the first attempt broke off unseen
       return true;
@@ -235,7 +235,7 @@ std::string Rendezvous::missing_names() const {
   std::string names;
   int count = 0;
   for (const auto& [peer, sockets] : sockets_) {
-    if (std::all_of(sockets.begin(), sockets.end(), [](const UniqueFd& fd) { return static_cast<bool>(fd); })) continue;
+    if (std::all_of(sockets.begin(), sockets.end(), [](const ParentFd& fd) { return static_cast<bool>(fd); })) continue;
     auto reason = reasons_.find(peer);
     names += (names.empty() ? "" : ", ") + std::to_string(options_.names.global(peer));
     if (reason != reasons_.end())

@@ -102,7 +102,7 @@ class ServerHandshake : public Handshake {
 };
 
 // A peer's authenticated connections: the first for control, the others for data.
-using Sockets = std::vector<UniqueFd>;
+using Sockets = std::vector<ParentFd>;
 
 class Rendezvous {
  public:
@@ -116,7 +116,7 @@ class Rendezvous {
   struct Call {
     int peer = -1;
     int connection = 0;
-    UniqueFd fd;
+    ParentFd fd;
     std::unique_ptr<ClientHandshake> client;  // or
     std::unique_ptr<ServerHandshake> server;
     bool connecting = false;

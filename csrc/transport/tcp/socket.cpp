@@ -21,8 +21,8 @@ namespace {
 
 constexpr int kBacklog = 1024;
 
-UniqueFd open_socket(const Ip& ip) {
-  UniqueFd fd(socket(ip.v6 ? AF_INET6 : AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+ParentFd open_socket(const Ip& ip) {
+  ParentFd fd([&] { return socket(ip.v6 ? AF_INET6 : AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0); });
   if (!fd) throw_descriptor_error("can't open a TCP socket", errno);
   return fd;
 }
@@ -33,8 +33,8 @@ void set(int socket, int level, int option, int value) {
 
 }  // namespace
 
-UniqueFd listen_on(const Ip& ip) {
-  UniqueFd fd = open_socket(ip);
+ParentFd listen_on(const Ip& ip) {
+  ParentFd fd = open_socket(ip);
   if (ip.v6) set(fd.get(), IPPROTO_IPV6, IPV6_V6ONLY, 1);
   SocketAddress address = socket_address(ip, 0);
   if (bind(fd.get(), address.get(), address.length) != 0 || listen(fd.get(), kBacklog) != 0)
@@ -42,7 +42,7 @@ UniqueFd listen_on(const Ip& ip) {
   return fd;
 }
 
-uint16_t port_of(const UniqueFd& listener) {
+uint16_t port_of(const ParentFd& listener) {
   sockaddr_storage storage{};
   socklen_t length = sizeof(storage);
   if (getsockname(listener.get(), reinterpret_cast<sockaddr*>(&storage), &length) != 0)
@@ -56,8 +56,12 @@ uint16_t port_of(const UniqueFd& listener) {
   return ntohs(port);
 }
 
-UniqueFd begin_connect(const Ip& from, const Ip& to, uint16_t port) {
-  UniqueFd fd = open_socket(to);
+ParentFd accept_on(int listener) {
+  return ParentFd([&] { return accept4(listener, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK); });
+}
+
+ParentFd begin_connect(const Ip& from, const Ip& to, uint16_t port) {
+  ParentFd fd = open_socket(to);
   SocketAddress own = socket_address(from, 0), address = socket_address(to, port);
   // From the interface that was chosen, if the two addresses go together at all; many connections may share a port
   // then.
@@ -73,19 +77,26 @@ UniqueFd begin_connect(const Ip& from, const Ip& to, uint16_t port) {
   return fd;
 }
 
-bool is_decided(const UniqueFd& socket) {
+bool is_decided(const ParentFd& socket) {
   pollfd wait{socket.get(), POLLOUT, 0};
   return poll(&wait, 1, 0) > 0;  // an interrupted call says nothing
 }
 
-int connect_error(const UniqueFd& socket) {
+int connect_error(const ParentFd& socket) {
   int code = 0;
   socklen_t length = sizeof(code);
   if (getsockopt(socket.get(), SOL_SOCKET, SO_ERROR, &code, &length) != 0) return errno;
   return code;
 }
 
-void send_at_once(const UniqueFd& socket) { set(socket.get(), IPPROTO_TCP, TCP_NODELAY, 1); }
+void note_icmp(const ParentFd& socket) {
+  set(socket.get(), IPPROTO_IP, IP_RECVERR, 1);
+  set(socket.get(), IPPROTO_IPV6, IPV6_RECVERR, 1);
+}
+
+bool has_icmp(const ParentFd& socket) { return recv(socket.get(), nullptr, 0, MSG_ERRQUEUE) >= 0; }
+
+void send_at_once(const ParentFd& socket) { set(socket.get(), IPPROTO_TCP, TCP_NODELAY, 1); }
 
 void keep_short_queue(int socket, int bytes) { set(socket, IPPROTO_TCP, TCP_NOTSENT_LOWAT, bytes); }
 
@@ -116,11 +127,11 @@ void in_child() {
 
 }  // namespace
 
-ParentFd::ParentFd(UniqueFd fd) : fd_(std::move(fd)) {
+ParentFd::ParentFd(const std::function<int()>& open) {
   [[maybe_unused]] static int once = pthread_atfork(&before_fork, &in_parent, &in_child);
-  if (!fd_) return;
   std::lock_guard lock(registry().mutex);
-  registry().descriptors.insert(fd_.get());
+  fd_ = UniqueFd(open());
+  if (fd_) registry().descriptors.insert(fd_.get());
 }
 
 void ParentFd::reset() {

@@ -51,8 +51,9 @@ class Listener {
   ParentFd fd_;
 };
 
-// Connects with every rank that has an address (none: it is no peer; the own does not matter). Stops listening when all
-// have come. `interrupted` is called now and then and may throw. Then run() must follow soon: nothing moves before.
+// Connects with every rank that has an address (none: it is no peer; the own does not matter). The port stays open as
+// long as the Interhost lives (probe.h), but nobody who calls later is heard. `interrupted` is called now and then and
+// may throw. Then run() must follow soon: nothing moves before.
 std::unique_ptr<Interhost> connect(Listener listener, int rank, const std::vector<std::string>& addresses,
                                    Deadline deadline, const std::function<void()>& interrupted = {});
 

@@ -22,8 +22,8 @@ using tcp::Options;
 // Rank 0, which runs, with rank 1 played by the test and an honest rank 2.
 struct Stage {
   Options options;
-  Actor actor;
   std::unique_ptr<Running> zero, two;
+  Actor actor;                        // ends first: rank 0 stays for a while where a rank that it has lost may live
   std::vector<UniqueFd> connections;  // of rank 1 to rank 0
 
   explicit Stage(Options given = {.sockets = 2, .silence = 20}) : options(given), actor(1, given) {

@@ -166,17 +166,18 @@ TEST(tcp_fuzz_streams) {
   const int streams = 3000 / testing::kSlowdown;
   int lost = 0;
   for (int i = 0; i < streams; ++i) {
-    std::vector<UniqueFd> ours, theirs;
+    std::vector<tcp::ParentFd> ours;
+    std::vector<UniqueFd> theirs;
     for (int connection = 0; connection < 2; ++connection) {
       int pair[2];
       CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, pair), 0);
-      ours.emplace_back(pair[0]);
+      ours.emplace_back([&] { return pair[0]; });
       theirs.emplace_back(pair[1]);
     }
     Options options;
     Shared shared{.rank = 0};
     shared.checksum = random() % 4 == 0;
-    Peer peer(shared, options, 1, std::move(ours));
+    Peer peer(shared, options, 1, tcp::Probe({}, {}, 0), std::move(ours));
     std::vector<std::unique_ptr<std::byte[]>> places;
     for (uint64_t tag = 0; tag < 4; ++tag) {
       size_t bytes = random() % 2 ? 100 : 20000;

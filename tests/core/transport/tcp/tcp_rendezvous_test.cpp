@@ -31,7 +31,7 @@ void connect_two(Options options, const std::function<void(const std::string&, c
 }
 
 bool answers(const tcp::Address& address) {
-  UniqueFd fd = tcp::begin_connect(address.ip, address.ip, address.port);
+  tcp::ParentFd fd = tcp::begin_connect(address.ip, address.ip, address.port);
   if (!fd) return false;
   pollfd wait{fd.get(), POLLOUT, 0};
   poll(&wait, 1, 5000);
@@ -40,7 +40,7 @@ bool answers(const tcp::Address& address) {
 
 }  // namespace
 
-TEST(tcp_listens_on_the_chosen_address_only_and_not_for_long) {
+TEST(tcp_listens_on_the_chosen_address_only_while_it_lives) {
   Listener listener(kQuick);
   tcp::Address address = tcp::decode_address(0, listener.address());
   CHECK(address.ip.is_loopback());
@@ -205,12 +205,12 @@ TEST(tcp_running_out_of_descriptors_is_named_and_no_rank_is_blamed) {
 
 // A signal that comes while a socket is asked says nothing of the socket.
 TEST(tcp_signals_connect_nobody) {
-  UniqueFd full(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  tcp::ParentFd full([] { return socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0); });
   tcp::Ip here = tcp::decode_address(0, Listener(kQuick).address()).ip;
   auto address = tcp::socket_address(here, 0);
   CHECK(bind(full.get(), address.get(), address.length) == 0 && listen(full.get(), 0) == 0);
   uint16_t port = tcp::port_of(full);
-  std::vector<UniqueFd> callers;
+  std::vector<tcp::ParentFd> callers;
   for (int i = 0; i < 4; ++i) callers.push_back(tcp::begin_connect(here, here, port));
   std::this_thread::sleep_for(std::chrono::milliseconds(20));
   CHECK(!tcp::is_decided(callers.back()));  // there is no room for it in the listener's queue
