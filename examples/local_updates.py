@@ -1,6 +1,6 @@
 """Two hosts that seldom talk: local SGD and DiLoCo, by torchft over our process group, beside synchronous training.
 
-torchrun --nproc-per-node 4 examples/local_updates.py  # draws outputs/local_updates/loss.svg, too
+torchrun --nproc-per-node 4 examples/local_updates.py  # draws outputs/local_updates/loss.png, too
 
 `Parallel` averages gradients within a host, and torchft, every EVERY steps, the hosts' weights (local SGD), or the ways
 that these have gone since (DiLoCo). "synchronous" is `Parallel` over all ranks of both hosts.
@@ -116,5 +116,5 @@ if __name__ == "__main__":
         dist.all_gather_object(said, sent)
         results[way] = losses, sum(said[:RANKS])
     if dist.get_rank() == 0:
-        report(results, out / "loss.svg")
+        report(results, out / "loss.png")
     dist.destroy_process_group()
