@@ -372,7 +372,7 @@ def opened(page: str, width: int, directory: Path) -> tuple[dict[str, Any], list
     )
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--enable-logging=stderr"]
     command += [f"--user-data-dir={directory}/profile", "--window-size=1400,900", "--dump-dom", frame.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
     measured = re.search(r"data-measured=\"([^\"]*)\"", done.stdout)
     console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
     return json.loads(unescape(measured[1])) if measured else {}, console

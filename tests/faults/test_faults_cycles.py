@@ -52,7 +52,7 @@ def test_threads_that_wait_crosswise_are_no_cycle():
         if errors:
             raise errors[0]
 
-    suffer(body, timeout=30.0).check()
+    suffer(body, timeout=100.0).check()
 
 
 @pytest.mark.thorough
@@ -82,7 +82,7 @@ def test_a_thread_that_has_made_no_call_yet_may_bring_what_is_missing():
         if errors:
             raise errors[0]
 
-    suffer(body, timeout=30.0).check()
+    suffer(body, timeout=100.0).check()
 
 
 def run_beside(beside, stack):

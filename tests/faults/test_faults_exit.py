@@ -21,7 +21,7 @@ import syncengine
 def end_and_wait(how) -> Outcome:
     """Rank 1 ends its process in the way `how`; the others wait for it."""
     if my_rank() != 1:
-        return suffer(wait_for_rank_1, timeout=30.0)
+        return suffer(wait_for_rank_1, timeout=100.0)
     syncengine.init(timeout=30.0)
     syncengine.barrier()
     time.sleep(0.3)
@@ -73,7 +73,7 @@ def last_of_all() -> Outcome:
         syncengine.broadcast(tensor, 0)
         return tensor.sum().item()
 
-    return suffer(body, timeout=30.0)
+    return suffer(body, timeout=100.0)
 
 
 @pytest.mark.thorough
@@ -141,7 +141,7 @@ def report_then_exit() -> Outcome:
         step()
         syncengine.barrier()
 
-    return suffer(body, timeout=30.0)
+    return suffer(body, timeout=100.0)
 
 
 @pytest.mark.thorough

@@ -73,7 +73,7 @@ def call_again_and_again(victim, fault, name) -> Outcome:
             step()
             call()
 
-    return suffer(body, timeout=30.0)
+    return suffer(body, timeout=100.0)
 
 
 CASES = [(name, point) for name in CALLS for point in POINTS if point != "reducing" or name in REDUCING]
@@ -111,7 +111,7 @@ def meet(step):
 
 def init_only(victim, fault) -> Outcome:
     set_fault(victim, fault)
-    return suffer(meet, timeout=20.0)
+    return suffer(meet, timeout=100.0)
 
 
 @needs_hooks
@@ -150,7 +150,7 @@ def test_a_rank_that_can_not_map_the_others_memory(pool, world):
 def two_die(victims, fault) -> Outcome:
     for victim in victims:
         set_fault(victim, fault)
-    return suffer(lambda step: [CALLS["ordinary"]()() for _ in range(100)], timeout=20.0)
+    return suffer(lambda step: [CALLS["ordinary"]()() for _ in range(100)], timeout=100.0)
 
 
 @needs_hooks
@@ -171,7 +171,7 @@ def wait_for_the_dead(come) -> Outcome:
         step()
         syncengine.all_reduce(torch.ones(8))
 
-    return suffer(body, timeout=30.0)
+    return suffer(body, timeout=100.0)
 
 
 def test_killed_while_computing(pool, tmp_path):
@@ -206,7 +206,7 @@ def use_pair(victim, past) -> Outcome:
             pair.all_reduce(total)
         return total[0].item()
 
-    return suffer(body, timeout=20.0)
+    return suffer(body, timeout=100.0)
 
 
 def test_a_communicator_without_the_dead_goes_on(pool, tmp_path):

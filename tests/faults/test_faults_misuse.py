@@ -47,7 +47,7 @@ def call_other(name) -> Outcome:
         step()
         OTHER_CALLS[name][0]() if my_rank() == 1 else all_reduce()
 
-    return suffer(body, timeout=30.0)
+    return suffer(body, timeout=100.0)
 
 
 @pytest.mark.parametrize("name", OTHER_CALLS)
@@ -70,7 +70,7 @@ def test_another_layout_of_the_same_elements():
         matrix = torch.ones(20, 30)
         syncengine.all_reduce(matrix.t() if my_rank() == 1 else matrix)
 
-    suffer(body, timeout=30.0).check("Mismatch", "layout")
+    suffer(body, timeout=100.0).check("Mismatch", "layout")
 
 
 @run_on_ranks(world=3, settings=None)
@@ -82,7 +82,7 @@ def test_another_order():
         for work in works:
             work.wait()
 
-    suffer(body, timeout=30.0).check("Mismatch", "all_reduce(sum, float32, 100", "all_reduce(sum, float32, 200")
+    suffer(body, timeout=100.0).check("Mismatch", "all_reduce(sum, float32, 100", "all_reduce(sum, float32, 200")
 
 
 @pytest.mark.parametrize("trains", [False, True])
@@ -98,7 +98,7 @@ def test_leaving_while_others_wait(world, trains):
         if my_rank() != world - 1:
             call()
 
-    outcome = suffer(body, timeout=30.0)
+    outcome = suffer(body, timeout=100.0)
     if my_rank() == world - 1:
         outcome.check()
     else:
@@ -124,7 +124,7 @@ def test_shutdown_while_work_is_pending(in_arena, tmp_path):
             step()
             syncengine.all_reduce(tensor)
 
-    outcome = suffer(body, timeout=30.0)
+    outcome = suffer(body, timeout=100.0)
     if my_rank() == 0:
         outcome.check("InvalidUsage", "closed")
     else:
@@ -142,7 +142,7 @@ def test_abandoned_work_ends():
         syncengine.barrier()
         return syncengine.default_communicator().counters()["operations"]
 
-    outcome = suffer(body, timeout=30.0)
+    outcome = suffer(body, timeout=100.0)
     outcome.check()
     assert outcome.value == 51
 
@@ -158,7 +158,7 @@ def closes_split(closing) -> Outcome:
         step()
         pair.barrier()
 
-    return suffer(body, timeout=30.0)
+    return suffer(body, timeout=100.0)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_a_failure_next_door_is_harmless_or_told(where):
             a.all_reduce(mine)
         return mine[0].item(), mine[-1].item()
 
-    outcome = suffer(body, timeout=30.0)
+    outcome = suffer(body, timeout=100.0)
     if where == "same pages":  # cut loose from the peers: `a` can't go on, and must not pretend to
         assert (outcome.error, outcome.text, outcome.left) == ("Aborted", "rank 0: enough", [])
     else:
@@ -227,7 +227,7 @@ def test_memory_that_a_failure_has_detached_is_given_back():
             used.append(memory_of_this_process("Pss"))
         return used[-1] - used[0]
 
-    outcome = suffer(body, timeout=30.0)
+    outcome = suffer(body, timeout=100.0)
     outcome.check()
     assert outcome.value < 4 * count, "it grows with each failure"
 

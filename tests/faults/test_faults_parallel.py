@@ -61,7 +61,7 @@ def die_in_training(victim, fault) -> Outcome:
             assert no_mixture(model, world)
             raise
 
-    return suffer(body, timeout=30.0)
+    return suffer(body, timeout=100.0)
 
 
 @needs_hooks
@@ -99,7 +99,7 @@ def test_texts_name_ranks_of_the_job():
         except ValueError:
             return "raised"
 
-    told = suffer(body, timeout=30.0).text
+    told = suffer(body, timeout=100.0).text
     assert told == ("rank 2 raised in forward: ValueError: boom" if my_rank() == 1 else "")
 
 
@@ -148,7 +148,7 @@ def interrupt_in_backward(come) -> Outcome:
         step()
         train()
 
-    return suffer(body, timeout=30.0)
+    return suffer(body, timeout=100.0)
 
 
 def test_ctrl_c_at_backwards_end(pool, tmp_path):
@@ -173,6 +173,6 @@ def test_collective_where_others_run_backward(world):
         else:
             train()
 
-    outcome = suffer(body, timeout=30.0)
+    outcome = suffer(body, timeout=100.0)
     outcome.check("Mismatch", f"rank {world - 1}", soon=True)
     assert "all_reduce(sum, float32, 100 elements)" in outcome.text or "its collective call number" in outcome.text

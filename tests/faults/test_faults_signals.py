@@ -42,7 +42,7 @@ def wait_in(kind, come) -> Outcome:
         step()
         WAITS[kind]()
 
-    return suffer(body, timeout=30.0)
+    return suffer(body, timeout=100.0)
 
 
 @pytest.mark.parametrize("kind", WAITS)
@@ -63,7 +63,7 @@ def interrupt_rank_0(pool, come, told, function, *arguments):
 
 def init_later(come) -> Outcome:
     come_last(come)
-    return suffer(lambda step: syncengine.barrier(), timeout=30.0)
+    return suffer(lambda step: syncengine.barrier(), timeout=100.0)
 
 
 def test_ctrl_c_ends_init(pool, tmp_path):
@@ -77,7 +77,7 @@ def init_and_meet(fault, connected) -> Outcome:
         Path(f"{connected}.{my_rank()}").touch()
         syncengine.barrier()
 
-    return suffer(body, timeout=30.0)
+    return suffer(body, timeout=100.0)
 
 
 @contextlib.contextmanager
@@ -161,7 +161,7 @@ def shut_down_in_handler(come) -> Outcome:
         except SystemExit:
             return "left"
 
-    return suffer(body, timeout=30.0)
+    return suffer(body, timeout=100.0)
 
 
 def test_a_handler_may_shut_down_and_exit(pool, tmp_path):
@@ -199,7 +199,7 @@ def raise_in_handler(kind, come) -> Outcome:
         except Preempted as error:
             return str(error)
 
-    return suffer(body, timeout=30.0)
+    return suffer(body, timeout=100.0)
 
 
 @pytest.mark.parametrize("kind", ["all_reduce", "Work.wait", "backward"])

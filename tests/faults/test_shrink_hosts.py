@@ -47,7 +47,7 @@ def go_on(faults) -> Outcome:
         assert syncengine.world_size() == communicator.size
         return communicator.global_ranks
 
-    return suffer(body, timeout=30.0)
+    return suffer(body, timeout=100.0)
 
 
 def check_survivors(ranks, faults):

@@ -122,7 +122,7 @@ def replay(file, until):
 def launched(*arguments):
     environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(SUPPORT)]), "SYNCENGINE_SUMMARY": "0"}
     command = [sys.executable, "-m", "syncengine", "run", "-n", str(RANKS), "--keep-going", "--restart", *arguments]
-    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=280)
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600)
 
 
 @pytest.mark.nightly

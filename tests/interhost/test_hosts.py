@@ -192,7 +192,7 @@ def all_reduce_until_it_fails():
             if number == 20:
                 print("busy", flush=True)
 
-    return suffer(body, timeout=30.0)
+    return suffer(body, timeout=100.0)
 
 
 def wait_until_busy(ranks) -> None:
@@ -281,7 +281,7 @@ def raise_on_last(hosts):
             syncengine.default_communicator().abort("rank 3: ValueError: the data set is empty")
         syncengine.all_reduce(torch.ones(10))
 
-    return suffer(body, timeout=30.0)
+    return suffer(body, timeout=100.0)
 
 
 def wait_for_one(hosts, first):

@@ -160,7 +160,7 @@ def only_init(hosts, group):
         os.environ["SYNCENGINE_INTERHOST"] = "tcp"
         dist.init_process_group("syncengine")
         os.environ["SYNCENGINE_INTERHOST"] = "torch"
-    return suffer(lambda step: None, timeout=20.0)
+    return suffer(lambda step: None, timeout=100.0)
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ class Job:
     def finish(self) -> None:
         for rank, process in enumerate(self.ranks):
             assert self.wait_for(rank, "done")
-            assert process.wait(10) == 0
+            assert process.wait(120) == 0
 
     def __enter__(self) -> Job:
         return self
@@ -78,7 +78,7 @@ class Job:
     def __exit__(self, *_: object) -> None:
         for process in self.ranks:
             process.kill()
-            process.wait(10)
+            process.wait(120)
             process.stdin.close()
             process.stdout.close()
 

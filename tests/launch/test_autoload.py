@@ -31,7 +31,7 @@ SCRIPTS = TESTS / "scripts"
 def run(command: list[str], folder: Path, **environ: str) -> subprocess.CompletedProcess[str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("SYNCENGINE_")}
     clean |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **environ}
-    told = subprocess.run(command, cwd=folder, env=clean, capture_output=True, text=True, timeout=240)
+    told = subprocess.run(command, cwd=folder, env=clean, capture_output=True, text=True, timeout=600)
     assert told.returncode == 0, told.stdout + told.stderr
     return told
 

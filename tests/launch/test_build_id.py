@@ -16,7 +16,7 @@ from syncengine.errors import Mismatch
 
 def build_id_of(root: Path) -> str:
     command = ["make", "-s", "-C", str(ROOT / "tests" / "core"), f"ROOT={root}", "build-id"]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout.strip()
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=600).stdout.strip()
 
 
 @pytest.mark.thorough

@@ -27,7 +27,7 @@ import syncengine
 def imported_from(folder: Path) -> str:
     """The last line that Python says."""
     told = subprocess.run(
-        [sys.executable, "-c", AS_A_USER_HAS_IT], cwd=folder, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", AS_A_USER_HAS_IT], cwd=folder, capture_output=True, text=True, timeout=600
     )
     assert told.returncode == 1
     return told.stderr.splitlines()[-1]

@@ -30,7 +30,7 @@ def start(command, **environ):
     """Runs to the end; the launcher's own variables are no other launcher's leftovers."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("OMPI_", "PMI", "SLURM_"))}
     clean |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": f"{ROOT}:{SUPPORT}", **environ}
-    return subprocess.run(command, env=clean, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, env=clean, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
 
 
 def answers(world_size, *torch_distributed, numerics="rank_order"):

@@ -74,7 +74,7 @@ def restarted(folder: Path) -> list[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=3", "--nproc-per-node=2"]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     ended = subprocess.run(
-        [*command, str(folder / "train.py")], env=environ, capture_output=True, text=True, timeout=240
+        [*command, str(folder / "train.py")], env=environ, capture_output=True, text=True, timeout=600
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout.splitlines()

@@ -204,7 +204,7 @@ def raising_hook(where: str) -> tuple[str, str, float]:
     ],
 )
 def test_an_error_of_a_hook_reaches_every_rank_at_once(pool: RankPool, where: str, kind: str, text: str):
-    (peer_kind, peer_text, peer_seconds), (own_kind, own_text, _) = pool.run(raising_hook, where, timeout=20.0)
+    (peer_kind, peer_text, peer_seconds), (own_kind, own_text, _) = pool.run(raising_hook, where)
     assert own_kind == kind
     assert text in own_text
     assert peer_kind == "Aborted"

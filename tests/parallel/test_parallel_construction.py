@@ -106,7 +106,7 @@ def mismatch_text(name: str) -> str:
 
 @pytest.mark.parametrize("name", DIFFERENCES)
 def test_different_models_are_a_mismatch_that_names_both_sides(pool: RankPool, name: str):
-    first, *others = pool.run(mismatch_text, name, world=3, timeout=20.0)
+    first, *others = pool.run(mismatch_text, name, world=3)
     assert others == [first, first]
     assert all(text in first for text in ("rank 0 has", "rank 1 has", "Parallel(Mlp)", *DIFFERENCES[name].texts))
 

@@ -139,7 +139,7 @@ def test_a_missing_backward_names_bucket_and_parameters():
     assert "bucket 0 of Parallel(Mlp) (head.bias, head.weight, layers.5.bias, ...)" in str(error.value)
 
 
-@run_on_ranks(timeout=20.0)
+@run_on_ranks()
 def test_different_buckets_are_a_mismatch():
     model = syncengine.Parallel(Mlp(), init_sync=False, bucket_cap_mb=[100.0, 0.1][syncengine.rank()])
     with pytest.raises(Mismatch, match=r"bucket 0 of Parallel\(Mlp\)"):

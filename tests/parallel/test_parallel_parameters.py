@@ -11,7 +11,7 @@ import syncengine
 from syncengine.errors import SyncError
 
 
-@run_on_ranks(timeout=20.0)
+@run_on_ranks()
 def test_freezing_on_one_rank_only_is_an_error_on_all():
     model = syncengine.Parallel(Mlp())
     model(data()).sum().backward()

@@ -136,7 +136,7 @@ def test_what_is_no_weight_is_refused(world: int):
     [(True, r"rank 0 called weight\(\), but rank 1 did not"), (False, "all_gather|collective call")],
     ids=["joined", "no join"],
 )
-@run_on_ranks(world=3, timeout=20.0)
+@run_on_ranks(world=3)
 def test_a_weight_on_one_rank_only_is_an_error_on_all(joined: bool, text: str):
     with pytest.raises(Mismatch, match=text):  # the others may be one call ahead
         model = syncengine.Parallel(nn.Linear(24, 2))

@@ -146,7 +146,7 @@ class UsedTwice(nn.Module):
         (UsedTwice, "Expected variable to have sparse gradient: parameter table.weight"),
     ],
 )
-@run_on_ranks(timeout=20.0)
+@run_on_ranks()
 def test_a_gradient_of_the_other_layout_is_named(make: Callable[[], nn.Module], text: str):
     with pytest.raises(SyncError, match=text):  # the other's may come at any time
         model = syncengine.Parallel(make())

@@ -64,7 +64,7 @@ def test_memory_that_others_hold_is_left_to_them():
 
 
 @pytest.mark.parametrize("more", [True, False])
-@run_on_ranks(timeout=20.0)
+@run_on_ranks()
 def test_a_graph_that_changes_is_an_error(more: bool):
     model = syncengine.Parallel(Branches(), static_graph=True, **CAP)
     first = syncengine.rank() == 1

@@ -55,7 +55,7 @@ def run(folder: Path, steps: list, seconds: float) -> subprocess.CompletedProces
         check=False,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         env=environ,
         input=json.dumps([*map(str, folders), given, seconds]),
     )

@@ -254,7 +254,7 @@ def test_state_that_is_not_elementwise_is_named():
 
 
 @pytest.mark.parametrize("early", [True, False])
-@run_on_ranks(world=3, timeout=20.0)
+@run_on_ranks(world=3)
 def test_a_loaded_state_that_is_not_elementwise_is_named_on_all_ranks(early: bool):
     """Two parameters over three ranks: the last has nothing of the first one, whose state it is."""
     torch.manual_seed(0)

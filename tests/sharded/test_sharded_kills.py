@@ -152,7 +152,7 @@ def live_beside(victim: int, fault: str, started: str = "", kind: str = "slices"
         found["shared"] = common_memory()
         return found
 
-    return suffer(body, timeout=30.0)
+    return suffer(body, timeout=100.0)
 
 
 def check(outcome: Outcome, stages: list[tuple[int, int]]) -> bool | None:

@@ -25,7 +25,7 @@ def syncengine(*arguments: str, environ: dict[str, str] | None = None, **options
     """`python -m syncengine ...`, to its end."""
     command = [sys.executable, "-m", "syncengine", *arguments]
     return subprocess.run(
-        command, env=environ_of(**(environ or {})), capture_output=True, text=True, timeout=240, check=False, **options
+        command, env=environ_of(**(environ or {})), capture_output=True, text=True, timeout=600, check=False, **options
     )
 
 

@@ -207,7 +207,7 @@ def wait_for_failure() -> None:
             time.sleep(0.005)
 
 
-def wait_for_file(*paths: str | Path, timeout: float = 30.0) -> None:
+def wait_for_file(*paths: str | Path, timeout: float = 120.0) -> None:
     """Blocks until another process has made the file, or one of them."""
     deadline = time.monotonic() + timeout
     while not any(Path(path).exists() for path in paths):

@@ -64,13 +64,13 @@ class _Namespace:
 
     def do(self, line: str) -> str:
         return subprocess.run(
-            [*self.enter, *line.split()], check=True, capture_output=True, text=True, timeout=20
+            [*self.enter, *line.split()], check=True, capture_output=True, text=True, timeout=120
         ).stdout
 
     def end(self) -> None:
         for pipe in (self._holder.stdin, self._holder.stdout, self._holder.stderr):
             pipe.close()
-        self._holder.wait(10)
+        self._holder.wait(120)
 
 
 class Hosts:

@@ -28,7 +28,8 @@ import pytest
 from repository import ROOT, SUPPORT, TESTS
 from zygote import Task, adopt_orphans
 
-DEFAULT_SETTINGS = {"timeout": 60.0}
+PATIENCE = 240.0  # seconds, after which a rank that says nothing hangs: nothing waits so long on a full machine
+DEFAULT_SETTINGS = {"timeout": 100.0}
 _GRACE = 10.0  # seconds that the others get to answer after the first rank has failed
 
 
@@ -68,7 +69,7 @@ class Rank:
             return False, f"died with exit code {self.exit_code(10)}\n{self.output()}"
         return kind == "returned", value
 
-    def result(self, timeout: float = 60.0) -> Any:
+    def result(self, timeout: float = PATIENCE) -> Any:
         """What the call returned. Raises RankFailure if it raised, died, or takes longer than `timeout` seconds."""
         if not self.connection.poll(timeout):
             raise RankFailure({self.number: self.where(timeout)})
@@ -91,7 +92,7 @@ class Rank:
         if self._exit_code is None:
             os.kill(self.pid, number)
 
-    def exit_code(self, timeout: float = 30.0) -> int | None:
+    def exit_code(self, timeout: float = PATIENCE) -> int | None:
         """Exit code as subprocess has it (-9 for SIGKILL); None if it has not ended within `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while self._exit_code is None:
@@ -167,7 +168,7 @@ class RankPool:
         gloo: bool = False,
         settings: dict[str, Any] | None = DEFAULT_SETTINGS,
         environ: dict[str, str] | None = None,
-        timeout: float = 60.0,
+        timeout: float = PATIENCE,
         hosts: str = "",
     ) -> list[Any]:
         """Calls `function(*args)` on ranks 0 to world - 1 of a fresh communicator; returns each rank's result.
