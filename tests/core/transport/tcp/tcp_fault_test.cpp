@@ -55,7 +55,7 @@ struct Stage {
   }
 };
 
-std::string frame(const Frame& frame) { return encode(frame, false); }
+std::string frame(const Frame& frame, bool checksum = false) { return encode(frame, checksum); }
 
 long count_of(const char* folder) { return std::distance(std::filesystem::directory_iterator(folder), {}); }
 
@@ -100,7 +100,7 @@ TEST(tcp_wrong_checksum_is_named) {
     std::byte place[3];
     auto receive = (*stage.zero)->receive(1, 8, place, 3);
     put(stage.data(),
-        frame({.kind = Kind::Eager, .payload = 3, .checksum = honest ? 0x364b3fb7u : 1, .tag = 8}) + "abc");
+        frame({.kind = Kind::Eager, .payload = 3, .checksum = honest ? 0x364b3fb7u : 1, .tag = 8}, true) + "abc");
     if (honest) {
       stage.zero->wait_done(receive);
       CHECK(std::memcmp(place, "abc", 3) == 0);
