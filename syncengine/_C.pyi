@@ -311,15 +311,12 @@ def torch_packet_transport(
     by: str,
     checksum: bool,
     silence: float,
-    open_device_backend: Callable[[list[int], str], _Backend] | None = None,
 ) -> PacketTransport:
     """Made of a process group whose send and recv take CPU tensors.
 
     `ranks`: in the group, of each rank of the job. `tag` must not be used by others there. `closed` is called once the
-    transport is not needed any more. `silence`: seconds without a heartbeat after which a rank is lost; 0: never.
-    `open_device_backend(ranks, name)` makes a c10d backend that moves CUDA tensors between these ranks
-    of the job, for a `name` that is not used twice; any thread calls it, on all of these ranks. Else as
-    python_packet_transport.
+    transport is not needed any more. `silence`: seconds without a heartbeat after which a rank is lost; 0: never. Else
+    as python_packet_transport.
     """
 
 def end_packet_transports() -> None:

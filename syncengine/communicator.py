@@ -110,8 +110,7 @@ def init(
     If the ranks are on several hosts, which `init` detects:
 
     - `interhost` ("tcp"): what connects the hosts: "tcp", "mpi" (mpi4py, under mpirun) or "torch" (an initialized
-      torch.distributed whose backend moves CPU tensors; CUDA tensors go by its NCCL, if it has one). Changes no bits,
-      except those of "fast" by NCCL.
+      torch.distributed whose backend moves CPU tensors). Changes no bits.
     - `interface` (tcp only): where this rank listens: a name ("eth0"), names or prefixes ("eth,ib", "^docker,lo"), or
       an address. By default GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, else the address from which this host reaches
       MASTER_ADDR.

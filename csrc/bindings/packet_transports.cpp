@@ -120,33 +120,6 @@ class RegisteredEndpoint final : public packets::Endpoint {
   }
 };
 
-// packets::Options::open_device_transport by a function of Python's, which may be dropped on any thread, and when
-// Python has ended.
-auto device_transports_by(py::function open) {
-  std::shared_ptr<py::function> call(new py::function(std::move(open)), [](py::function* function) {
-    if (!Py_IsInitialized()) return;
-    py::gil_scoped_acquire gil;
-    delete function;
-  });
-  return
-      [call](const std::vector<int>& ranks, int device, const std::string& name) -> std::unique_ptr<DeviceTransport> {
-        c10::intrusive_ptr<::c10d::Backend> backend;
-        {
-          py::gil_scoped_acquire gil;
-          try {
-            backend = (*call)(ranks, name).cast<c10::intrusive_ptr<::c10d::Backend>>();
-          } catch (const std::exception& error) {
-            throw Error(ErrorKind::Aborted,
-                        std::string("can't make a group for CUDA tensors between hosts, device ") +
-                            std::to_string(device) + ": " + error.what() +
-                            "; with torch.distributed initialized by a backend for CPU tensors alone ('gloo') they go "
-                            "through pinned memory");
-          }
-        }
-        return std::make_unique<TorchDeviceTransport>(std::move(backend), device);
-      };
-}
-
 void end_packet_transports() {
   std::unique_lock lock(endpoint_registry().mutex);
   for (auto* endpoint : endpoint_registry().running) endpoint->Endpoint::stop();
@@ -177,7 +150,7 @@ void bind_packet_transports(py::module_& module) {
   module.def(
       "torch_packet_transport",
       [](c10::intrusive_ptr<::c10d::ProcessGroup> group, std::vector<int> ranks, int tag, py::function closed,
-         std::string by, bool checksum, double silence, std::optional<py::function> open_device_backend) {
+         std::string by, bool checksum, double silence) {
         auto call = std::make_shared<py::function>(std::move(closed));
         auto on_closed = [call] {
           py::gil_scoped_acquire gil;
@@ -189,18 +162,13 @@ void bind_packet_transports(py::module_& module) {
           *call = {};
         };
         auto transport = std::make_unique<TorchPacketTransport>(std::move(group), std::move(ranks), tag, on_closed);
-        PacketTransportHandle handle{std::move(transport),
+        return PacketTransportHandle{std::move(transport),
                                      {.by = std::move(by), .checksum = checksum, .silence = silence}};
-        if (open_device_backend)
-          handle.options.open_device_transport = device_transports_by(std::move(*open_device_backend));
-        return handle;
       },
       py::arg("group"), py::arg("ranks"), py::arg("tag"), py::arg("closed"), py::arg("by"), py::arg("checksum"),
-      py::arg("silence"), py::arg("open_device_backend") = py::none(),
+      py::arg("silence"),
       "By a process group; `ranks` are those in it, of each rank of the job; nobody else uses `tag` there. `closed` is "
-      "called when it is not needed any more. `silence`: seconds without a sign of life after which a rank is lost. "
-      "`open_device_backend(ranks, name)` makes a backend that moves CUDA "
-      "tensors between these ranks of the job.");
+      "called when it is not needed any more. `silence`: seconds without a sign of life after which a rank is lost.");
   module.def("end_packet_transports", &end_packet_transports, py::call_guard<py::gil_scoped_release>(),
              "Says goodbye to all ranks that packet transports reach. Before the interpreter ends.");
 }

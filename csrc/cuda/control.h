@@ -29,13 +29,10 @@ struct CallText {
 
 struct Control {
   alignas(64) uint32_t inbox[kSets][kMaxRanks];
-  alignas(64) uint32_t waiting;  // set + 1 that the stream waits for, or kInKernel, or, where a transport moves the
-                                 // bytes, a call's fingerprint; 0: none. Written by the own stream
+  alignas(64) uint32_t waiting;  // set + 1 that the stream waits for, or kInKernel; 0: none. Written by the own stream
   uint32_t progress;             // kernels so far. Written by the own stream's kernels
   uint32_t mismatch[3];      // 1 + a peer that called something else; its fingerprint; the own one. By the own kernels
   uint32_t late[kMaxRanks];  // 1: a kernel waits for this peer for long. Written by the own stream's kernels
-  alignas(64) uint32_t go;   // where a transport moves the bytes, kArrived: all ranks mean the same call, and data may
-                             // move. Written by the own stream and kernels; after a failure by the watchdog
   alignas(64) uint32_t aborted;            // 1: kernels neither wait nor write results. Written by the watchdog
   std::atomic<uint32_t> latest;            // fingerprint of the latest call, for messages. Written by the own host
   alignas(64) std::atomic<uint32_t> gone;  // 1: this rank has let go of all peers' memory

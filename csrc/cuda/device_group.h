@@ -77,8 +77,8 @@ void require_device(int device);
 // Whether a cudaStream_t is being captured into a graph.
 bool is_capturing(void* stream);
 
-// Collective over the communicator. Blocks. On one host devices reach each other; between hosts bytes go by the
-// communicator's DeviceTransport, or through pinned memory and the communicator's own ways.
+// Collective over the communicator. Blocks. On one host devices reach each other; between hosts bytes go through pinned
+// memory and the communicator's own ways.
 std::shared_ptr<DeviceGroup> connect(std::shared_ptr<Communicator> communicator, int device,
                                      const std::function<void()>& interrupted);
 

@@ -1,6 +1,8 @@
 #include "cuda/watchdog.h"
 
+#include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "base/say.h"
 #include "base/texts.h"
@@ -12,17 +14,16 @@ namespace {
 
 // Often enough to end a wait long before a second has passed; rarely enough to cost nothing.
 constexpr auto kLook = std::chrono::milliseconds(5);
+// Longer than a device may keep one context waiting for others between two steps of a stream.
+constexpr auto kCrosswise = std::chrono::seconds(5);
 // A released word is made 0 by a stream that goes on to its next wait: that one is released as soon.
-constexpr auto kCrosswise = std::chrono::milliseconds(500);
 constexpr auto kRelease = std::chrono::microseconds(200);
 
 }  // namespace
 
-Watchdog::Watchdog(std::shared_ptr<Communicator> communicator, std::vector<Control*> controls,
-                   std::function<void()> abort_transport)
+Watchdog::Watchdog(std::shared_ptr<Communicator> communicator, std::vector<Control*> controls)
     : communicator_(std::move(communicator)),
       controls_(std::move(controls)),
-      abort_transport_(std::move(abort_transport)),
       since_(Clock::now()),
       thread_([this] { run(); }) {}
 
@@ -68,7 +69,6 @@ void Watchdog::look() {
     check_wait();
   } catch (...) {             // the communicator has failed, and has the error
     store(own().aborted, 1);  // first: what a stream finds after its release is no result
-    if (abort_transport_) abort_transport_();
     failed_.store(true, std::memory_order_release);
   }
 }
@@ -90,19 +90,16 @@ void Watchdog::check_wait() {
     return;
   }
   const auto late = missing();
-  if (late.empty() && sees_peers()) return;
+  if (late.empty()) return;
   const Duration age = Clock::now() - since_;
   const int rank = communicator_->rank();
-  const std::string call = sees_peers() ? latest_text(rank) : text_of(rank, now.waiting);
+  const std::string call = latest_text(rank);
   check_peers_of_wait(late, age, call);
-  const std::string text = names({rank}) + " waits for " + (sees_peers() ? names(late) : "other ranks") + " since " +
-                           seconds_text(age) + " in " + call;
+  const std::string text = names({rank}) + " waits for " + names(late) + " since " + seconds_text(age) + " in " + call;
   if (age >= communicator_->timeout())
     fail(ErrorKind::Timeout, text + ": a CUDA stream gave up after the timeout; look at what these ranks do");
-  if (age >= communicator_->options().log_after && !logged_) {
-    logged_ = true;
+  if (age >= communicator_->options().log_after && !std::exchange(logged_, true))
     say("syncengine: " + text + " (CUDA stream)\n");
-  }
 }
 
 void Watchdog::check_peers_of_wait(const std::vector<int>& late, Duration age, const std::string& call) const {
@@ -113,7 +110,7 @@ void Watchdog::check_peers_of_wait(const std::vector<int>& late, Duration age, c
   }
   // Each has signalled before it waited: who waits for each other for so long is not in the same exchange.
   for (int peer : late)
-    if (age >= kCrosswise && waits_for(peer, rank))
+    if (age >= std::min<Duration>(kCrosswise, communicator_->timeout() / 4) && waits_for(peer, rank))
       fail(ErrorKind::Mismatch, names({rank}) + " waits in " + call + ", " + names({peer}) + " in " +
                                     latest_text(peer) + ", for each other");
 }
@@ -126,7 +123,6 @@ void Watchdog::fail(ErrorKind kind, const std::string& text) const {
 void Watchdog::release() {
   for (auto& set : own().inbox)
     for (uint32_t& word : set) store(word, kReleased);
-  store(own().go, kArrived);
 }
 
 std::vector<int> Watchdog::missing() const {
@@ -154,7 +150,6 @@ std::string Watchdog::names(const std::vector<int>& members) const {
 }
 
 std::string Watchdog::text_of(int rank, uint32_t fingerprint) const {
-  if (!controls_[rank]) return "something else";
   const CallText& call = controls_[rank]->calls[fingerprint / 2 % std::size(controls_[rank]->calls)];
   if (call.fingerprint.load(std::memory_order_acquire) != fingerprint) return "something else";
   return std::string(call.text, strnlen(call.text, sizeof(call.text)));

@@ -5,13 +5,12 @@
 // kernels, so replays of a graph are seen too.
 //
 // Ownership: keeps the communicator alive; the words must outlive it. Its thread ends with stop() or the destructor.
-// Thread-safety: any thread; `abort_transport` is called once, on its thread, after `aborted` was set.
+// Thread-safety: any thread.
 // Failure: what it finds fails the communicator, and so all ranks; throw_if_failed() rethrows.
 #pragma once
 
 #include <atomic>
 #include <condition_variable>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -25,10 +24,8 @@ namespace syncengine::cuda {
 
 class Watchdog {
  public:
-  // `controls` of each rank; where a transport moves the bytes, which `abort_transport` ends, of this one alone. One
-  // line on stderr says for whom a stream waits for longer than Options::log_after.
-  Watchdog(std::shared_ptr<Communicator> communicator, std::vector<Control*> controls,
-           std::function<void()> abort_transport = {});
+  // `controls` of each rank. One line on stderr says for whom a stream waits for longer than Options::log_after.
+  Watchdog(std::shared_ptr<Communicator> communicator, std::vector<Control*> controls);
   ~Watchdog() { stop(); }
 
   // What a call with this fingerprint is, for this rank's and its peers' messages. Before the call is queued.
@@ -58,7 +55,6 @@ class Watchdog {
   std::vector<int> missing() const;
   bool waits_for(int rank, int peer) const;
   void check_peers_of_wait(const std::vector<int>& late, Duration age, const std::string& call) const;
-  bool sees_peers() const { return !abort_transport_; }
   std::string latest_text(int rank) const;
   std::string names(const std::vector<int>& members) const;
   std::string text_of(int rank, uint32_t fingerprint) const;
@@ -66,7 +62,6 @@ class Watchdog {
 
   std::shared_ptr<Communicator> communicator_;
   std::vector<Control*> controls_;
-  std::function<void()> abort_transport_;  // none: the peers' words are seen
   std::atomic<bool> failed_{false};
 
   // The thread's own.

@@ -2,7 +2,6 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/from_blob.h>
-#include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -105,10 +104,7 @@ void Queue::run(const Operation& operation, c10::Stream stream, void* handle) {
   std::lock_guard lock(mutex_);
   const bool capturing = cuda::is_capturing(handle);
   if (!capturing && last_stream_ && *last_stream_ != stream) last_.block(stream);
-  {
-    const c10::StreamGuard guard(stream);  // a c10d group's calls go on the current one
-    group_->run(operation, handle);
-  }
+  group_->run(operation, handle);
   if (capturing) return;
   last_.record(stream);
   last_stream_ = stream;

@@ -23,7 +23,6 @@
 
 #include "base/deadline.h"
 #include "base/error.h"
-#include "transport/device_transport.h"
 
 namespace syncengine {
 
@@ -96,14 +95,6 @@ class Interhost {
   virtual Step step(Duration) { return Step::Quiet; }
   virtual void wake() {}
   virtual bool has_unsent() const { return false; }  // something was posted that only needs steps here to leave
-
-  // Moves bytes between the devices of `ranks` (of the job, this one among them), where there is something that does:
-  // null if not. `name` was not used before, and is the same on these ranks. Collective over them; blocks.
-  virtual bool has_device_transport() const { return false; }
-  virtual std::unique_ptr<DeviceTransport> open_device_transport(const std::vector<int>&, int /*device*/,
-                                                                 const std::string& /*name*/) {
-    return nullptr;
-  }
 
   // Says goodbye first: a peer that still needs this rank gets PeerLost with "left", at once.
   virtual void stop() = 0;

@@ -149,6 +149,7 @@ def trains_as_ddp_over_nccl(rank: int) -> list[str]:
     return trains_as_ddp(rank)
 
 
+@needs_real("NCCL")
 @marked
 def test_two_ranks_train_bit_equal_to_ddp_over_nccl():
     needs_a_gpu_each(2)

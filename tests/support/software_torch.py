@@ -12,7 +12,6 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
-from datetime import timedelta
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -57,7 +56,6 @@ def install() -> None:
     _install_functions(device)
     _install_storage(device)
     _install_gloo(device)
-    _install_nccl(device)
     sys.meta_path.insert(0, OurExtension)
 
 
@@ -136,22 +134,6 @@ def _install_gloo(device: ModuleType) -> None:
         original(group, place, kind, backend)
 
     c10d.ProcessGroup._register_backend = register
-
-
-def _install_nccl(device: ModuleType) -> None:
-    """``"cuda:nccl"``, by Gloo on streams."""
-    import torch.distributed as dist
-    from torch.distributed import distributed_c10d as c10d
-
-    class ProcessGroupNCCL(device.HostNccl):
-        class Options(SimpleNamespace):
-            pass
-
-        def __init__(self, store: Any, rank: int, size: int, options: Options) -> None:
-            super().__init__(c10d.ProcessGroupGloo(store, rank, size, timedelta(seconds=60)))
-
-    c10d.is_nccl_available = dist.is_nccl_available = lambda: True
-    c10d.ProcessGroupNCCL = dist.ProcessGroupNCCL = ProcessGroupNCCL
 
 
 install()

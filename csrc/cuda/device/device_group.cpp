@@ -1,9 +1,6 @@
 #include "cuda/device/groups.h"
 
-#include <sys/random.h>
-
 #include <algorithm>
-#include <cerrno>
 #include <string>
 #include <utility>
 
@@ -61,37 +58,10 @@ void require_device(int device) {
                 "CUDA: there is no device " + std::to_string(device) + ", only " + std::to_string(count));
 }
 
-namespace {
-
-// Null if a rank has no transport.
-std::unique_ptr<DeviceTransport> open_device_transport(Communicator& communicator, int device,
-                                                       const std::function<void()>& interrupted) {
-  struct Offer {
-    bool has_device_transport;
-    uint64_t name[2];  // of the first rank: random
-  } mine{communicator.has_device_transport(), {}};
-  if (getrandom(mine.name, sizeof(mine.name), 0) != sizeof(mine.name)) throw_system_error("getrandom", errno);
-  const auto all = gather(communicator, mine, "connecting devices", interrupted);
-  if (!std::all_of(all.begin(), all.end(), [](const Offer& theirs) { return theirs.has_device_transport; }))
-    return nullptr;
-  std::unique_ptr<DeviceTransport> transport;
-  tell_peers_if_it_fails(communicator, [&] {
-    transport = communicator.open_device_transport(
-        device, std::to_string(all[0].name[0]) + "-" + std::to_string(all[0].name[1]));
-  });
-  return transport;
-}
-
-}  // namespace
-
 std::shared_ptr<DeviceGroup> connect(std::shared_ptr<Communicator> communicator, int device,
                                      const std::function<void()>& interrupted) {
   require_device(device);
-  if (communicator->spans_hosts()) {
-    if (auto transport = open_device_transport(*communicator, device, interrupted))
-      return std::make_shared<TransportGroup>(std::move(communicator), std::move(transport), device);
-    return std::make_shared<ProxyGroup>(std::move(communicator), device, interrupted);
-  }
+  if (communicator->spans_hosts()) return std::make_shared<ProxyGroup>(std::move(communicator), device, interrupted);
   if (communicator->size() > kMaxRanks)
     throw Error(ErrorKind::InvalidUsage, "CUDA: at most " + std::to_string(kMaxRanks) +
                                              " ranks a communicator on one host, not " +

@@ -70,13 +70,6 @@ CUstreamBatchMemOpParams wait_for_word(const uint32_t* word) {
   return params;
 }
 
-CUstreamBatchMemOpParams wait_for_value(const uint32_t* word, uint32_t value) {
-  CUstreamBatchMemOpParams params = wait_for_word(word);
-  params.waitValue.value = value;
-  params.waitValue.flags = CU_STREAM_WAIT_VALUE_EQ;
-  return params;
-}
-
 void check(cudaError_t status, const char* what) {
   if (status == cudaSuccess) return;
   cudaGetLastError();  // else the next call that looks would find it again

@@ -22,11 +22,9 @@ struct Driver {
 // Found once. Throws InvalidUsage: no driver, a driver older than this build's CUDA, no device.
 const Driver& driver();
 
-// Steps of a batch: the stream puts `value` into a word of pinned or device memory; waits until kArrived is set in it,
-// or until it is `value`.
+// Steps of a batch: the stream puts `value` into a word of pinned or device memory; waits until kArrived is set in it.
 CUstreamBatchMemOpParams write_word(const uint32_t* word, uint32_t value);
 CUstreamBatchMemOpParams wait_for_word(const uint32_t* word);
-CUstreamBatchMemOpParams wait_for_value(const uint32_t* word, uint32_t value);
 
 // Throws InvalidUsage naming `what` and CUDA's own words.
 void check(cudaError_t status, const char* what);

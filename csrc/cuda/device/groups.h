@@ -21,7 +21,6 @@
 #include "cuda/watchdog.h"
 #include "engine/communicator/communicator.h"
 #include "engine/lanes/mismatch.h"
-#include "transport/device_transport.h"
 
 namespace syncengine::cuda {
 
@@ -73,6 +72,7 @@ class PeerGroup final : public DeviceGroup {
   void release() override;
   void prepare_staging(const std::function<void()>& interrupted);
   void prove_signals();
+  void say(const char* what, const PeerMemory& memory) const;
   Route choose(const Operation& operation) const;
   bool find(const Span& span, Route& route) const;
   void give_back_dropped(const std::function<void()>& interrupted);
@@ -108,40 +108,6 @@ class ProxyGroup final : public DeviceGroup {
   std::shared_ptr<Slots> slots_;
   std::shared_ptr<Proxy> proxy_;
   cudaEvent_t last_ = nullptr;  // the end of what was queued so far
-};
-
-// Ranks on several hosts whose bytes a DeviceTransport moves from device to device. Sums are made
-// here, so that their bits are those of the CPU's engine.
-
-class TransportGroup final : public DeviceGroup {
- public:
-  TransportGroup(std::shared_ptr<Communicator> communicator, std::unique_ptr<DeviceTransport> transport, int device);
-  ~TransportGroup() override { close(); }
-
- private:
-  // `stream` is the current one of the calling thread, on which the transport's calls go as well.
-  const char* enqueue(const Operation& operation, cudaStream_t stream) override;
-  void throw_if_failed() const override { watchdog_->throw_if_failed(); }
-  void release() override;
-  void queue(const Operation& operation, const Gate& gate, cudaStream_t stream);
-  void begin(const Gate& gate, Steps& steps, cudaStream_t stream);
-  void carry_out(const Operation& operation, const Piece& piece, Steps& steps);
-  void deliver(const Operation& operation, const Piece& piece, const Gate& gate, Steps& steps);
-  NoteArgs notes_in(const Operation& operation, const Piece& piece, size_t begin, size_t bytes) const;
-  void reduce(const Operation& operation, size_t block, std::byte* result, Steps& steps, const NoteArgs& notes);
-
-  // Device memory: a piece, what comes from all ranks of one, and each rank's fingerprint.
-  std::byte* slot() const { return staging_->data(); }
-  std::byte* received() const;
-  uint32_t* marks() const;
-  Control* control_on_device() const { return reinterpret_cast<Control*>(control_->on_device()); }
-
-  std::unique_ptr<DeviceTransport> transport_;
-  const int rank_, world_;
-  std::vector<std::vector<int>> hosts_;  // the ranks of each
-  std::optional<PinnedMemory> control_;  // Control
-  std::unique_ptr<DeviceMemory> staging_;
-  std::unique_ptr<Watchdog> watchdog_;
 };
 
 }  // namespace syncengine::cuda

@@ -21,7 +21,6 @@
 #include "engine/lanes/slots.h"
 #include "engine/progress/options.h"
 #include "engine/progress/work.h"
-#include "transport/device_transport.h"
 
 namespace syncengine {
 
@@ -45,12 +44,6 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   virtual bool spans_hosts() const { return false; }
   virtual uint64_t trace_id() const { return 0; }                                 // in traces: the same on all members
   virtual std::vector<int> hosts() const { return std::vector<int>(size(), 0); }  // of each member, numbered from 0
-  // Between hosts: what moves bytes between the members' devices, where there is something that does. `name` as in
-  // Interhost. Collective; blocks.
-  virtual bool has_device_transport() const { return false; }
-  virtual std::unique_ptr<DeviceTransport> open_device_transport(int /*device*/, const std::string& /*name*/) {
-    return nullptr;
-  }
   // Between hosts: which collectives take which way. For logs; empty on one host.
   virtual std::string describe_links() const { return ""; }
 

@@ -157,15 +157,6 @@ std::string EngineCommunicator::describe_links() const {
   return members_.interhost ? members_.interhost->describe_links() : "";
 }
 
-bool EngineCommunicator::has_device_transport() const {
-  return members_.interhost && members_.interhost->interhost().has_device_transport();
-}
-
-std::unique_ptr<DeviceTransport> EngineCommunicator::open_device_transport(int device, const std::string& name) {
-  const auto& interhost = members_.interhost;
-  return interhost ? interhost->interhost().open_device_transport(interhost->job_ranks(), device, name) : nullptr;
-}
-
 std::shared_ptr<void> EngineCommunicator::allocate(size_t bytes) {
   throw_if_failed();
   return engine_->arena()->allocate_tensor(bytes);

@@ -20,8 +20,6 @@ class EngineCommunicator final : public Communicator {
   bool spans_hosts() const override { return members_.interhost != nullptr; }
   std::vector<int> hosts() const override { return members_.placement.host_of; }
   uint64_t trace_id() const override { return members_.group.id; }
-  bool has_device_transport() const override;
-  std::unique_ptr<DeviceTransport> open_device_transport(int device, const std::string& name) override;
   std::string describe_links() const override;
 
   std::shared_ptr<Work> submit(Operation operation) override;

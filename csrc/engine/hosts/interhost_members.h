@@ -167,7 +167,6 @@ class InterhostMembers {
   // Without any lock.
   IoLoop* io_loop() const { return links_.network.get(); }
   Interhost& interhost() const { return links_.network->interhost(); }
-  const std::vector<int>& job_ranks() const { return links_.job_ranks; }  // of the members
 
   std::string describe_links() const { return syncengine::describe(links_.choice); }
 

@@ -24,11 +24,6 @@ class Endpoint : public matching::Endpoint<Peer> {
 
   void run(const std::function<void()>& progressed) override;
   void wake() override;
-  bool has_device_transport() const override { return static_cast<bool>(options_.open_device_transport); }
-  std::unique_ptr<DeviceTransport> open_device_transport(const std::vector<int>& ranks, int device,
-                                                         const std::string& name) override {
-    return options_.open_device_transport(ranks, device, name);
-  }
 
  private:
   void rest();

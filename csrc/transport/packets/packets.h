@@ -55,9 +55,6 @@ struct Options {
   double heartbeat = 0.25;  // seconds
   double silence = 0;       // seconds without a sign of life after which a peer is lost; 0: never, and no heartbeats
   RankNames names = {};     // of the ranks of the job
-  // Interhost::open_device_transport(); empty: there is none.
-  std::function<std::unique_ptr<DeviceTransport>(const std::vector<int>& ranks, int device, const std::string& name)>
-      open_device_transport = {};
 };
 
 inline matching::HeartbeatTiming heartbeat_timing(const Options& options) {

@@ -60,49 +60,6 @@ std::string error_of(TwinRank& rank, ErrorKind kind) {
   return CHECK_THROWS(rank.watchdog->throw_if_failed(), kind);
 }
 
-constexpr uint32_t kMark = cuda::kArrived | 7;  // a fingerprint
-
-// As TransportGroup's streams write the words; the transport's abort only counts.
-struct Stream {
-  explicit Stream(Communicator& communicator)
-      : watchdog(communicator.shared_from_this(), alone_of(communicator), [this] {
-          aborted_before = cuda::load(words.aborted);
-          ++transport_aborts;
-        }) {}
-  std::vector<cuda::Control*> alone_of(const Communicator& communicator) {
-    std::vector<cuda::Control*> controls(communicator.size());
-    controls[communicator.rank()] = &words;
-    return controls;
-  }
-
-  void begin(const std::string& text) {
-    watchdog.publish(kMark, text);
-    cuda::store(words.waiting, kMark);
-    cuda::store(words.go, 0);
-  }
-  void wait() {
-    while (cuda::load(words.go) != cuda::kArrived) std::this_thread::sleep_for(std::chrono::microseconds(50));
-  }
-
-  cuda::Control words{};
-  std::atomic<int> transport_aborts{0};
-  std::atomic<uint32_t> aborted_before{0};
-  cuda::Watchdog watchdog;  // last: its thread looks at the rest
-};
-
-// Runs rank 0's part while rank 1 stays where it is.
-void run_beside_rank_1(double timeout, const std::function<void(Communicator&)>& body) {
-  std::atomic<bool> told = false;
-  run_job(2, with_timeout(timeout), [&](int me, Communicator& communicator) {
-    if (me == 0) {
-      body(communicator);
-      told = true;
-    }
-    const auto deadline = Deadline::after(seconds(20));  // of a test that has failed
-    while (!told && !deadline.passed()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  });
-}
-
 }  // namespace
 
 TEST(cuda_words_work_through_shared_pages) {
@@ -165,58 +122,6 @@ TEST(cuda_watchdog_names_a_peer_that_left) {
     rank.barrier();
     CHECK(contains(error_of(rank, ErrorKind::PeerLost), "rank 1 has left while rank 0 was in barrier()"));
     told = true;
-  });
-}
-
-TEST(cuda_transport_watchdog_ends_a_wait_at_the_deadline) {
-  run_beside_rank_1(0.3, [](Communicator& communicator) {
-    Stream stream(communicator);
-    stream.begin("all_reduce(float32, 8 bytes)");
-    stream.wait();
-    const std::string text = CHECK_THROWS(communicator.throw_if_failed(), ErrorKind::Timeout);
-    CHECK(contains(text, "rank 0 waits for other ranks since") && contains(text, "all_reduce(float32, 8 bytes)"));
-    CHECK_EQ(stream.transport_aborts.load(), 1);
-    CHECK_EQ(stream.aborted_before.load(), 1u);   // what comes after is no result
-    for (int queued = 0; queued < 3; ++queued) {  // what was queued before anyone knew does not wait either
-      stream.begin("barrier()");
-      stream.wait();
-    }
-    CHECK_EQ(stream.transport_aborts.load(), 1);
-  });
-}
-
-TEST(cuda_transport_watchdog_leaves_an_idle_stream_alone) {
-  run_job(2, with_timeout(0.1), [](int, Communicator& communicator) {
-    Stream stream(communicator);
-    stream.begin("barrier()");
-    cuda::store(stream.words.waiting, 0);
-    std::this_thread::sleep_for(std::chrono::milliseconds(300));
-    communicator.throw_if_failed();
-    CHECK_EQ(stream.transport_aborts.load(), 0);
-    CHECK_EQ(cuda::load(stream.words.go), 0u);
-  });
-}
-
-TEST(cuda_transport_watchdog_names_who_called_something_else) {
-  run_beside_rank_1(60, [](Communicator& communicator) {
-    Stream stream(communicator);
-    stream.begin("broadcast(int8)");
-    cuda::store(stream.words.mismatch[2], kMark);
-    cuda::store(stream.words.mismatch[0], 1 + 1);
-    stream.wait();
-    const std::string text = CHECK_THROWS(communicator.throw_if_failed(), ErrorKind::Mismatch);
-    CHECK(contains(text, "rank 0 called broadcast(int8), rank 1 called something else"));
-  });
-}
-
-TEST(cuda_transport_watchdog_ends_a_wait_when_a_peer_aborts) {
-  run_job(2, with_timeout(60), [](int me, Communicator& communicator) {
-    if (me == 1) return communicator.abort(ErrorKind::Aborted, "rank 1: out of luck");
-    Stream stream(communicator);
-    stream.begin("barrier()");
-    stream.wait();
-    CHECK(contains(CHECK_THROWS(communicator.throw_if_failed(), ErrorKind::Aborted), "out of luck"));
-    CHECK_EQ(stream.aborted_before.load(), 1u);
   });
 }
 

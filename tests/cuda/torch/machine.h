@@ -7,7 +7,6 @@
 //   memory.cpp    an allocator with the life of memory that torch's caching one gives it; what is freed is poisoned
 //   kernels.cpp   all of ATen's operators, for dense and sparse tensors
 //   gloo.cpp      Gloo for CUDA tensors, over the host
-//   nccl.cpp      a backend with NCCL's name and manners, over Gloo
 //   module.cpp    what torch.cuda calls in torch._C
 //
 // Ownership: everything lives until the process ends. Thread-safety: any thread. Failure: c10::Error, as by torch; what

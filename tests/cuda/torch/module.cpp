@@ -7,7 +7,6 @@
 
 #include "gloo.h"
 #include "machine.h"
-#include "nccl.h"
 
 namespace py = pybind11;
 
@@ -101,8 +100,6 @@ PYBIND11_MODULE(software_torch_cuda, module) {
   py::module_::import("torch.distributed");
   py::class_<HostGloo, c10::intrusive_ptr<HostGloo>, ::c10d::Backend>(module, "HostGloo")
       .def(py::init([](c10::intrusive_ptr<::c10d::Backend> gloo) { return c10::make_intrusive<HostGloo>(gloo); }));
-  py::class_<HostNccl, c10::intrusive_ptr<HostNccl>, ::c10d::Backend>(module, "HostNccl")
-      .def(py::init([](c10::intrusive_ptr<::c10d::Backend> gloo) { return c10::make_intrusive<HostNccl>(gloo); }));
 }
 
 }  // namespace software_torch
