@@ -22,25 +22,21 @@ struct Gate {
   int rank = 0, world = 0;
 };
 
-inline constexpr int kMaxSources = 64;  // as many as a job has ranks
-
-// Where a kernel notes what is not finite: Nonfinite's words, as it sees them.
-struct NoteArgs {
-  uint64_t* words = nullptr;  // null: nowhere
-  uint64_t first = 0;         // what the first element is called
-  size_t valid = 0;           // elements that are anybody's
-  int world = 0;
-};
-
 struct ReduceArgs {
-  const void* sources[kMaxSources];
+  const void* sources[kMaxRanks];
   void* destinations[2];
   int source_count = 0, destination_count = 0;
   size_t count = 0;  // elements
   double scale = 1.0;
   Gate gate;
-  NoteArgs notes;
-  int8_t ranks[kMaxSources];  // for notes: whose each source is; -1: a sum of several
+};
+
+// A sum that is about to be made: who brings what is not finite, for Nonfinite's words.
+struct NoteArgs {
+  ReduceArgs sum;
+  int8_t ranks[kMaxRanks];    // whose each source is
+  uint64_t* words = nullptr;  // as the kernel sees them
+  uint64_t first = 0;         // what the first element is called
 };
 
 // Pieces of memory, each a run of bytes.
@@ -109,8 +105,6 @@ SYNCENGINE_BOTH Stored* out(const ReduceArgs& args, int d) {
   return static_cast<Stored*>(args.destinations[d]);
 }
 
-SYNCENGINE_BOTH int rank_of(const ReduceArgs& args, int s) { return args.ranks[s]; }
-
 SYNCENGINE_BOTH void note_least(uint64_t* word, uint64_t value) {
 #ifdef __CUDA_ARCH__
   atomicMin(reinterpret_cast<unsigned long long*>(word), static_cast<unsigned long long>(value));
@@ -119,26 +113,6 @@ SYNCENGINE_BOTH void note_least(uint64_t* word, uint64_t value) {
   while (value < seen && !__atomic_compare_exchange_n(word, &seen, value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
   }
 #endif
-}
-
-// Element `i` has become `result`: says who has brought what is not finite there, while the contributions are still
-// there.
-template <class Element, class Args>
-SYNCENGINE_BOTH void note(const Args& args, size_t i, typename Element::Stored result) {
-  if constexpr (Element::kFloating) {
-    const NoteArgs& notes = args.notes;
-    constexpr uint32_t kFinite = 3;
-    const uint32_t made = kernels::flaw_of(Element::widen(result));
-    if (made == kFinite || i >= notes.valid) return;
-    bool brought = false;
-    for (int s = 0; s < args.source_count; ++s) {
-      const uint32_t flaw = kernels::flaw_of(Element::widen(in<typename Element::Stored>(args, s)[i]));
-      if (flaw == kFinite) continue;
-      brought = true;
-      if (rank_of(args, s) >= 0) note_least(notes.words + rank_of(args, s), (notes.first + i) << 2 | flaw);
-    }
-    if (!brought) note_least(notes.words + notes.world, (notes.first + i) << 2 | made);
-  }
 }
 
 template <class Element, class Op, kernels::Rounding kRounding>
@@ -183,8 +157,6 @@ struct PackReduction {
     Lanes result;
     SYNCENGINE_UNROLL
     for (int i = 0; i < kLanes; ++i) result.of[i] = finish<Element>(values[i], args.scale);
-    if (args.notes.words)
-      for (int i = 0; i < kLanes; ++i) note<Element>(args, v * kLanes + i, result.of[i]);
     for (int d = 0; d < args.destination_count; ++d) out<Pack>(args, d)[v] = kernels::bits_as<Pack>(result);
   }
 
@@ -202,14 +174,12 @@ struct PackReduction {
 };
 
 template <class Element, class Op, kernels::Rounding kRounding, class Args>
-SYNCENGINE_BOTH void reduce_element(const Args& args, size_t i) {
+SYNCENGINE_BOTH typename Element::Stored reduced(const Args& args, size_t i) {
   using Stored = typename Element::Stored;
   auto value = Element::widen(in<Stored>(args, 0)[i]);
   for (int s = 1; s < args.source_count; ++s)
     value = hop<Element, Op, kRounding>(value, Element::widen(in<Stored>(args, s)[i]));
-  const Stored stored = finish<Element>(value, args.scale);
-  if (args.notes.words) note<Element>(args, i, stored);
-  for (int d = 0; d < args.destination_count; ++d) out<Stored>(args, d)[i] = stored;
+  return finish<Element>(value, args.scale);
 }
 
 // This thread's share of a reduction; `threads` of them do all of it. kSources: how many sources, 0 for any number.
@@ -236,8 +206,30 @@ SYNCENGINE_BOTH void reduce_share(const Args& args, size_t thread, size_t thread
     pack.load(args, v);
     pack.finish_into(args, v);
   }
-  for (size_t i = vectors * kLanes + thread; i < args.count; i += threads)
-    reduce_element<Element, Op, kRounding>(args, i);
+  for (size_t i = vectors * kLanes + thread; i < args.count; i += threads) {
+    const auto result = reduced<Element, Op, kRounding>(args, i);
+    for (int d = 0; d < args.destination_count; ++d) out<typename Element::Stored>(args, d)[i] = result;
+  }
+}
+
+// This thread's share of looking, before anything is written, at what makes a sum NaN or infinite: whoever brings that,
+// or, where nobody does, the sum itself.
+template <class Element, kernels::Rounding kRounding>
+SYNCENGINE_BOTH void note_share(const NoteArgs& args, size_t thread, size_t threads) {
+  constexpr uint32_t kFinite = 3;
+  for (size_t i = thread; i < args.sum.count; i += threads) {
+    const uint32_t made =
+        kernels::flaw_of(Element::widen(reduced<Element, kernels::SumElement, kRounding>(args.sum, i)));
+    if (made == kFinite) continue;
+    bool brought = false;
+    for (int s = 0; s < args.sum.source_count; ++s) {
+      const uint32_t flaw = kernels::flaw_of(Element::widen(in<typename Element::Stored>(args.sum, s)[i]));
+      if (flaw == kFinite) continue;
+      brought = true;
+      note_least(args.words + args.ranks[s], (args.first + i) << 2 | flaw);
+    }
+    if (!brought) note_least(args.words + args.sum.source_count, (args.first + i) << 2 | made);
+  }
 }
 
 SYNCENGINE_BOTH void poison_bytes(void* memory, size_t bytes, size_t thread, size_t threads) {

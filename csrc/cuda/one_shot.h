@@ -1,6 +1,6 @@
-// All-reduce of few bytes by one kernel: each block stages its part, tells the peers' same block, waits for theirs, and
-// reduces all parts itself. The wait is in the kernel, since a stream's costs more than such a message; it looks at the
-// abort word.
+// All-reduce of few bytes by one kernel, a sum of a floating dtype: each block stages its part, tells the peers' same
+// block, waits for theirs, and reduces all parts itself. The wait is in the kernel, since a stream's costs more than
+// such a message; it looks at the abort word.
 //
 // Epochs are counted in device memory, by the kernel: a replayed graph goes on where the last call was. Slots and marks
 // take turns: a peer writes those of epoch e + 2 only after this rank's mark of e + 1, which this rank writes after it
@@ -33,7 +33,6 @@ struct OneShotArgs {
   double scale;
   uint32_t fingerprint;
   int rank, world;
-  NoteArgs notes;
 };
 
 // Bytes of one block's part, the same on all ranks whatever their tensors' alignment.
@@ -87,10 +86,7 @@ struct OneShotPart {
   size_t count;   // elements
   int source_count = call.world, destination_count = 1;
   double scale = call.scale;
-  NoteArgs notes = call.notes;  // of this part
 };
-
-SYNCENGINE_BOTH int rank_of(const OneShotPart&, int s) { return s; }
 
 template <class Stored>
 SYNCENGINE_BOTH const Stored* in(const OneShotPart& part, int s) {

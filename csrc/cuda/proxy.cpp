@@ -1,4 +1,3 @@
-
 #include "cuda/proxy.h"
 
 #include <algorithm>

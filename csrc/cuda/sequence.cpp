@@ -6,13 +6,9 @@
 
 namespace syncengine::cuda {
 
-NoteArgs notes_of(const Operation& operation, int world, size_t byte, size_t bytes) {
-  const auto* nonfinite = operation.nonfinite.get();
-  if (!nonfinite) return {};
-  const auto [first, valid] = nonfinite->locate(byte, bytes, element_size(operation.dtype));
-  return {.words = nonfinite->on_device, .first = first, .valid = valid, .world = world};
-}
+namespace {
 
+// Copies parts of the operation's input to `slot`, scaled. No peer has had a say in it yet, so there is no gate.
 void stage(const Operation& operation, const std::vector<Copy>& parts, std::byte* slot, Steps& steps) {
   Copies copies(steps);
   for (const Copy& part : parts)
@@ -27,8 +23,6 @@ void stage(const Operation& operation, const std::vector<Copy>& parts, std::byte
     });
   copies.flush();
 }
-
-namespace {
 
 class Sequence {
  public:
@@ -113,17 +107,25 @@ class Sequence {
     for (int i = 0; i < site_.world; ++i) {
       const int rank = order_[i];
       const bool from_user = rank == site_.rank && !step.own_from_slot;
-      args.ranks[i] = static_cast<int8_t>(rank);
       args.sources[i] = from_user ? run.own : at(rank, step.slot + run.offset);
     }
-    args.notes = notes_of(operation_, site_.world, step.input + run.offset, run.bytes);
     args.destinations[args.destination_count++] = run.out;
     if (step.into_own_slot) args.destinations[args.destination_count++] = at(site_.rank, step.slot + run.offset);
-    steps_.reduce(
-        {.dtype = operation_.dtype,
-         .op = operation_.op,
-         .rounding = operation_.numerics == Numerics::Ring ? kernels::Rounding::EveryHop : kernels::Rounding::Once},
-        args);
+    const kernels::Reduction reduction{
+        .dtype = operation_.dtype,
+        .op = operation_.op,
+        .rounding = operation_.numerics == Numerics::Ring ? kernels::Rounding::EveryHop : kernels::Rounding::Once};
+    if (operation_.nonfinite) note(reduction, args, step.input + run.offset);
+    steps_.reduce(reduction, args);
+  }
+
+  // While the contributions are still there.
+  void note(const kernels::Reduction& reduction, const ReduceArgs& sum, size_t input) {
+    const size_t element = element_size(operation_.dtype);
+    NoteArgs args{.sum = sum, .words = operation_.nonfinite->on_device};
+    args.first = operation_.nonfinite->locate(input, sum.count * element, element).first;
+    for (int i = 0; i < site_.world; ++i) args.ranks[i] = static_cast<int8_t>(order_[i]);
+    steps_.note(reduction, args);
   }
 
   void pull() {
@@ -164,7 +166,6 @@ void run_one_shot(const Operation& operation, const Site& site, uint32_t fingerp
   args.fingerprint = fingerprint;
   args.rank = site.rank;
   args.world = site.world;
-  args.notes = notes_of(operation, site.world, 0, args.bytes);
   steps.one_shot({.dtype = operation.dtype, .op = operation.op}, args);
 }
 
@@ -188,8 +189,9 @@ uint32_t fingerprint(const Operation& operation, Path path, uint64_t place) {
 
 bool fits_one_kernel(const Operation& operation, const Site& site, const Route& route) {
   return route.path == Path::OneShot && operation.collective == Collective::AllReduce && !site.areas.empty() &&
-         operation.numerics != Numerics::Ring && operation.prescale == 1.0 && operation.input.spans().size() == 1 &&
-         operation.input.bytes() <= kOneShotBytes;
+         (operation.op == ReduceOp::Sum || operation.op == ReduceOp::Avg) && is_floating(operation.dtype) &&
+         operation.numerics != Numerics::Ring && operation.prescale == 1.0 && !operation.nonfinite &&
+         operation.input.spans().size() == 1 && operation.input.bytes() <= kOneShotBytes;
 }
 
 void run_sequence(const Operation& operation, const Site& site, const Route& route, uint32_t fingerprint,

@@ -33,6 +33,7 @@ class Steps {
   virtual ~Steps() = default;
   virtual void exchange(const Exchange& exchange) = 0;
   virtual void reduce(const kernels::Reduction& reduction, const ReduceArgs& args) = 0;
+  virtual void note(const kernels::Reduction& reduction, const NoteArgs& args) = 0;
   virtual void copy(const CopyArgs& args) = 0;
   virtual void one_shot(const kernels::Reduction& reduction, const OneShotArgs& args) = 0;
 };
@@ -62,9 +63,6 @@ class Copies {
   bool any_ = false;
 };
 
-// Copies parts of the operation's input to `slot`, scaled. No peer has had a say in it yet, so there is no gate.
-void stage(const Operation& operation, const std::vector<Copy>& parts, std::byte* slot, Steps& steps);
-
 // Where a rank stands. Addresses are as its kernels see them.
 struct Site {
   int rank = 0, world = 1;
@@ -79,9 +77,6 @@ struct Route {
   std::vector<SpanList> memories = {};  // direct only: of each rank, the operation's input
   uint64_t place = 0;                   // direct only: where that is; must agree between ranks
 };
-
-// Of these bytes of the operation's input, for the kernel that reduces them.
-NoteArgs notes_of(const Operation& operation, int world, size_t byte, size_t bytes);
 
 // What peers compare before they use a byte: everything that must agree. Never kReleased; has kArrived.
 uint32_t fingerprint(const Operation& operation, Path path, uint64_t place);

@@ -1,4 +1,3 @@
-
 #include <algorithm>
 #include <cstdlib>
 #include <thread>
@@ -93,6 +92,8 @@ void PeerGroup::prepare_staging(const std::function<void()>& interrupted) {
   counters_["devices"] = peer_staging_->devices();
   if (peer_staging_->unreachable().empty()) {
     site_.slots = peer_staging_->bases();
+    // A kernel that waits would keep the device from the peer that it waits for, until its time slice is over.
+    if (peer_staging_->take_turns() && communicator_->options().algorithm == Algorithm::Auto) return;
     for (std::byte* base : site_.slots) site_.areas.push_back(reinterpret_cast<OneShotArea*>(base + 2 * kSlotBytes));
     return;
   }
@@ -108,12 +109,9 @@ void PeerGroup::prepare_staging(const std::function<void()>& interrupted) {
 void PeerGroup::prove_signals() {
   Operation barrier;
   barrier.collective = Collective::Barrier;
-  cudaStream_t stream = nullptr;
-  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "making a stream");
-  run(barrier, stream);
-  const cudaError_t status = cudaStreamSynchronize(stream);
-  cudaStreamDestroy(stream);
-  check(status, "waiting for the first signals");
+  const auto stream = make_stream();
+  run(barrier, stream.get());
+  check(cudaStreamSynchronize(stream.get()), "waiting for the first signals");
   watchdog_->throw_if_failed();
 }
 
@@ -185,8 +183,8 @@ std::shared_ptr<void> PeerGroup::allocate(size_t bytes, const std::function<void
     segment.own->unshare();
   });
   std::byte* data = segment.own->data();
-  std::lock_guard segments_lock(segments_->mutex);
   if (!segment.peers) return hold(std::move(segment.own), device_);
+  std::lock_guard segments_lock(segments_->mutex);
   segments_->list.push_back(std::move(segment));
   return {data, [segments = segments_, number = segments_so_far_](void*) {
             std::lock_guard lock(segments->mutex);

@@ -72,7 +72,6 @@ class PeerGroup final : public DeviceGroup {
   void release() override;
   void prepare_staging(const std::function<void()>& interrupted);
   void prove_signals();
-  void say(const char* what, const PeerMemory& memory) const;
   Route choose(const Operation& operation) const;
   bool find(const Span& span, Route& route) const;
   void give_back_dropped(const std::function<void()>& interrupted);

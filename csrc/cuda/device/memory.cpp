@@ -1,4 +1,3 @@
-
 #include "cuda/device/memory.h"
 
 #include <sys/random.h>
@@ -47,6 +46,12 @@ DeviceMemory::DeviceMemory(size_t bytes) : bytes_(bytes) {
 
 DeviceMemory::~DeviceMemory() {
   if (data_ && !shared_) cudaFree(data_);
+}
+
+std::shared_ptr<CUstream_st> make_stream() {
+  cudaStream_t stream = nullptr;
+  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "making a stream");
+  return {stream, cudaStreamDestroy};
 }
 
 std::shared_ptr<void> hold(std::unique_ptr<DeviceMemory> memory, int device) {
@@ -140,13 +145,6 @@ cudaError_t open(const Offer& own, const Offer& theirs, std::shared_ptr<void>& m
   return status;
 }
 
-// One that waits for no other.
-std::shared_ptr<CUstream_st> make_stream() {
-  cudaStream_t stream = nullptr;
-  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "making a stream");
-  return {stream, cudaStreamDestroy};
-}
-
 void copy_and_wait(void* to, const void* from, cudaMemcpyKind kind, cudaStream_t stream) {
   check(cudaMemcpyAsync(to, from, sizeof(ProofArea), kind, stream), "copying a pattern");
   check(cudaStreamSynchronize(stream), "copying a pattern");
@@ -208,6 +206,9 @@ PeerMemory::PeerMemory(Communicator& communicator, DeviceMemory& own, const std:
   own.share();
   const auto offers = gather(communicator, offer, "exchanging device memory", interrupted);
   devices_ = count_devices(offers);
+  for (const Offer& one : offers)
+    take_turns_ |= std::ranges::any_of(
+        offers, [&](const Offer& other) { return same_device(one, other) && one.process != other.process; });
   Findings findings;
   for (int peer = 0; peer < size; ++peer) {
     findings.opened[peer] = open(offer, offers[peer], opened_.emplace_back());

@@ -47,6 +47,9 @@ class DeviceMemory {
   bool shared_ = false;
 };
 
+// One that waits for no other.
+std::shared_ptr<CUstream_st> make_stream();
+
 // `memory`, of this device, until the pointer is dropped; on any thread.
 std::shared_ptr<void> hold(std::unique_ptr<DeviceMemory> memory, int device);
 
@@ -65,14 +68,7 @@ class PinnedMemory {
   std::byte* on_device_ = nullptr;
 };
 
-// One rank's memory as every other rank's kernels reach it.
-//
-// Ownership: keeps the peers' memory open. `own` stays until all peers have dropped this (memory.h).
-// Thread-safety: one thread at a time, any thread; the device is made current by the caller.
-// Failure: what gather() throws; InvalidUsage with CUDA's own words. Memory that can't be reached is none: see
-// unreachable().
-
-// What the proof needs of each rank's memory.
+// What the proof of access needs of each rank's memory.
 struct ProofArea {
   struct Row {
     uint32_t words[256];
@@ -83,6 +79,8 @@ struct ProofArea {
   Row written[kMaxRanks];  // by each peer's kernel
 };
 
+// One rank's memory as every other rank's kernels reach it. Keeps the peers' memory open. What can't be reached is no
+// failure: see unreachable().
 class PeerMemory {
  public:
   // Collective: gives `own`, of at least a ProofArea, to all and takes theirs. Drivers' answers about access can be
@@ -96,12 +94,15 @@ class PeerMemory {
   const std::string& unreachable() const { return unreachable_; }
   // That the ranks are on, however many names these have: told apart by UUID.
   int devices() const { return devices_; }
+  // Whether several processes share a device: their kernels run in turns. The same on all ranks.
+  bool take_turns() const { return take_turns_; }
 
  private:
   std::vector<std::byte*> bases_;
   std::vector<std::shared_ptr<void>> opened_;  // the same, for as long as this lives
   std::string unreachable_;
   int devices_ = 0;
+  bool take_turns_ = false;
 };
 
 }  // namespace syncengine::cuda

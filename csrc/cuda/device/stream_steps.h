@@ -27,6 +27,7 @@ class StreamSteps final : public Steps {
 
   void exchange(const Exchange& exchange) override;
   void reduce(const kernels::Reduction& reduction, const ReduceArgs& args) override;
+  void note(const kernels::Reduction& reduction, const NoteArgs& args) override;
   void copy(const CopyArgs& args) override;
   void one_shot(const kernels::Reduction& reduction, const OneShotArgs& args) override;
 

@@ -76,21 +76,21 @@ TEST(cuda_bodies_note_what_is_not_finite_as_the_engine_does) {
         std::vector<std::vector<uint64_t>> inputs;  // random bits: every float16 in 32 is not finite
         std::vector<const void*> pointers;
         std::vector<int> ranks;
-        cuda::ReduceArgs args{.source_count = sources, .destination_count = 1, .count = count, .scale = 0.5};
+        cuda::NoteArgs args{.sum = {.source_count = sources, .count = count, .scale = 0.5}, .first = 1000};
         for (int s = 0; s < sources; ++s) {
           inputs.push_back(random_words(random, bytes / 8, dtype));
-          args.sources[s] = pointers.emplace_back(inputs.back().data());
-          args.ranks[s] = static_cast<int8_t>(ranks.emplace_back(s == 2 ? -1 : sources - 1 - s));
+          args.sum.sources[s] = pointers.emplace_back(inputs.back().data());
+          args.ranks[s] = static_cast<int8_t>(ranks.emplace_back(sources - 1 - s));
         }
         std::vector<std::byte> result(bytes);
-        void* destination = args.destinations[0] = result.data();
+        void* destination = result.data();
         std::vector<uint64_t> noted(sources + 1, Nonfinite::kNothing);
-        args.notes = {.words = noted.data(), .first = 1000, .valid = count - 2, .world = sources};
+        args.words = noted.data();
         const Nonfinite nonfinite{.words = std::shared_ptr<uint64_t[]>(new uint64_t[sources + 1])};
         std::fill_n(nonfinite.words.get(), sources + 1, Nonfinite::kNothing);
         const kernels::Reduction reduction{dtype, ReduceOp::Sum, kernels::Rounding::Once, 0.5};
-        run_reduce(reduction, args);
-        reduce_noting(nonfinite, sources, {1000, count - 2}, reduction, pointers.data(), ranks.data(), sources,
+        testing::run_note(reduction, args);
+        reduce_noting(nonfinite, sources, {1000, count}, reduction, pointers.data(), ranks.data(), sources,
                       &destination, 1, count);
         CHECK(std::equal(noted.begin(), noted.end(), nonfinite.words.get()));
         CHECK(bytes < 4096 || element_size(dtype) > 2 || noted[sources - 1] != Nonfinite::kNothing);

@@ -47,6 +47,7 @@ class Recorder : public cuda::Steps {
     for (int d = 0; d < args.destination_count; ++d) ranges.push_back({args.destinations[d], bytes, true});
     kernel(std::move(ranges));
   }
+  void note(const kernels::Reduction&, const cuda::NoteArgs&) override {}  // reads what the reduction does
   void copy(const cuda::CopyArgs& args) override {
     std::vector<Touched> ranges;
     for (int i = 0; i < args.pieces; ++i) {

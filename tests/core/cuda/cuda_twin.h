@@ -18,10 +18,23 @@ namespace syncengine::testing {
 // A kernel by its bodies, as a grid of `threads` that run one after the other.
 template <class Args>
 void run_reduce(const kernels::Reduction& reduction, const Args& args, int threads = 3) {
-  cuda::visit_instance(reduction.dtype, reduction.op, reduction.rounding, args.source_count, [&](auto instance) {
-    using I = decltype(instance);
-    for (int thread = 0; thread < threads; ++thread)
-      cuda::reduce_share<typename I::Element, typename I::Op, I::kRounding, I::kSources>(args, thread, threads);
+  cuda::visit_dtype(reduction.dtype, [&]<class Element>(Element) {
+    cuda::visit_element<Element>(reduction.op, reduction.rounding, args.source_count,
+                                 [&]<class E, class Op, kernels::Rounding kRounding, int kSources>() {
+                                   for (int thread = 0; thread < threads; ++thread)
+                                     cuda::reduce_share<E, Op, kRounding, kSources>(args, thread, threads);
+                                 });
+  });
+}
+
+inline void run_note(const kernels::Reduction& reduction, const cuda::NoteArgs& args, int threads = 3) {
+  cuda::visit_dtype(reduction.dtype, [&]<class Element>(Element) {
+    if constexpr (Element::kFloating) {
+      const auto share = reduction.rounding == kernels::Rounding::Once
+                             ? cuda::note_share<Element, kernels::Rounding::Once>
+                             : cuda::note_share<Element, kernels::Rounding::EveryHop>;
+      for (int thread = 0; thread < threads; ++thread) share(args, thread, threads);
+    }
   });
 }
 
@@ -53,6 +66,11 @@ class TwinSteps : public cuda::Steps {
     step([reduction, args] {
       if (passes(args.gate)) return run_reduce(reduction, args);
       cuda::poison_share(args, element_size(reduction.dtype), 0, 1);
+    });
+  }
+  void note(const kernels::Reduction& reduction, const cuda::NoteArgs& args) override {
+    step([reduction, args] {
+      if (passes(args.sum.gate)) run_note(reduction, args);
     });
   }
   void copy(const cuda::CopyArgs& args) override {

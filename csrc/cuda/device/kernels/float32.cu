@@ -1,0 +1,3 @@
+#include "cuda/device/kernels/making.h"
+
+template struct syncengine::cuda::KernelsOf<syncengine::kernels::PlainElement<float>>;

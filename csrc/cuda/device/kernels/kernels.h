@@ -1,0 +1,29 @@
+// A dtype's kernels. Each dtype has a file of its own beside this one, since a compiler takes minutes for all of them.
+//
+// Ownership: none. Thread-safety: reentrant. Failure: as in body.h.
+#pragma once
+
+#include "cuda/kernel_choice.h"
+#include "cuda/one_shot.h"
+
+namespace syncengine::cuda {
+
+inline constexpr int kThreads = 512;  // of a block
+
+// Those of an op. Null: none, see below.
+struct Kernels {
+  void (*reduce)(ReduceArgs) = nullptr;
+  void (*one_shot)(OneShotArgs) = nullptr;  // sums of floating dtypes, rounded once
+  void (*note)(NoteArgs) = nullptr;         // sums of floating dtypes
+};
+
+// Each is made in a file of its own.
+template <class Element>
+struct KernelsOf {
+  static Kernels find(ReduceOp op, kernels::Rounding rounding, int sources);
+};
+
+using CopyKernel = void (*)(CopyArgs);
+CopyKernel copy_kernel();
+
+}  // namespace syncengine::cuda
