@@ -17,7 +17,7 @@ from pathlib import Path
 from .support.output import RESULTS, save, table
 from .support.ranks import REPOSITORY
 
-sys.path.insert(0, str(REPOSITORY / "tests"))
+sys.path.insert(0, str(REPOSITORY / "tests" / "support"))
 from hosts import INTERFACE, Hosts, why_not
 
 PROGRAM = REPOSITORY / "build" / "core-plain" / "tcp_rank"

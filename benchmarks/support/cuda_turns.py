@@ -9,8 +9,8 @@ import torch
 
 from syncengine._C import Communicator
 
-GRAPH_BYTES = 1 << 20  # up to here calls are chained in a graph
-CHAIN = 100
+CHAIN = 100  # calls, or as many as reduce CHAIN_BYTES, but two at least
+CHAIN_BYTES = 1 << 30
 WARMUP = 2  # turns
 
 Times = dict[str, list[float]]  # a peer's microseconds a call, by turn
@@ -22,37 +22,36 @@ def buffer(size: int) -> torch.Tensor:
 
 
 class Chain:
-    """A turn of a peer that averages: calls one after the other, on one tensor."""
+    """A turn of a peer that averages: a graph of calls one after the other, on one tensor.
+
+    Of a graph, since one interpreter needs longer to queue a call of each of eight threads than a device needs for it.
+    """
 
     def __init__(self, average: Callable[[torch.Tensor], object], tensor: torch.Tensor) -> None:
         self.average, self.tensor = average, tensor
-        self.chained = tensor.nbytes <= GRAPH_BYTES
-        self.calls = CHAIN if self.chained else max(1, min(20, (1 << 30) // tensor.nbytes))
-        self.run: Callable[[], None] = self.eager
-
-    def eager(self) -> None:
-        """The calls as they are."""
-        for _ in range(self.calls):
-            self.average(self.tensor)
+        self.calls = max(2, min(CHAIN, CHAIN_BYTES // tensor.nbytes))
+        self.graph = torch.cuda.CUDAGraph()
 
     def prepare(self, communicator: Communicator) -> None:
-        """On every rank: what is set up by the first call, and a graph of small ones.
+        """On every rank: what is set up by the first call, and the graph.
 
         Capturing begins by waiting for the device: one rank at a time, and none has begun with what comes after.
         """
         self.start(0.0)
         self.average(self.tensor)
         torch.cuda.current_stream().synchronize()
-        if not self.chained:
-            return
-        graph = torch.cuda.CUDAGraph()
         for turn in range(communicator.size):
             communicator.barrier()
             if turn == communicator.rank:
-                with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
-                    self.eager()
+                stream = torch.cuda.current_stream()
+                with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
+                    for _ in range(self.calls):
+                        self.average(self.tensor)
         communicator.barrier()
-        self.run = graph.replay
+
+    def run(self) -> None:
+        """The calls."""
+        self.graph.replay()
 
     def start(self, value: float) -> None:
         """Fills the tensor."""
@@ -64,11 +63,16 @@ class Chain:
 
 
 class Floor:
-    """Copies of one half of `size` bytes onto the other and back: as reading and writing each byte once moves."""
+    """Copies that read and write as many bytes as a device must for `ranks` ranks' all-reduce of `size` bytes.
 
-    def __init__(self, size: int) -> None:
-        self.a, self.b = buffer(size // 2), buffer(size // 2)
-        self.calls = max(1, min(100, (1 << 30) // size))
+    Those are (3 - 1/n) size a rank of n: it reads its slice of all tensors, writes it to its own, and copies those of
+    the others. Two buffers are copied onto each other.
+    """
+
+    def __init__(self, world: int, ranks: int, size: int) -> None:
+        moved = ranks * (3 - 1 / world) * size
+        self.a, self.b = buffer(int(moved) // 4), buffer(int(moved) // 4)
+        self.calls = max(2, min(CHAIN, CHAIN_BYTES // size))
 
     def run(self) -> None:
         """The copies."""

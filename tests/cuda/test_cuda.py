@@ -4,18 +4,32 @@
 test_cuda_conformance.py, what needs no torch in tests/cuda/*_test.cpp.
 """
 
-import threading
+import os
 import time
 from functools import partial
 
 import pytest
 import torch
-from cuda_ranks import TIMEOUT, marked, on_host, run_processes, run_threads, why_no_gpu
+import torch.distributed as dist
+from cuda_ranks import SOFTWARE, TIMEOUT, marked, run_processes, why_no_gpu
+from cuda_training import job
 from faults import WITHIN
 from test_cuda_conformance import same
 
 import syncengine
 from syncengine.errors import InvalidUsage, SyncError, Timeout
+
+TURNS = 60 if SOFTWARE else int(os.environ.get("SYNCENGINE_TEST_TURNS", "1000"))
+
+
+def in_a_job(rank, body):
+    with job():
+        body(rank, syncengine.default_communicator())
+    return "good"
+
+
+def run(world, body, **environ):
+    assert run_processes(world, partial(in_a_job, body=body), environ=environ) == ["good"] * world
 
 
 def every_half(rank, communicator):
@@ -26,13 +40,13 @@ def every_half(rank, communicator):
         on_gpu = on_cpu.cuda()
         communicator.all_reduce(on_cpu, "avg")
         communicator.all_reduce(on_gpu, "avg")
-        assert same(on_host(on_gpu), on_cpu), dtype
+        assert same(on_gpu.cpu(), on_cpu), dtype
 
 
 @marked
 @pytest.mark.parametrize("numerics", ["rank_order", "ring"])
 def test_conversions_have_the_bits_of_the_cpu_engine(numerics):
-    run_threads(3, every_half, numerics=numerics)
+    run(3, every_half, SYNCENGINE_NUMERICS=numerics)
 
 
 def late_and_in_turns(rank, communicator):
@@ -59,10 +73,10 @@ def late_and_in_turns(rank, communicator):
 @marked
 @pytest.mark.parametrize("world", [2, 4])
 def test_streams_and_delays(world):
-    run_threads(world, late_and_in_turns)
+    run(world, late_and_in_turns)
 
 
-def queued_before_the_peer_comes(met, rank, communicator):
+def queued_before_the_peer_comes(rank, communicator):
     """Rank 1 makes each call when rank 0 has seen that its own, and what is queued behind it, wait on the device."""
     tensor = torch.full((100_000,), rank + 1.0, device="cuda")
     own, other = torch.cuda.current_stream(), torch.cuda.Stream()
@@ -70,15 +84,15 @@ def queued_before_the_peer_comes(met, rank, communicator):
     own.synchronize()
 
     if rank == 1:
-        met.wait(TIMEOUT)
+        dist.barrier()
     communicator.barrier(device=tensor.device)
     if rank == 0:
         assert not own.query(), "the stream does not wait"
-        met.wait(TIMEOUT)
+        dist.barrier()
     own.synchronize()
 
     if rank == 1:
-        met.wait(TIMEOUT)
+        dist.barrier()
     work = communicator.all_reduce(tensor, async_op=True)
     with torch.cuda.stream(other):
         work.wait()
@@ -87,7 +101,7 @@ def queued_before_the_peer_comes(met, rank, communicator):
         assert not work.is_completed() and work.exception() is None
         assert not other.query(), "the stream that was current does not wait"
         own.synchronize()  # and no other one
-        met.wait(TIMEOUT)
+        dist.barrier()
     work.wait(timeout=TIMEOUT)
     assert work.is_completed() and work.exception() is None
     assert tensor.eq(3.0).all()
@@ -97,10 +111,10 @@ def queued_before_the_peer_comes(met, rank, communicator):
 
 @marked
 def test_barriers_and_works_hold_up_streams_and_not_the_host():
-    run_threads(2, partial(queued_before_the_peer_comes, threading.Barrier(2)))
+    run(2, queued_before_the_peer_comes)
 
 
-def waited_for_too_long(met, rank, communicator):
+def waited_for_too_long(rank, communicator):
     tensor = torch.ones(100_000, device="cuda")
     communicator.barrier(device=tensor.device)  # connects
     if rank == 0:
@@ -114,14 +128,14 @@ def waited_for_too_long(met, rank, communicator):
             assert time.monotonic() < deadline, "the stream waits for the peer"
             time.sleep(0.01)
         assert tensor.isnan().all()
-    met.wait(TIMEOUT)
+    dist.barrier()
     with pytest.raises(SyncError, match=r"Work.wait\(timeout\)"):
         communicator.all_reduce(tensor)
 
 
 @marked
 def test_a_limit_that_has_passed_is_everyones_error():
-    run_threads(2, partial(waited_for_too_long, threading.Barrier(2)))
+    run(2, waited_for_too_long)
 
 
 def dropped_at_once(rank, communicator):
@@ -144,24 +158,10 @@ def dropped_at_once(rank, communicator):
 
 @marked
 def test_memory_that_is_dropped_at_once_is_kept_for_the_communicators_stream():
-    run_threads(2, dropped_at_once)
+    run(2, dropped_at_once)
 
 
-capturing = threading.Lock()
-
-
-def captured(communicator, step):
-    """Capturing begins by waiting for the device: one rank at a time, and none has begun with what comes after."""
-    torch.cuda.current_stream().synchronize()
-    communicator.barrier()
-    graph = torch.cuda.CUDAGraph()
-    with capturing, torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
-        step()
-    communicator.barrier()
-    return graph
-
-
-def replays(rank, communicator, rounds):
+def replays(rank, communicator):
     """A step of three collectives, captured; eager calls before, between and after; one rank replays late."""
     direct = communicator.empty([1 << 16], torch.float32, torch.device("cuda"))
     staged = torch.empty(40_000, device="cuda")
@@ -179,8 +179,10 @@ def replays(rank, communicator, rounds):
 
     source.fill_(1.0)
     step()
-    graph = captured(communicator, step)
-    for turn in range(rounds):
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for turn in range(TURNS):
         source.fill_(float(turn % 100 + rank))
         if turn % communicator.size == rank:
             torch.cuda._sleep(int(1e5))
@@ -192,33 +194,27 @@ def replays(rank, communicator, rounds):
             total.add_(tensor)
         if turn % 50 == 9:
             torch.cuda.current_stream().synchronize()
-    wanted = sum(turn % 100 + peer for turn in range(rounds) for peer in range(communicator.size))
+    wanted = sum(turn % 100 + peer for turn in range(TURNS) for peer in range(communicator.size))
     assert all(total.eq(float(wanted)).all() for total in sums)
 
 
 @marked
 @pytest.mark.parametrize("world", [2, 3])
 def test_graphs_replay_between_eager_calls(world):
-    run_threads(world, lambda rank, c: replays(rank, c, 1000))
+    run(world, replays)
 
 
-# ---- processes ----
-
-
-def some_of_the_ranks(rank):
-    communicator = syncengine.init(timeout=60)
+def in_a_group(rank, communicator):
     half = communicator.split([0, 1] if rank < 2 else [])
     if half is not None:
         tensor = torch.full((1000,), float(rank + 1), device="cuda")
         half.all_reduce(tensor)
         assert tensor.eq(3.0).all()
-    syncengine.shutdown()
-    return "good"
 
 
 @marked
 def test_groups_of_some_ranks():
-    assert run_processes(3, some_of_the_ranks) == ["good"] * 3
+    run(3, in_a_group)
 
 
 # ---- without a GPU ----

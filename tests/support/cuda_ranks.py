@@ -1,9 +1,4 @@
-"""GPU ranks: as processes, on however many GPUs there are; or as threads of one process, each with a stream of its own.
-
-Threads are for one GPU, and for raw collectives alone. What waits for the whole device (torch.cuda.synchronize, freeing
-memory) would wait for other ranks' streams, which may wait for this rank: bodies synchronize their stream, or do it
-where no rank can be ahead, between barriers.
-"""
+"""GPU ranks, as processes on however many GPUs there are; and what tests need to be skipped or run alone."""
 
 from __future__ import annotations
 
@@ -14,12 +9,7 @@ import queue
 import signal
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier
 from typing import Any, TypeVar
-
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # before CUDA starts: else ranks' streams may share a queue
-os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")  # loading may wait for the whole device, as below
 
 if os.environ.get("SYNCENGINE_TEST_CUDA") == "software":
     import software_torch  # noqa: F401
@@ -27,9 +17,6 @@ if os.environ.get("SYNCENGINE_TEST_CUDA") == "software":
 import pytest
 import torch
 from ports import unused_ports
-
-from syncengine._C import Communicator, LocalBootstrap, solo
-from syncengine.config import Config
 
 TIMEOUT = 60.0
 PATIENCE = int(os.environ.get("SYNCENGINE_TEST_PATIENCE", "300"))  # seconds for a result of run_processes
@@ -44,49 +31,6 @@ def why_no_gpu() -> str:
     if not torch.cuda.is_available():
         return "torch sees no CUDA device"
     return "" if _C.has_cuda else "syncengine was built without CUDA"
-
-
-def run_threads(
-    world: int, body: Callable[[int, Communicator], object], algorithm: str = "auto", **settings: object
-) -> list[object]:
-    """Runs body(rank, communicator) on `world` threads, on one device; returns the results by rank.
-
-    A body that raises fails the others' communicator, as a process that ends would.
-    """
-    options = Config.read({}, **settings).options(TIMEOUT)
-    options.algorithm = algorithm
-    options.arena_bytes = options.arena_bytes or 256 << 20
-    addresses: list[bytes] = [b""] * world
-    ready = Barrier(world)
-
-    def connect(rank: int) -> Communicator:
-        bootstrap = LocalBootstrap(rank, world, options)
-        addresses[rank] = bootstrap.address()
-        ready.wait(TIMEOUT)
-        return bootstrap.connect(addresses, TIMEOUT)
-
-    def run(rank: int) -> object:
-        communicator = solo(options) if world == 1 else connect(rank)
-        torch.cuda.set_device(0)
-        try:
-            with torch.cuda.stream(torch.cuda.Stream()):
-                result = body(rank, communicator)
-                torch.cuda.current_stream().synchronize()
-        except BaseException as error:
-            communicator.abort(f"rank {rank}: {error}")
-            raise
-        finally:
-            communicator.close()
-        return result
-
-    with ThreadPoolExecutor(world) as threads:
-        return [future.result() for future in [threads.submit(run, rank) for rank in range(world)]]
-
-
-def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy. One that has to wait for its stream may keep other threads, which are peers, from launching anything."""
-    torch.cuda.current_stream().synchronize()
-    return tensor.cpu()
 
 
 Test = TypeVar("Test", bound=Callable[..., None])
@@ -108,8 +52,8 @@ def needs_real(what: str) -> Callable[[Test], Test]:
 
 
 def needs_a_gpu_each(ranks: int) -> None:
-    """Skips the test where ranks would share a GPU, which NCCL's can't; in software they can."""
-    if not SOFTWARE and torch.cuda.device_count() < ranks:
+    """Skips the test where ranks would share a GPU, which NCCL's can't."""
+    if torch.cuda.device_count() < ranks:
         pytest.skip(f"NCCL needs a GPU for each of {ranks} ranks")
 
 
@@ -142,7 +86,7 @@ def in_process(_: Environ, rank: int, body: Callable[[int], Any], results: Any) 
 
 
 def rank_environ(rank: int, world: int, port: int) -> dict[str, str]:
-    """As torchrun's; kernels are loaded when they are needed, as everywhere by default."""
+    """As torchrun's."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(world),
@@ -150,7 +94,7 @@ def rank_environ(rank: int, world: int, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "CUDA_MODULE_LOADING": "LAZY",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # the same bits on all streams
         "GLOO_SOCKET_IFNAME": "lo",
         "RES_OPTIONS": "timeout:1 attempts:1",  # names that no server knows cost little
     }
