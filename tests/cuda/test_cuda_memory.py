@@ -35,14 +35,20 @@ def free_memory() -> int:
     return free
 
 
-def trains(drops_first: bool) -> None:
-    """With 64 MiB in buckets, 32 in a tensor that peers reach, and two groups' staging, of 32 each."""
-    syncengine.init(timeout=60.0)
+def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """With 64 MiB in buckets."""
     model = syncengine.Parallel(nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(4))).cuda())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for _ in range(4):
         model(torch.ones(2, 2048, device="cuda")).sum().backward()
         optimizer.step()
+    return model, optimizer
+
+
+def trains(drops_first: bool) -> None:
+    """With a model, 32 MiB in a tensor that peers reach, and two groups' staging, of 32 each."""
+    syncengine.init(timeout=60.0)
+    model, optimizer = trained()
     tensor = syncengine.empty(8 * MIB, device="cuda").zero_()
     syncengine.all_reduce(tensor)
     torch.cuda.synchronize()
@@ -68,6 +74,25 @@ def keeps(rank: int) -> list[int]:
 @pytest.mark.parametrize("world", [2, 3])
 def test_shutdown_gives_all_memory_back(world: int):
     for kept in run_processes(world, keeps):
+        assert max(kept) < 8, kept
+
+
+def makes_models(rank: int) -> list[int]:
+    """How many MiB fewer are free behind each model than behind the first two: one is there while the next is made."""
+    dist.init_process_group("gloo")
+    syncengine.init(timeout=60.0)
+    free = []
+    for _ in range(5):
+        trained()
+        free.append(free_memory() // MIB)
+    syncengine.shutdown()
+    return [free[1] - behind for behind in free[2:]]
+
+
+@alone
+@marked
+def test_a_model_that_is_gone_leaves_its_memory_to_the_next():
+    for kept in run_processes(2, makes_models):
         assert max(kept) < 8, kept
 
 
