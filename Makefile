@@ -8,6 +8,7 @@
 #   make sanitize    the C++ core's tests under ThreadSanitizer, for any processor, and AddressSanitizer + UBSan
 #   make build       the extension, in place, as users get it
 #   make core-test   only the C++ core's tests
+#   make pages       tests of shared memory under pages of 16 and 64 KiB, as kernels for ARM have
 #   make arm-check   compiles the C++ core for ARM, if aarch64-linux-gnu-g++ is installed
 #   make cuda-check  compiles and links the CUDA side, and runs it on a device in software, if nvcc is installed
 #   make cuda-torch-check  the GPU tests of Python on that device, by a torch without CUDA, if nvcc is installed
@@ -74,7 +75,7 @@ build/test-hooks.built: .venv/ready $(SOURCES)
 
 # ---- what it is for ----
 
-.PHONY: train test test-python test-thorough test-integrations nightly core-build-tsan core-test sanitize arm-check cuda-check cuda-torch-check gpu lint format clean
+.PHONY: train test test-python test-thorough test-integrations nightly core-build-tsan core-test sanitize pages arm-check cuda-check cuda-torch-check gpu lint format clean
 train: build
 	$(PY) -m examples.same_bits
 	$(PY) -m examples.train_gpt compare
@@ -106,6 +107,15 @@ core-test:
 
 sanitize:
 	$(MAKE) --no-print-directory -C tests/core FLAVORS="tsan asan"
+
+# What allocates, detaches or forks memory that ranks share, as on a kernel with pages of 64 KiB.
+PAGES_TESTS := tests/parallel/test_gradient_memory.py tests/communicator/test_zero_copy.py::test_what_is_copied \
+  tests/faults/test_faults_fork.py tests/faults/test_shrink.py::test_memory_of_the_dead_is_given_back \
+  'tests/faults/test_faults_stop.py::test_woken_rank_changes_nobodys_memory[2-points0]' tests/sharded/test_sharded_memory.py
+pages: build-for-tests
+	$(MAKE) --no-print-directory -C tests/core pages
+	LD_PRELOAD=$(abspath build/page_size.so) PAGE_SIZE=65536 $(PY) -m pytest -q -p no:cacheprovider --numprocesses 3 \
+	  --dist loadfile $(PAGES_TESTS) --deselect 'tests/parallel/test_gradient_memory.py::test_bits_are_those_of_the_staged_way[4]'
 
 arm-check:
 	$(MAKE) --no-print-directory -C tests/core -j$(shell nproc) arm-check

@@ -17,7 +17,7 @@ Mapping::Mapping(int fd, size_t bytes) : bytes_(bytes) {
   void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
   if (data == MAP_FAILED) throw_system_error("can't map " + std::to_string(bytes) + " bytes of shared memory", errno);
   data_ = static_cast<std::byte*>(data);
-  madvise(data, bytes, MADV_DONTDUMP);
+  advise(data, bytes, MADV_DONTDUMP);
 }
 
 Mapping::Mapping(Mapping&& other) noexcept
@@ -33,9 +33,12 @@ Mapping::~Mapping() {
   if (data_) munmap(data_, bytes_);
 }
 
-void make_inaccessible(void* address, size_t bytes) {
-  mmap(address, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+bool make_inaccessible(void* address, size_t bytes) {
+  constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
+  return mmap(address, bytes, PROT_NONE, kFlags, -1, 0) == address;
 }
+
+void advise(void* address, size_t bytes, int advice) { (void)madvise(address, bytes, advice); }
 
 namespace {
 

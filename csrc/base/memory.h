@@ -38,8 +38,12 @@ class Mapping {
   size_t bytes_ = 0;
 };
 
-// Replaces whole pages by an inaccessible private mapping. Async-signal-safe.
-void make_inaccessible(void* address, size_t bytes);
+// Replaces whole pages by an inaccessible private mapping. False, with errno, if the kernel refuses: then they are what
+// they were. Async-signal-safe.
+[[nodiscard]] bool make_inaccessible(void* address, size_t bytes);
+
+// madvise() on whole pages, for what may as well be refused: that costs memory or time, never content.
+void advise(void* address, size_t bytes, int advice);
 
 // Memory without a name that processes share by passing its descriptor on: of a fixed size, never executable.
 

@@ -7,14 +7,9 @@
 
 #include "base/checked.h"
 #include "bootstrap/fd_exchange.h"
+#include "transport/shm/pages.h"
 
 namespace syncengine::cuda {
-
-namespace {
-
-constexpr size_t kPage = 4096;
-
-}  // namespace
 
 void gather(Communicator& communicator, SpanList own, SpanList all, const char* what,
             const std::function<void()>& interrupted) {
@@ -27,7 +22,7 @@ void gather(Communicator& communicator, SpanList own, SpanList all, const char* 
 
 // The first rank makes the memory; what the others give is not looked at.
 Mapping share_pages(Communicator& communicator, size_t bytes, const std::function<void()>& interrupted) {
-  bytes = round_up(bytes, kPage);
+  bytes = round_up(bytes, shm::kPage);
   struct Address {
     char text[FdExchange::kMostAddress] = {};
   } own;
@@ -37,7 +32,7 @@ Mapping share_pages(Communicator& communicator, size_t bytes, const std::functio
   for (const Address& address : gather(communicator, own, "connecting GPU ranks", interrupted))
     addresses.push_back(checked_text(address.text));
   const bool is_first = communicator.rank() == 0;
-  UniqueFd memory = create_sealed_memfd("syncengine-cuda", is_first ? bytes : kPage);
+  UniqueFd memory = create_sealed_memfd("syncengine-cuda", is_first ? bytes : shm::kPage);
   try {
     const Deadline deadline = Deadline::after(communicator.timeout());
     auto memories = fd_exchange.exchange(communicator.rank(), addresses, memory.get(), deadline, interrupted);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import time
 from pathlib import Path
@@ -20,6 +21,8 @@ from raising_model import InBackward
 from torch import nn
 
 import syncengine
+
+PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def train_all() -> tuple[list[list[bytes]], dict[str, int]]:
@@ -53,7 +56,7 @@ def test_no_large_gradient_is_copied_or_staged():
     model(torch.randn(3, 24)).sum().backward()
     after = communicator.counters()
     direct, staged, at_once = (after[n] - before[n] for n in ("direct_bytes", "staged_bytes", "one_shot_bytes"))
-    small = sum(p.nbytes for p in model.parameters() if p.nbytes < 4096)
+    small = sum(p.nbytes for p in model.parameters() if p.nbytes < PAGE)
     assert staged + at_once + model.sync_stats()["copied_bytes"]["small"] <= small
     assert direct >= model.sync_stats()["reduced_bytes"] - small
 
@@ -124,12 +127,12 @@ def test_only_gradients_lie_in_the_arena():
         model.module[1].register_full_backward_hook(lambda m, grads, _: look(grads[0]))
         output.square().sum().backward()
         seen["after"] = torch.empty(same_size)
-        assert all(in_arena(p.grad) == (p.nbytes >= 4096) for p in model.parameters())
+        assert all(in_arena(p.grad) == (p.nbytes >= PAGE) for p in model.parameters())
         assert not any(map(in_arena, seen.values())), {name: in_arena(t) for name, t in seen.items()}
         model.zero_grad()
     with model.no_sync():
         model(x).square().sum().backward()
-    assert all(in_arena(p.grad) == (p.nbytes >= 4096) for p in model.parameters())  # later ones add to it
+    assert all(in_arena(p.grad) == (p.nbytes >= PAGE) for p in model.parameters())  # later ones add to it
     assert not in_arena(torch.empty(same_size))
 
 

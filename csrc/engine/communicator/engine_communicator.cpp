@@ -17,14 +17,14 @@ EngineCommunicator::EngineCommunicator(std::shared_ptr<Engine> engine, Members m
 }
 
 std::shared_ptr<Work> EngineCommunicator::enqueue(Operation operation) {
-  engine_->throw_if_forked();
+  engine_->throw_if_unusable();
   require_supported(operation);
   return submissions_.add(std::move(operation));
 }
 
 std::shared_ptr<Work> EngineCommunicator::enqueue(Operation operation, std::shared_ptr<const Slots> slots,
                                                   uint64_t slot, uint64_t step) {
-  engine_->throw_if_forked();
+  engine_->throw_if_unusable();
   require_supported(operation);
   const uint64_t number = slots->number(step);
   return submissions_.add(std::move(operation), std::move(slots), slot, number);
@@ -41,7 +41,7 @@ void EngineCommunicator::run(Operation operation, const std::function<void()>& i
 }
 
 std::shared_ptr<Work> EngineCommunicator::post(Message message, bool sends) {
-  engine_->throw_if_forked();
+  engine_->throw_if_unusable();
   bool any = !sends && message.peer == Message::kAnySource;
   if (!any && (message.peer < 0 || message.peer >= size() || message.peer == rank()))
     throw Error(ErrorKind::InvalidUsage,

@@ -104,7 +104,7 @@ uint64_t await_decision(Engine& engine, const Members& members, Duration patienc
 
 std::shared_ptr<Communicator> EngineCommunicator::shrink(Duration patience, const std::function<void()>& interrupted,
                                                          uint64_t without) {
-  engine_->throw_if_forked();
+  engine_->throw_if_unusable();
   if (members_.interhost && !members_.interhost->interhost().knows_ends())
     throw Error(ErrorKind::InvalidUsage,
                 "shrink: the communicator spans several hosts, whose transport (interhost='mpi' or 'torch') does not "

@@ -209,8 +209,15 @@ void Membership::end(shm::Standing standing, const Error& for_peers, const Error
   for (int lane = 0; lane < shm::kLanes; ++lane) group_.own().end_record.ended[lane] = traffic_.lane(lane).retired();
   write_end_record(group_.own().end_record, standing, for_peers.kind(), for_peers.what());
   std::atomic_thread_fence(std::memory_order_seq_cst);  // before this rank's program writes to what peers still read
-  if (standing == shm::Standing::Failed) engine_.sever_tensors(traffic_.direct_memory(), for_peers);
-  auto error = std::make_exception_ptr(standing == shm::Standing::Failed ? in_trace(raised_here) : raised_here);
+  Error raised = raised_here;
+  if (standing == shm::Standing::Failed) {
+    try {
+      engine_.sever_tensors(traffic_.direct_memory(), for_peers);
+    } catch (const Error& exposed) {
+      raised = Error(exposed.kind(), std::string(raised_here.what()) + "; " + exposed.what());
+    }
+  }
+  auto error = std::make_exception_ptr(standing == shm::Standing::Failed ? in_trace(raised) : raised);
   traffic_.end(submissions_.end(error), error);
   group_.bell->ring_all();
   engine_.wake_io_loop();

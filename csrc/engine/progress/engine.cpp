@@ -109,13 +109,25 @@ bool Engine::progress() {
 }
 
 void Engine::sever_tensors(const std::vector<ArenaRange>& ranges, const Error& cause) {
+  std::exception_ptr refused;
   bool any = false;
   for (const ArenaRange& range : ranges) {
-    if (range.apart) arena_->sever_tensor(range.offset, range.bytes);
-    any |= range.apart;
+    if (!range.apart) continue;
+    any = true;
+    try {
+      arena_->sever_tensor(range.offset, range.bytes);
+    } catch (const Error&) {
+      refused = std::current_exception();
+    }
   }
   if (!any) return;
   for (Progressable* progressable : progressables_) progressable->lose_direct_memory(cause);
+  if (refused) std::rethrow_exception(refused);
+}
+
+void Engine::throw_if_unusable() const {
+  throw_if_forked();
+  shm::throw_if_exposed();
 }
 
 void Engine::throw_if_forked() const {

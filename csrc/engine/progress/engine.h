@@ -217,11 +217,13 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void wake_io_loop() {
     if (asleep_) asleep_->wake();
   }
-  // Those that must be `apart`. Who still reads others finds afterwards that their owner has failed.
+  // Those that must be `apart`. Who still reads others finds afterwards that their owner has failed. Throws, behind all
+  // of them, what Arena::sever_tensor has thrown.
   void sever_tensors(const std::vector<ArenaRange>& ranges, const Error& cause);
 
   uint64_t sleeps() const { return sleeps_.load(std::memory_order_relaxed); }
   void throw_if_forked() const;
+  void throw_if_unusable() const;  // for what is new: nor where a peer may write to this process's memory
 
  private:
   void thread_main(std::promise<void> begun);

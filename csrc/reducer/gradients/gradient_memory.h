@@ -21,6 +21,7 @@
 #include <unordered_set>
 #include <vector>
 
+#include "transport/shm/pages.h"
 #include "transport/shm/pool.h"
 
 namespace syncengine::gradient_memory {
@@ -55,8 +56,8 @@ struct AllocationHabits {
 // is known to be a temporary (AllocationHabits) is passed on, too. So the pool holds gradients, and thus blocks of few
 // sizes, which fit each other's places.
 
-inline constexpr size_t kSmallest =
-    4096;  // bytes. Less would share a page with others, and can't be severed from peers
+// Less would share a page with others, and can't be severed from peers.
+inline const size_t kSmallest = shm::kPage;
 
 // One backward's permission to allocate gradients from a pool. Thread-safe.
 class Grant {
@@ -71,8 +72,8 @@ class Grant {
   // Tells that a block goes back to its pool; it may be another grant's.
   void notice_release(void* block);
 
-  bool is_valid() const { return valid_.load(std::memory_order_relaxed); }
-  void revoke() { valid_.store(false, std::memory_order_relaxed); }  // relaxed: a late allocation does no harm
+  bool is_valid() const { return valid_.load(std::memory_order_acquire); }
+  void revoke() { valid_.store(false, std::memory_order_release); }  // a late allocation does no harm
   // The backward has ended well: what it did is remembered for the next ones. To be called after revoke().
   void learn();
 

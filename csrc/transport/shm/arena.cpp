@@ -18,7 +18,7 @@ namespace syncengine::shm {
 
 namespace {
 
-constexpr size_t kHeapBegin = round_up(sizeof(ArenaHeader), kPage);
+const size_t kHeapBegin = round_up(sizeof(ArenaHeader), kPage);
 
 Mapping map_arena(int fd, size_t bytes) {
   try {
@@ -33,11 +33,19 @@ Mapping map_arena(int fd, size_t bytes) {
 bool has_addresses(size_t bytes) {
   void* probe = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (probe == MAP_FAILED) return false;
-  munmap(probe, bytes);
-  return true;
+  return munmap(probe, bytes) == 0;
 }
 
+constexpr char kExposed[] =
+    "this process can't go on: the kernel refused (mmap) to take memory of syncengine.empty, or gradients, away from a "
+    "rank that may still write to them; the limit of mappings (vm.max_map_count) may be too low";
+std::atomic<bool> exposed = false;  // this process has such memory
+
 }  // namespace
+
+void throw_if_exposed() {
+  if (exposed) throw Error(ErrorKind::InvalidUsage, kExposed);
+}
 
 size_t default_arena_bytes(size_t memory, int ranks) {
   constexpr size_t kMost = size_t{1} << 45;    // of all together; a process of x86-64 has four times as many
@@ -76,10 +84,12 @@ std::byte* PeerArena::at(uint64_t offset, size_t bytes, size_t alignment) const 
 void PeerArena::discard_pool() const {
   const uint64_t bytes = header().pool_bytes.load(std::memory_order_acquire);  // acquire: the offset
   const uint64_t offset = header().pool_offset.load(std::memory_order_relaxed);
-  if (bytes > 0 && is_inside(offset, bytes)) (void)madvise(mapping_.data() + offset, bytes, MADV_REMOVE);
+  if (bytes > 0 && is_inside(offset, bytes)) advise(mapping_.data() + offset, bytes, MADV_REMOVE);
 }
 
 std::shared_ptr<Arena> Arena::create(size_t bytes) {
+  check_page_size();
+  throw_if_exposed();
   bytes = round_up(bytes, kPage);
   return std::shared_ptr<Arena>(
       new Arena(create_sealed_memfd("syncengine", bytes, " (SYNCENGINE_ARENA_BYTES)"), bytes));
@@ -115,7 +125,7 @@ std::shared_ptr<void> Arena::allocate_tensor(size_t bytes) {
                                              " bytes in an arena of " + std::to_string(this->bytes()) +
                                              "; raise SYNCENGINE_ARENA_BYTES");
   std::byte* memory = at(*offset);
-  if (length >= kHugePage) madvise(memory, length / kHugePage * kHugePage, MADV_HUGEPAGE);
+  advise_huge_pages(memory, round_down(length, kHugePage));
   {
     std::lock_guard lock(mutex_);
     tensors_.emplace(*offset, length);
@@ -140,7 +150,7 @@ std::vector<Range> Arena::give_back(Range range) const {
   for (Range cut : severed_) {
     const Range part{std::max(cut.begin, range.begin), std::min(cut.end, range.end)};
     if (part.begin >= part.end) continue;
-    make_inaccessible(at(part.begin), part.bytes());
+    if (!make_inaccessible(at(part.begin), part.bytes())) advise(at(part.begin), part.bytes(), MADV_DONTNEED);
     discard_from_file(part);
   }
   std::vector<Range> rest = unsevered(range);
@@ -227,11 +237,15 @@ Pool* Arena::create_pool() {
 void Arena::sever_tensor(size_t offset, size_t bytes) {
   std::lock_guard lock(mutex_);
   if (!lies_in_tensor(offset)) return;
-  // Short of memory: better no content than somebody else's.
   for (Range part : unsevered({round_down(offset, kPage), round_up(offset + bytes, kPage)})) {
     PrivateCopy copy(part.bytes());
     for (Range pages : file_.pages_in(part)) copy.fill(pages.begin - part.begin, at(pages.begin), pages.bytes());
-    if (!copy.put(at(part.begin))) make_inaccessible(at(part.begin), part.bytes());
+    // Short of memory: better no content than somebody else's.
+    if (!copy.put(at(part.begin)) && !make_inaccessible(at(part.begin), part.bytes())) {
+      const int code = errno;
+      exposed = true;
+      throw Error(ErrorKind::Aborted, std::string(kExposed) + ": " + std::strerror(code));
+    }
     severed_.push_back(part);
     any_severed_ = true;
     inherited_ = unsevered({0, this->bytes()});

@@ -33,7 +33,8 @@ class PeerArena {
   // The memory at `offset`, which came from a peer: throws InvalidUsage if [offset, offset + bytes) is not inside,
   // behind the header, or `offset` is no multiple of `alignment`.
   std::byte* at(uint64_t offset, size_t bytes, size_t alignment = 1) const;
-  // Gives back the pages of its gradients, for all who map them: the owner is dead, and nobody reads them any more.
+  // Gives back the pages of its gradients, for all who map them: the owner is dead, and nobody reads them any more. If
+  // the kernel refuses, they go with the last process that maps them.
   void discard_pool() const;
 
  private:
@@ -46,6 +47,9 @@ class PeerArena {
 // which each process maps every one, leave half of the addresses that it may still take (ulimit -v, other
 // reservations).
 size_t default_arena_bytes(size_t memory, int ranks);
+
+// Throws InvalidUsage if memory of this process could not be severed: it might change under the program's hands.
+void throw_if_exposed();
 
 class Arena : public std::enable_shared_from_this<Arena> {
  public:
@@ -70,7 +74,8 @@ class Arena : public std::enable_shared_from_this<Arena> {
 
   // Cuts the pages of [offset, offset + bytes), which lie in one tensor, loose from the peers: a private copy at the
   // same addresses. A rank that was stopped in the middle of a collective can write into them no more. Nobody may write
-  // to them meanwhile.
+  // to them meanwhile. Where the kernel refuses it throws Aborted: what it has not cut loose is not severed, and from
+  // then on throw_if_exposed() throws.
   void sever_tensor(size_t offset, size_t bytes);
   bool is_severed(size_t offset, size_t bytes = 1) const;  // any of it
 

@@ -14,6 +14,7 @@
 #include <cstdint>
 
 #include "base/build_id.h"
+#include "transport/shm/pages.h"
 
 namespace syncengine::shm {
 
@@ -57,8 +58,6 @@ struct Mailboxes {
   Inbox in[kMailboxes];
 };
 
-inline constexpr size_t kPage = 4096;
-inline constexpr size_t kHugePage = 2 << 20;
 inline constexpr int kMaxLocalRanks = 64;  // one bit each in Doorbell::interest
 inline constexpr size_t kRecords = 64;     // operations in flight per lane
 inline constexpr size_t kSlots = 4;        // staging slots per lane
@@ -122,8 +121,8 @@ static_assert(sizeof(EndRecord) == 1088);
 struct LaneBlock {
   LaneProgress progress;
   OpRecord records[kRecords];
-  alignas(kPage) int64_t span_offsets[kRecords][kMaxSpans];
-  alignas(kPage) uint64_t flags[kRecords][kFlagWords];  // sparse
+  alignas(kSmallestPage) int64_t span_offsets[kRecords][kMaxSpans];
+  alignas(kSmallestPage) uint64_t flags[kRecords][kFlagWords];  // sparse
   // 1: this rank has noted something that is not finite. Complete with the count of chunks that it has reduced.
   std::atomic<uint64_t> noted[kRecords];
 };
@@ -154,9 +153,9 @@ struct GroupBlock {
       refusal;  // where in `announced` its reason for the last one is, until that step has ended: or 0
   LaneBlock lanes[kLanes];
   Schedule schedule;
-  alignas(kPage) std::atomic<uint64_t> announced[kReadySlots];  // numbers of steps, see Slots
-  alignas(kPage) Mailboxes messages;
-  alignas(kPage) std::byte staging[kLanes][kSlots][kSlotBytes];
+  alignas(kSmallestPage) std::atomic<uint64_t> announced[kReadySlots];  // numbers of steps, see Slots
+  alignas(kSmallestPage) Mailboxes messages;
+  alignas(kSmallestPage) std::byte staging[kLanes][kSlots][kSlotBytes];
 };
 
 // What a sleeping thread waits for.

@@ -11,6 +11,7 @@
 #include <cstring>
 #include <mutex>
 #include <set>
+#include <string_view>
 #include <utility>
 
 #include "transport/shm/arena.h"
@@ -44,19 +45,33 @@ std::vector<Range> MappedFile::pages_in(Range range) const {
   return pages;
 }
 
+namespace {
+
+// In a forked child, which ends if the kernel refuses: it would write to its parent's memory.
+void close_in_child(void* data, size_t bytes) {
+  if (make_inaccessible(data, bytes)) return;
+  constexpr std::string_view kText =
+      "syncengine: a forked child ends: the kernel refuses (mmap) to take its parent's "
+      "shared memory away from it\n";
+  [[maybe_unused]] const auto written = write(STDERR_FILENO, kText.data(), kText.size());
+  _exit(1);
+}
+
+}  // namespace
+
 void MappedFile::keep_writes(std::byte* base, Range range) const {
   void* const data = base + range.begin;
   const bool mapped =
       is_there() && mmap(data, range.bytes(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE | MAP_FIXED,
                          fd_.get(), static_cast<off_t>(range.begin)) == data;
-  if (!mapped && mprotect(data, range.bytes(), PROT_READ) != 0) make_inaccessible(data, range.bytes());
+  if (!mapped && mprotect(data, range.bytes(), PROT_READ) != 0) close_in_child(data, range.bytes());
 }
 
 PrivateCopy::PrivateCopy(size_t bytes) : data_(nullptr), bytes_(bytes) {
   void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (data == MAP_FAILED) return;
   data_ = static_cast<std::byte*>(data);
-  madvise(data, bytes, MADV_NOHUGEPAGE);  // a huge page would cover what is not copied, too
+  advise(data, bytes, MADV_NOHUGEPAGE);  // a huge page would cover what is not copied, too
 }
 
 PrivateCopy::~PrivateCopy() {
@@ -123,7 +138,7 @@ void ForkGuard::in_child() {
     arena.become_forked();
     arena.mutex_.unlock();
   });
-  for_each<PeerArena>([](PeerArena& peer) { make_inaccessible(peer.mapping_.data(), peer.mapping_.bytes()); });
+  for_each<PeerArena>([](PeerArena& peer) { close_in_child(peer.mapping_.data(), peer.mapping_.bytes()); });
   for_each<Region>([](Region& region) { region.become_forked(); });
   Pool::unlock_all();
   registry().mutex.unlock();

@@ -28,7 +28,8 @@ class MappedFile {
   // does not tell.
   std::vector<Range> pages_in(Range range) const;
   // In a forked child: from now on what is written to `range` of the mapping at `base` is its own; it sees what others
-  // write elsewhere. Where there is no room for that, it may only read. Async-signal-safe.
+  // write elsewhere. Where there is no room for that, it may only read, or not even that; if the kernel refuses this,
+  // too, the child ends. Async-signal-safe.
   void keep_writes(std::byte* base, Range range) const;
 
  private:

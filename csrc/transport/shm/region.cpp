@@ -14,12 +14,12 @@ namespace syncengine::shm {
 
 namespace {
 
-constexpr size_t kHead = round_up(sizeof(RegionHeader), kPage);
+constexpr size_t kHead = round_up(sizeof(RegionHeader), kSmallestPage);
 
 }  // namespace
 
 std::shared_ptr<Region> Region::create(size_t bytes) {
-  const size_t whole = kHead + round_up(bytes, kPage), available = available_memory();
+  const size_t whole = round_up(kHead + bytes, kPage), available = available_memory();
   if (whole > available)
     throw Error(ErrorKind::InvalidUsage, std::to_string(whole) + " bytes of shared memory wanted, " +
                                              std::to_string(available) +
@@ -44,7 +44,7 @@ std::shared_ptr<Region> Region::open(UniqueFd fd) {
 }
 
 Region::Region(UniqueFd fd, size_t bytes) : file_(std::move(fd)), mapping_(file_.get(), bytes), bytes_(bytes - kHead) {
-  if (bytes >= kHugePage) madvise(mapping_.data(), bytes, MADV_HUGEPAGE);
+  advise_huge_pages(mapping_.data(), bytes);
   ForkGuard::add(this);
 }
 

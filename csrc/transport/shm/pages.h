@@ -1,0 +1,37 @@
+// The kernel's pages, of which all that is mapped, given back, severed or inherited by a fork is a whole number: 4 KiB
+// on x86; 4, 16 or 64 KiB on ARM, as the kernel was built. The ranks of a host have one kernel, and so one size.
+//
+// Thread-safety: any thread. Failure: check_page_size() throws InvalidUsage.
+#pragma once
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <bit>
+#include <cstddef>
+#include <string>
+
+#include "base/error.h"
+#include "base/memory.h"
+
+namespace syncengine::shm {
+
+inline const size_t kPage = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+
+// Layouts (layout.h) separate by the smallest page what is touched seldom. No range of theirs is given back or severed.
+inline constexpr size_t kSmallestPage = 4096, kLargestPage = 64 << 10;
+inline constexpr size_t kHugePage = 2 << 20;  // of kernels whose pages are of 4 KiB
+
+inline void check_page_size() {
+  if (std::has_single_bit(kPage) && kPage >= kSmallestPage && kPage <= kLargestPage) return;
+  throw Error(ErrorKind::InvalidUsage, "this kernel's pages are of " + std::to_string(kPage) +
+                                           " bytes, and syncengine shares memory in pages of 4 KiB to 64 KiB: "
+                                           "start this machine with a kernel that has such pages");
+}
+
+// Not with larger pages, whose huge pages are of 32 or 512 MiB: the first byte would take so much.
+inline void advise_huge_pages(void* data, size_t bytes) {
+  if (kPage == kSmallestPage && bytes >= kHugePage) advise(data, bytes, MADV_HUGEPAGE);
+}
+
+}  // namespace syncengine::shm
