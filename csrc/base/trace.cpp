@@ -17,6 +17,7 @@
 
 #include "base/descriptors.h"
 #include "base/error.h"
+#include "base/memory.h"
 
 namespace syncengine::trace {
 
@@ -47,7 +48,7 @@ class Ring {
                                                "; give another directory, with " + std::to_string(bytes >> 20) +
                                                " MiB of room for each rank");
     }
-    ::madvise(memory, bytes, MADV_POPULATE_WRITE);  // else each 64th event waits for a page; kernels before 5.14 refuse
+    advise(memory, bytes, MADV_POPULATE_WRITE);  // else each 64th event waits for a page; kernels before 5.14 refuse
     header_ = new (memory) Header{.magic = 0, .capacity = events, .text_bytes = kTextBytes};
     texts_ = static_cast<char*>(memory) + kHeaderBytes;
     slots_ = reinterpret_cast<Slot*>(texts_ + kTextBytes);
@@ -139,7 +140,7 @@ void start(const std::string& path, size_t events, const std::string& about, uin
   static std::once_flag once;
   std::call_once(once, [] {
     pthread_atfork(nullptr, nullptr, [] {
-      internal::active.store(nullptr, std::memory_order_relaxed);
+      internal::active.store(nullptr, std::memory_order_release);
       of_process().current = nullptr;
     });
   });
@@ -155,7 +156,7 @@ void start(const std::string& path, size_t events, const std::string& about, uin
 void stop() {
   auto& [mutex, rings, current] = of_process();
   std::lock_guard lock(mutex);
-  internal::active.store(nullptr, std::memory_order_relaxed);
+  internal::active.store(nullptr, std::memory_order_release);
   if (current) std::exchange(current, nullptr)->end();
 }
 
@@ -171,7 +172,7 @@ void record(const Event& event) {
   ring->record(event);
   if (event.kind != Kind::Step || ring->steps_left.load(std::memory_order_relaxed) == 0) return;
   if (ring->steps_left.fetch_sub(1, std::memory_order_relaxed) == 1)
-    internal::active.compare_exchange_strong(ring, nullptr, std::memory_order_relaxed);
+    internal::active.compare_exchange_strong(ring, nullptr, std::memory_order_release);
 }
 
 uint32_t text(const std::string& text) {

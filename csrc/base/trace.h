@@ -56,7 +56,7 @@ extern std::atomic<Ring*> active;
 }
 
 // Whether events are recorded now. Callers ask before they make one.
-inline bool is_on() { return internal::active.load(std::memory_order_relaxed) != nullptr; }
+inline bool is_on() { return internal::active.load(std::memory_order_acquire) != nullptr; }
 
 // Makes the file. `about` is its first text: what readers should know of this rank. After `steps` events of kind Step
 // it stops by itself; 0: it does not. Throws InvalidUsage if there is a trace, or if the file can't be made.

@@ -29,10 +29,10 @@ class Coalescing {
   // This thread's, or nothing. A call takes them and, unless it throws, gives them back: torch does not end what a call
   // has left by throwing.
   std::unique_ptr<Coalesced> take() {
-    if (!any_.load(std::memory_order_relaxed)) return nullptr;  // what this thread has stored it sees
+    if (!any_.load(std::memory_order_acquire)) return nullptr;  // what this thread has stored it sees
     std::lock_guard lock(mutex_);
     auto found = open_.extract(this_thread());
-    any_.store(!open_.empty(), std::memory_order_relaxed);
+    any_.store(!open_.empty(), std::memory_order_release);
     return found ? std::move(found.mapped()) : nullptr;
   }
 
@@ -40,7 +40,7 @@ class Coalescing {
   void give(std::unique_ptr<Coalesced> calls) {
     std::lock_guard lock(mutex_);
     std::swap(open_[this_thread()], calls);
-    any_.store(true, std::memory_order_relaxed);
+    any_.store(true, std::memory_order_release);
   }
 
  private:

@@ -62,8 +62,8 @@ void InFlight::add(Call call) {
 // Of whether there is anything to wait for, or to deliver. Under the lock.
 void InFlight::set_flags() {
   const auto delivers = [](const auto& call) { return call->deliver != nullptr; };
-  any_.store(!calls_.empty(), std::memory_order_relaxed);
-  any_to_deliver_.store(std::any_of(calls_.begin(), calls_.end(), delivers), std::memory_order_relaxed);
+  any_.store(!calls_.empty(), std::memory_order_release);
+  any_to_deliver_.store(std::any_of(calls_.begin(), calls_.end(), delivers), std::memory_order_release);
 }
 
 // They stay in the list meanwhile, so that another thread does not take them for delivered. What is dropped may hold

@@ -50,12 +50,12 @@ class InFlight {
 
   // Before a call that reads or writes `tensor`, perhaps through a copy: waits for those that it must not overtake.
   void await(const at::Tensor& tensor, bool copies) {
-    if (any_.load(std::memory_order_relaxed)) await_those_on(extent_of(tensor), copies);
+    if (any_.load(std::memory_order_acquire)) await_those_on(extent_of(tensor), copies);
   }
 
   // Of those that have ended, in the order of the calls. When it returns they are delivered, by whichever thread.
   void deliver_ended() {
-    if (any_to_deliver_.load(std::memory_order_relaxed)) drop_ended();
+    if (any_to_deliver_.load(std::memory_order_acquire)) drop_ended();
   }
 
  private:
@@ -63,6 +63,7 @@ class InFlight {
   void drop_ended();
   void set_flags();
 
+  // Who finds false takes no lock. Release: what was delivered into tensors. Acquire: before they are read.
   std::atomic<bool> any_{false}, any_to_deliver_{false};
   std::mutex mutex_;
   std::vector<std::shared_ptr<Call>> calls_;

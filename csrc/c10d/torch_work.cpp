@@ -63,7 +63,7 @@ bool TorchWork::isCompleted() {
 }
 
 bool TorchWork::isSuccess() const {
-  return !undeliverable_.load(std::memory_order_relaxed) &&
+  return !undeliverable_.load(std::memory_order_acquire) &&
          std::all_of(works_.begin(), works_.end(),
                      [](const auto& work) { return work->state() == syncengine::Work::State::Done; });
 }

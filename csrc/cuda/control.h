@@ -11,6 +11,8 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
+#include <string>
 
 namespace syncengine::cuda {
 
@@ -21,11 +23,16 @@ inline constexpr uint32_t kArrived = 0x80000000;   // set in every fingerprint; 
 inline constexpr uint32_t kInKernel = kSets + 1;   // in `waiting`: cuda/one_shot.h
 inline constexpr uint32_t kReleased = 0xffffffff;  // no fingerprint: put there by an abort, ends every wait
 
-// What a call looked like, for the text of a mismatch. Seqlock-free: a torn text is read in a failing job only.
+// What a call looked like, for the text of a mismatch. The owner may write another one over it while a peer reads it:
+// `fingerprint` is 0 meanwhile, and readers look at it again behind the words.
 struct CallText {
   std::atomic<uint32_t> fingerprint;
-  char text[124];
+  std::atomic<uint32_t> words[31];
+
+  void write(uint32_t key, const std::string& text);    // by the owner alone; cut if it is longer
+  std::optional<std::string> read(uint32_t key) const;  // nothing: there is another one
 };
+static_assert(sizeof(CallText) == 128);
 
 struct Control {
   alignas(64) uint32_t inbox[kSets][kMaxRanks];

@@ -21,6 +21,32 @@ constexpr auto kRelease = std::chrono::microseconds(200);
 
 }  // namespace
 
+void CallText::write(uint32_t key, const std::string& text) {
+  if (fingerprint.load(std::memory_order_relaxed) == key) return;  // relaxed: its only writer
+  char letters[sizeof(words)] = {};
+  text.copy(letters, sizeof(letters) - 1);
+  fingerprint.store(0, std::memory_order_relaxed);
+  std::atomic_thread_fence(std::memory_order_release);  // who sees a new word sees that the text is not complete
+  for (size_t i = 0; i < std::size(words); ++i) {
+    uint32_t word;
+    std::memcpy(&word, letters + i * sizeof(word), sizeof(word));
+    words[i].store(word, std::memory_order_relaxed);
+  }
+  fingerprint.store(key, std::memory_order_release);  // release: the words before their key
+}
+
+std::optional<std::string> CallText::read(uint32_t key) const {
+  if (fingerprint.load(std::memory_order_acquire) != key) return std::nullopt;  // acquire: the words
+  char letters[sizeof(words)];
+  for (size_t i = 0; i < std::size(words); ++i) {
+    const uint32_t word = words[i].load(std::memory_order_relaxed);
+    std::memcpy(letters + i * sizeof(word), &word, sizeof(word));
+  }
+  std::atomic_thread_fence(std::memory_order_acquire);  // the words were read before their key is read again
+  if (fingerprint.load(std::memory_order_relaxed) != key) return std::nullopt;
+  return std::string(letters, strnlen(letters, sizeof(letters)));
+}
+
 Watchdog::Watchdog(std::shared_ptr<Communicator> communicator, std::vector<Control*> controls)
     : communicator_(std::move(communicator)),
       controls_(std::move(controls)),
@@ -38,11 +64,7 @@ void Watchdog::stop() {
 
 void Watchdog::publish(uint32_t fingerprint, const std::string& text) {
   own().latest.store(fingerprint, std::memory_order_relaxed);  // for messages only
-  CallText& call = own().calls[fingerprint / 2 % std::size(own().calls)];
-  if (call.fingerprint.load(std::memory_order_relaxed) == fingerprint) return;  // this rank alone writes it
-  call.fingerprint.store(0, std::memory_order_relaxed);
-  call.text[text.copy(call.text, sizeof(call.text) - 1)] = '\0';
-  call.fingerprint.store(fingerprint, std::memory_order_release);  // release: the text before its key
+  own().calls[fingerprint / 2 % std::size(own().calls)].write(fingerprint, text);
 }
 
 void Watchdog::throw_if_failed() const {
@@ -151,8 +173,7 @@ std::string Watchdog::names(const std::vector<int>& members) const {
 
 std::string Watchdog::text_of(int rank, uint32_t fingerprint) const {
   const CallText& call = controls_[rank]->calls[fingerprint / 2 % std::size(controls_[rank]->calls)];
-  if (call.fingerprint.load(std::memory_order_acquire) != fingerprint) return "something else";
-  return std::string(call.text, strnlen(call.text, sizeof(call.text)));
+  return call.read(fingerprint).value_or("something else");
 }
 
 }  // namespace syncengine::cuda

@@ -125,7 +125,7 @@ bool Reducer::takes(size_t index) {
 }
 
 void Reducer::on_gradient(size_t index, const at::Tensor& incoming) {
-  if (phase_.load(std::memory_order_relaxed) == Phase::Local && !model_->options.find_unused_parameters) {
+  if (phase_.load(std::memory_order_acquire) == Phase::Local && !model_->options.find_unused_parameters) {
     PhaseClock::of_process().local_gradient();
     return model_->parameters.accumulated(index);
   }

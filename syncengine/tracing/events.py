@@ -210,6 +210,8 @@ def _read_ring(path: Path, with_events: bool = True) -> RankTrace | None:
             raise InvalidUsage(f"{path} is no trace of this version of syncengine: read it with the one that wrote it")
         words = file.read(text_bytes)
         slots = file.read(capacity * _SLOT.size) if with_events else b""
+        file.seek(_HEADER_BYTES + text_bytes)
+        again = file.read(len(slots))
     texts, at = [""], 0
     while at < text_used:
         (length,) = struct.unpack_from("<I", words, at)
@@ -217,9 +219,11 @@ def _read_ring(path: Path, with_events: bool = True) -> RankTrace | None:
         at += 4 + length
     about = json.loads(texts[1])
     events = []
-    for number, begin, end, group, place, epoch, detail, last in _SLOT.iter_unpack(slots):
-        # A slot whose number is not that of its turn is being written, or was when its rank was killed.
-        if not max(0, recorded - capacity) < number <= recorded:
+    for slot, same in zip(_SLOT.iter_unpack(slots), _SLOT.iter_unpack(again), strict=True):
+        number, begin, end, group, place, epoch, detail, last = slot
+        # A slot whose number is not that of its turn is being written, or was when its rank was killed. One that has
+        # changed meanwhile may be torn.
+        if slot != same or not max(0, recorded - capacity) < number <= recorded:
             continue
         text, kind, lane = last & 0xFFFFFFFF, last >> 32 & 0xFFFF, last >> 48
         said = texts[text] if text < len(texts) else ""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import signal
+import struct
 import time
 from collections import Counter, defaultdict
 from importlib.util import find_spec
@@ -22,7 +25,7 @@ from torch import nn
 
 import syncengine
 from syncengine.errors import InvalidUsage, SyncError
-from syncengine.tracing import Event, Kind, Phase, RankTrace, Trace, read
+from syncengine.tracing import Event, Kind, Phase, RankTrace, Trace, events, read
 from syncengine.tracing.events import _align
 from syncengine.tracing.perfetto import caveats, serialize
 
@@ -129,6 +132,29 @@ def test_messages(pool: RankPool, tmp_path: Path):
     assert (sent.place, sent.text, sent.detail) == (1, "send", 28)
     assert (received.place, received.text, received.detail) == (0, "receive", 28)
     assert sent.begin <= received.end
+
+
+def test_an_event_that_is_overwritten_while_it_is_read_is_left_out(tmp_path: Path):
+    about = json.dumps({"rank": 0, "host": 0}).encode()
+    texts = struct.pack("<I", len(about)) + about
+    head = events._HEADER.pack(events._MAGIC, 2, len(texts), 2, len(texts), 0).ljust(events._HEADER_BYTES, b"\0")
+    whole, torn, next_one = ((n, n * 10, n * 10 + 1, 0, 0, 0, 0, Kind.NOTE << 32) for n in (1, 2, 4))
+    torn = (*torn[:2], *next_one[2:])  # the writer has stored one word less
+
+    class Ring(io.BytesIO):
+        def __init__(self) -> None:
+            super().__init__(head + texts + events._SLOT.pack(*whole) + events._SLOT.pack(*torn))
+
+        def seek(self, offset: int, whence: int = 0) -> int:  # by then the writer is done
+            self.getbuffer()[-events._SLOT.size :] = events._SLOT.pack(*next_one)
+            return super().seek(offset, whence)
+
+    class RingPath(type(tmp_path)):  # type: ignore[misc]
+        def open(self, *_: object) -> Ring:
+            return Ring()
+
+    found = events._read_ring(RingPath(tmp_path))
+    assert found is not None and [event.begin for event in found.events] == [10]
 
 
 def test_the_ring_drops_the_first_events_and_counts_them(pool: RankPool, tmp_path: Path):

@@ -29,6 +29,7 @@ void DeadlockDetector::publish(const std::vector<Wait>& waits, bool everybody) {
     everybody_ = everybody;
   }
   board.looks.fetch_add(1, std::memory_order_seq_cst);  // the next look begins after this one is seen
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // what the next one loads (`called`) is no older than it
 }
 
 // What can't be read consistently waits for nothing.

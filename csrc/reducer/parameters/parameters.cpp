@@ -82,15 +82,15 @@ bool Parameters::are_covered_by(const BucketPlan& plan) const {
 
 void Parameters::begin_accumulation() {
   if (std::exchange(accumulates_, true)) return;
-  for (auto& accumulated : accumulated_) accumulated.store(false, std::memory_order_relaxed);
+  for (auto& accumulated : accumulated_) accumulated.store(false, std::memory_order_release);
 }
 
-void Parameters::accumulated(size_t index) { accumulated_[index].store(true, std::memory_order_relaxed); }
+void Parameters::accumulated(size_t index) { accumulated_[index].store(true, std::memory_order_release); }
 
 std::optional<size_t> Parameters::left_by(const BucketPlan& plan) const {
   if (!accumulates_ || plan.parameters() == 0 || plan.parameters() == size()) return std::nullopt;
   for (size_t i = 0; i < size(); ++i) {
-    if (accumulated_[i].load(std::memory_order_relaxed) && !plan.covers(i) && tensor(i).grad().defined()) return i;
+    if (accumulated_[i].load(std::memory_order_acquire) && !plan.covers(i) && tensor(i).grad().defined()) return i;
   }
   return std::nullopt;
 }

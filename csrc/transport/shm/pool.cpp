@@ -55,7 +55,7 @@ Pool& Pool::create(Memory memory) {
   [[maybe_unused]] static int once = pthread_atfork(nullptr, nullptr, [] { ++forks; });
   std::lock_guard lock(create_mutex);
   Pool* pool = first.load();
-  while (pool && pool->begin_.load() != nullptr) pool = pool->next_;  // an abandoned one serves again
+  while (pool && pool->extent_.load() != nullptr) pool = pool->next_;  // an abandoned one serves again
   bool fresh = pool == nullptr;
   if (fresh) pool = new Pool;
   {
@@ -68,8 +68,8 @@ Pool& Pool::create(Memory memory) {
     pool->heap_.emplace(0, pool->memory_.bytes);
     pool->sizes_.clear();
     pool->recent_.clear();
-    pool->end_.store(pool->memory_.data + pool->memory_.bytes);
-    pool->begin_.store(pool->memory_.data);
+    const std::byte* data = pool->memory_.data;
+    pool->extent_.store(&pool->extents_.emplace_back(data, data + pool->memory_.bytes), std::memory_order_release);
   }
   if (fresh) {
     pool->next_ = first.load();
@@ -87,8 +87,8 @@ Pool* Pool::find(const void* block) {
 
 bool Pool::owns(const void* data, size_t bytes) const {
   const auto* memory = static_cast<const std::byte*>(data);
-  const std::byte* begin = begin_.load(std::memory_order_relaxed);
-  return begin && memory >= begin && memory + bytes <= end_.load(std::memory_order_relaxed);
+  const Extent* extent = extent_.load(std::memory_order_acquire);
+  return extent && memory >= extent->begin && memory + bytes <= extent->end;
 }
 
 void* Pool::allocate(size_t bytes) {
@@ -207,8 +207,7 @@ void Pool::close() {
 // The memory, once nothing more will be handed out of it and nothing is.
 Pool::Memory Pool::take_if_over() {
   if (open_ || live_ > 0) return {};
-  end_.store(nullptr);
-  begin_.store(nullptr);
+  extent_.store(nullptr);
   return std::exchange(memory_, {});
 }
 

@@ -8,6 +8,7 @@
 
 #include <atomic>
 #include <cstddef>
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -80,7 +81,11 @@ class Pool {
   void discard_free();
   Memory take_if_over();
 
-  std::atomic<std::byte*> begin_{nullptr}, end_{nullptr};
+  struct Extent {
+    const std::byte *begin, *end;
+  };
+  std::atomic<const Extent*> extent_{nullptr};  // null: it serves nobody
+  std::deque<Extent> extents_;                  // all that it ever had: a thread may still look at an earlier one
   Pool* next_ = nullptr;
   unsigned forks_ = 0;  // of this process when it was created
 

@@ -1,5 +1,9 @@
 // The watchdog of GPU ranks: what ends a stream's wait, and with which error. Ranks are threads, words lie in shared
 // pages.
+#include <signal.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <chrono>
 #include <thread>
@@ -61,6 +65,37 @@ std::string error_of(TwinRank& rank, ErrorKind kind) {
 }
 
 }  // namespace
+
+// A text across two pages, of which a peer can't read the second until the owner has written another text: so the peer
+// reads the beginning of one and the end of the other.
+TEST(cuda_texts_of_calls_are_whole_or_not_there) {
+  static const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  static const std::string first(100, 'a'), second(100, 'b');
+  const UniqueFd memory = create_sealed_memfd("test", 2 * page);
+  const Mapping owners(memory.get(), 2 * page), peers(memory.get(), 2 * page);
+  static cuda::CallText* owned;
+  static std::byte* unread;
+  owned = reinterpret_cast<cuda::CallText*>(owners.data() + page - sizeof(cuda::CallText) / 2);
+  const auto* call = reinterpret_cast<cuda::CallText*>(peers.data() + page - sizeof(cuda::CallText) / 2);
+  owned->write(1, first);
+  CHECK(call->read(1) == first && !call->read(2));
+  owned->write(2, std::string(500, 'c'));
+  CHECK(!call->read(1) && call->read(2) == std::string(123, 'c'));
+  owned->write(1, first);
+  if constexpr (testing::kSlowdown > 1) return;  // sanitizers have handlers of their own
+  struct sigaction handler{}, before{};
+  handler.sa_handler = [](int) {
+    owned->write(3, second);
+    mprotect(unread, page, PROT_READ);
+  };
+  unread = peers.data() + page;
+  CHECK_EQ(mprotect(unread, page, PROT_NONE), 0);
+  sigaction(SIGSEGV, &handler, &before);
+  const auto text = call->read(1);
+  sigaction(SIGSEGV, &before, nullptr);
+  CHECK(!text);
+  CHECK(call->read(3) == second);
+}
 
 TEST(cuda_words_work_through_shared_pages) {
   run_job(3, with_timeout(20), [](int, Communicator& communicator) {
