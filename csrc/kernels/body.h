@@ -1,6 +1,7 @@
 // The reduction itself, once for all instruction sets. An instruction set is a struct with
 //   kVectorBytes                 the size of its vectors
 //   from_float16, to_float16     as in half.h
+//   BFloat16Conversions          HalfConversions, or others of the same members
 //   load_partial, store_partial  as in half.h
 //   any                          whether a vector of 32-bit words has a bit
 //
@@ -63,7 +64,7 @@ struct Half {
 template <class Isa>
 struct BFloat16 : Half<Isa> {
   using typename Half<Isa>::Stored, typename Half<Isa>::Value;
-  using Conversions = HalfConversions<Isa::kVectorBytes>;
+  using Conversions = typename Isa::BFloat16Conversions;
   SYNCENGINE_INLINE static Value widen(Stored x) { return Conversions::from_bfloat16(x); }
   SYNCENGINE_INLINE static Stored narrow(Value x) { return Conversions::to_bfloat16(x); }
 

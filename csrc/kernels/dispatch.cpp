@@ -1,4 +1,6 @@
 // Chooses the instruction set at run time and fixes the floating-point state around each call.
+#include <sys/auxv.h>
+
 #include <cassert>
 #include <cstdlib>
 #include <cstring>
@@ -13,13 +15,15 @@
 namespace syncengine::kernels {
 namespace {
 
-constexpr Isa kBestFirst[] = {Isa::Avx512, Isa::Avx2, Isa::Scalar};
+constexpr Isa kBestFirst[] = {Isa::Avx512, Isa::Avx2, Isa::NeonBf16, Isa::Neon, Isa::Scalar};
 
 ReduceFunction reduce_function(Isa isa) {
   switch (isa) {
     case Isa::Scalar: return kReduceScalar;
     case Isa::Avx2: return kReduceAvx2;
     case Isa::Avx512: return kReduceAvx512;
+    case Isa::Neon: return kReduceNeon;
+    case Isa::NeonBf16: return kReduceNeonBf16;
   }
   return nullptr;
 }
@@ -32,8 +36,13 @@ bool processor_has(Isa isa) {
     case Isa::Avx512:
       return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
              __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    default: return false;
   }
-  return false;
+}
+#elif SYNCENGINE_AARCH64
+bool processor_has(Isa isa) {
+  constexpr unsigned long kBf16 = 1 << 14;  // HWCAP2_BF16
+  return isa == Isa::Scalar || isa == Isa::Neon || (isa == Isa::NeonBf16 && (getauxval(AT_HWCAP2) & kBf16) != 0);
 }
 #else
 bool processor_has(Isa isa) { return isa == Isa::Scalar; }
@@ -46,6 +55,8 @@ const char* name(Isa isa) {
     case Isa::Scalar: return "scalar";
     case Isa::Avx2: return "avx2";
     case Isa::Avx512: return "avx512";
+    case Isa::Neon: return "neon";
+    case Isa::NeonBf16: return "neon-bf16";
   }
   return "unknown";
 }

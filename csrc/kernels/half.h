@@ -70,6 +70,7 @@ struct HalfConversions {
   using Floats = Vector<float, kBytes>;
   using Words = Vector<uint32_t, kBytes>;
   using Pair = kernels::Pair<Floats>;
+  using BFloat16Conversions = HalfConversions;
 
   SYNCENGINE_INLINE static Pair from_bfloat16(Words x) { return {(Floats)(x << 16), (Floats)(x & 0xffff0000)}; }
   SYNCENGINE_INLINE static Words to_bfloat16(Pair x) {

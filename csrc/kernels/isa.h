@@ -12,5 +12,7 @@ using ReduceFunction = size_t (*)(const Reduction& reduction, const void* const*
 extern const ReduceFunction kReduceScalar;
 extern const ReduceFunction kReduceAvx2;
 extern const ReduceFunction kReduceAvx512;
+extern const ReduceFunction kReduceNeon;
+extern const ReduceFunction kReduceNeonBf16;
 
 }  // namespace syncengine::kernels

@@ -37,12 +37,12 @@ struct Reduction {
 inline constexpr size_t kBlockBytes = 512;  // no block of results is larger
 inline constexpr int kMaxTreeDepth = 8;
 
-enum class Isa { Scalar, Avx2, Avx512 };
+enum class Isa { Scalar, Avx2, Avx512, Neon, NeonBf16 };
 const char* name(Isa isa);
 Isa best_isa();              // what this processor runs
 bool is_available(Isa isa);  // compiled in and runnable here
 Isa active_isa();            // choose_isa(SYNCENGINE_ISA), read once
-// The one named "scalar", "avx2" or "avx512"; the best one if `wanted` is null or empty.
+// The one named "scalar", "avx2", "avx512", "neon" or "neon-bf16"; the best one if `wanted` is null or empty.
 // Throws InvalidUsage if there is no such one here.
 Isa choose_isa(const char* wanted);
 

@@ -24,6 +24,7 @@ struct Avx2 : PartialByCopy {
   static constexpr size_t kVectorBytes = 32;
   using Words = Vector<uint32_t, kVectorBytes>;
   using Floats = Vector<float, kVectorBytes>;
+  using BFloat16Conversions = HalfConversions<kVectorBytes>;
 
   SYNCENGINE_INLINE static Pair<Floats> from_float16(Words x) {
     const auto bits = (__m256i)x;

@@ -27,6 +27,7 @@ struct Avx512 {
   static constexpr size_t kVectorBytes = 64;
   using Words = Vector<uint32_t, kVectorBytes>;
   using Floats = Vector<float, kVectorBytes>;
+  using BFloat16Conversions = HalfConversions<kVectorBytes>;
 
   SYNCENGINE_INLINE static Pair<Floats> from_float16(Words x) {
     const auto bits = (__m512i)x;

@@ -8,6 +8,9 @@
 
 #if SYNCENGINE_X86_64
 #include <nmmintrin.h>
+#elif SYNCENGINE_AARCH64
+#include <arm_acle.h>
+#include <sys/auxv.h>
 #endif
 
 namespace syncengine::matching {
@@ -39,6 +42,17 @@ __attribute__((target("sse4.2"))) uint32_t crc32c_sse42(const std::byte* data, s
   for (; bytes > 0; --bytes, ++data) rest = _mm_crc32_u8(rest, static_cast<uint8_t>(*data));
   return ~rest;
 }
+#elif SYNCENGINE_AARCH64
+__attribute__((target("+crc"))) uint32_t crc32c_armv8(const std::byte* data, size_t bytes) {
+  uint32_t value = 0xffffffff;
+  for (; bytes >= 8; bytes -= 8, data += 8) {
+    uint64_t word;
+    std::memcpy(&word, data, 8);
+    value = __crc32cd(value, word);
+  }
+  for (; bytes > 0; --bytes, ++data) value = __crc32cb(value, static_cast<uint8_t>(*data));
+  return ~value;
+}
 #endif
 
 }  // namespace
@@ -53,6 +67,10 @@ uint32_t crc32c(const std::byte* data, size_t bytes) {
 #if SYNCENGINE_X86_64
   static const bool has_instruction = __builtin_cpu_supports("sse4.2");
   if (has_instruction) return crc32c_sse42(data, bytes);
+#elif SYNCENGINE_AARCH64
+  constexpr unsigned long kCrc32 = 1 << 7;  // HWCAP_CRC32
+  static const bool has_instruction = (getauxval(AT_HWCAP) & kCrc32) != 0;
+  if (has_instruction) return crc32c_armv8(data, bytes);
 #endif
   return crc32c_portable(data, bytes);
 }

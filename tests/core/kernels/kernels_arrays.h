@@ -18,7 +18,8 @@
 
 namespace syncengine::testing {
 
-inline constexpr kernels::Isa kIsas[] = {kernels::Isa::Scalar, kernels::Isa::Avx2, kernels::Isa::Avx512};
+inline constexpr kernels::Isa kIsas[] = {kernels::Isa::Scalar, kernels::Isa::Avx2, kernels::Isa::Avx512,
+                                         kernels::Isa::Neon, kernels::Isa::NeonBf16};
 
 inline std::vector<kernels::Isa> available_isas() {
   std::vector<kernels::Isa> isas;

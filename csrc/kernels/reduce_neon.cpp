@@ -1,0 +1,19 @@
+// ARM.
+#include "base/processor.h"
+#include "kernels/isa.h"
+
+#if SYNCENGINE_AARCH64
+
+#include "kernels/neon.h"
+
+namespace syncengine::kernels {
+
+constinit const ReduceFunction kReduceNeon = &reduce<Neon>;
+
+}  // namespace syncengine::kernels
+
+#else
+
+constinit const syncengine::kernels::ReduceFunction syncengine::kernels::kReduceNeon = nullptr;
+
+#endif
