@@ -196,6 +196,7 @@ class Elastic:
         for value in self._state.values():
             if isinstance(value, Parallel):
                 value._move_to(communicator)
+                value._left_steps = dict(value._begun_steps)
 
     def _facts(self) -> str:
         """What the states of all ranks have in common."""

@@ -79,6 +79,7 @@ class MicroBatches:
         }
         digest = hashlib.sha256(repr(batches).encode()).hexdigest()[:16]
         lines = [*(f"{name}={value}" for name, value in self._facts.items()), f"order of samples {digest}"]
+        self._order_text = " ".join(lines)
         check_same_on_all_ranks(communicator, "the micro-batches differ", lines, _SAME)
         begins, _ = cut_tree(total, communicator.size)
         self._own = range(begins[communicator.rank], begins[communicator.rank + 1])
@@ -123,6 +124,14 @@ class MicroBatches:
                 "a step of micro_batches() begins with gradients that are there already: call optimizer.zero_grad() "
                 "after each step, with set_to_none=True, which is the default"
             )
+        left = model._left_steps.pop(self._order_text, 0)
+        if self.step < left:
+            raise InvalidUsage(
+                f"micro_batches() begins with step {self.step}, but was at step {left} when elastic() called the "
+                "function again: the same samples would come once more. Set batches.step = elastic.step behind "
+                "micro_batches()"
+            )
+        model._begun_steps[self._order_text] = self.step
         if self._fetches != self.step:
             self._fetched = iter(self._fetcher(self.step))
         self._fetches = -1

@@ -154,6 +154,7 @@ class Parallel(ForTools):
         self._optimizers = BackwardOptimizers()
         self.logger = Logger(self)
         self._delay_all_reduce_params = []
+        self._begun_steps, self._left_steps = {}, {}
         self._compose()
         if init_sync and self.communicator.size > 1:
             self._replicate(sync_initial_buffers)

@@ -139,9 +139,9 @@ def digest(*objects):
     return sha.hexdigest()
 
 
-def train(kills=(), at_least=1, count=STEPS, pace=0.0, tells=False, timeout=60.0, kind="adamw"):
+def train(kills=(), at_least=1, count=STEPS, pace=0.0, tells=False, timeout=60.0, kind="adamw", forgets=False):
     """`kills`: of each rank that dies, the step and the place there, or a fault point. `pace`: seconds that a step
-    takes at least. `tells`: with a collective behind each update. `kind`: of KINDS."""
+    takes at least. `tells`: with a collective behind each update. `kind`: of KINDS. `forgets`: to set batches.step."""
 
     def die(step, place):
         if dict(kills).get(my_rank()) == (step, place):
@@ -164,7 +164,7 @@ def train(kills=(), at_least=1, count=STEPS, pace=0.0, tells=False, timeout=60.0
 
     def steps(elastic):
         batches = syncengine.micro_batches(model, loader, total=TOTAL)
-        batches.step = elastic.step
+        batches.step = 0 if forgets else elastic.step
         for step in elastic.steps(count):
             die(step, "begin")
             for scheduler in schedulers.values() if step % 2 else ():  # early: their next steps are those of this one
@@ -328,6 +328,12 @@ def test_random_kills(pool, undisturbed, seed):
             time.sleep(draw.random() * 0.3)
             ranks[rank].signal(signal.SIGKILL)
         check(ranks, kills, undisturbed)
+
+
+def test_batches_that_begin_anew_are_refused(pool):
+    with pool.spawn_ranks(partial(disturbed, forgets=True), {1: (3, "forward")}, world=3, settings=None) as ranks:
+        for rank in others(ranks, 1):
+            rank.result().check("InvalidUsage", "begins with step 0, but was at step 3", "batches.step = elastic.step")
 
 
 @run_on_ranks()
