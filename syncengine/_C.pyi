@@ -628,6 +628,12 @@ class Reducer:
     def end_step(self) -> bool:
         """Whether a backward has completed the step. If none has, which parameters were used in it is forgotten."""
 
+    def drop_step(self) -> None:
+        """It has not happened: a backward of its last forward, if there was one, does not come."""
+
+    def backwards(self) -> int:
+        """How many have begun through outputs of this model, averaged or this rank's own."""
+
     def install_futures(self, futures: Sequence[torch.futures.Future[Any]]) -> None:
         """Waited for at the end of the next synchronized backward."""
 

@@ -18,6 +18,7 @@ from syncengine._sending import pack, refuse_unsendable, unpack
 from syncengine.communicator import default_communicator, init, is_initialized, shrink
 from syncengine.errors import InvalidUsage, Mismatch, PeerLost, SyncError, TornWeights
 from syncengine.parallel import Parallel
+from syncengine.parallel.open_step import drop_open_step
 from syncengine.sharded import ShardedOptimizer
 
 logger = logging.getLogger("syncengine")
@@ -143,6 +144,7 @@ class Elastic:
 
     def _undo(self) -> None:
         """What the step that has failed has changed here."""
+        drop_open_step()
         try:
             self._part()
             if self._before != self._updates.look():

@@ -263,6 +263,9 @@ void bind_reducer(py::module_& module) {
           py::arg("sums"), py::arg("total"), py::arg("number"), NoGil())
       .def(
           "end_step", [](Reducer& self) { return self.model()->end_step(); }, NoGil())
+      .def("drop_step", &Reducer::drop_step, NoGil())
+      .def(
+          "backwards", [](Reducer& self) { return self.model()->backwards; }, NoGil())
       .def("install_futures", &install_futures, py::arg("futures"))
       .def("set_comm_hook", &set_comm_hook, py::arg("state"), py::arg("hook"))
       .def(

@@ -216,7 +216,7 @@ void use_in_this_task(const std::shared_ptr<gradient_memory::Grant>& grant) {
       [grant](bool) { grant->revoke(); });
 }
 
-void queue_backward_end(std::shared_ptr<Reducer> reducer, uint64_t backward) {
+void queue_backward_end(std::shared_ptr<Reducer> reducer, uint64_t backward, uint64_t forwards) {
   at_task_end(
       [reducer] {
         try {
@@ -225,8 +225,8 @@ void queue_backward_end(std::shared_ptr<Reducer> reducer, uint64_t backward) {
           rethrow_for_autograd();
         }
       },
-      [reducer, backward](bool reached) {
-        if (!reached) reducer->on_task_failed(backward);
+      [reducer, backward, forwards](bool reached) {
+        if (!reached) reducer->on_task_failed(backward, forwards);
       });
 }
 

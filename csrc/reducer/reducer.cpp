@@ -46,7 +46,13 @@ Reducer::~Reducer() {
   std::lock_guard lock(mutex_);
   try {
     if (phase_ == Phase::Syncing) {
-      give_up(model_->parameters.model() + " was destroyed before its backward had brought all gradients");
+      // Perhaps much later, when Python's collector comes by: .grad may be another step's, or another wrapper's.
+      {
+        const pybind11::gil_scoped_acquire gil;
+        for (Gradient& gradient : model_->parameters.gradients()) gradient.abandon();
+      }
+      give_up(model_->parameters.model() + " was destroyed before its backward had brought all gradients",
+              Where::Backward, /*keeps=*/true);
     }
   } catch (...) {
     // The peers hear of it by their deadline.
@@ -57,6 +63,7 @@ Reducer::~Reducer() {
 bool Reducer::begin_forward(bool synchronize) {
   std::unique_lock lock(mutex_);
   if (recomputing()) return false;
+  if (!GraphTasks::inside()) ++forwards_;
   tasks_.wait_for_all(lock);
   if (phase_ == Phase::Syncing) {
     const std::string text = unfinished_text(*model_);
@@ -191,6 +198,12 @@ void Reducer::check_finalized() {
   if (phase_ == Phase::Syncing) throw Error(ErrorKind::InvalidUsage, unfinished_text(*model_));
 }
 
+void Reducer::drop_step() {
+  std::lock_guard lock(mutex_);
+  model_->end_step();
+  if (phase_ == Phase::Armed) end_backward();
+}
+
 void Reducer::remove_hooks() {
   std::lock_guard lock(mutex_);
   if (phase_ == Phase::Syncing) give_up(removed_text(model_->parameters));
@@ -201,6 +214,7 @@ void Reducer::remove_hooks() {
 
 void Reducer::begin_backward() {
   phase_ = Phase::Syncing;
+  ++model_->backwards;
   model_->coming_backward().begin();
 }
 
@@ -250,7 +264,7 @@ void Reducer::finalize() {
   }
 }
 
-void Reducer::give_up(const std::string& text, Where where) {
+void Reducer::give_up(const std::string& text, Where where, bool keeps) {
   const bool in_forward = where == Where::Forward, has_begun = where == Where::BehindAverages;
   if (has_begun && model_->outcome.is_ending()) return;
   Communicator& communicator = *model_->averaging.communicator;
@@ -268,7 +282,7 @@ void Reducer::give_up(const std::string& text, Where where) {
     is_told = true;  // the communicator has failed: nobody waits any more
   }
   if (!is_told) tell_peers(communicator, text);
-  lose(text, /*keeps=*/in_forward);
+  lose(text, keeps);
 }
 
 void Reducer::lose(const std::string& text, bool keeps) {

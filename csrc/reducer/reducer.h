@@ -73,6 +73,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Takes part in a synchronized backward of the others without a gradient of its own. Blocks.
   void shadow_backward();
   void check_finalized();
+  // A step of several micro-batches has not happened: a backward of its last forward, if there was one, does not come.
+  void drop_step();
   // Backwards are this rank's own from then on; another synchronized forward raises.
   void remove_hooks();
 
@@ -96,8 +98,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void on_gradient(size_t index, const at::Tensor& incoming);
   void on_backward_end();
   void on_backward_failed(const std::string& text) noexcept;  // by an error of one of these hooks
-  // Its graph task has ended without on_backward_end, by anybody's error.
-  void on_task_failed(uint64_t backward) noexcept;
+  // Its graph task has ended without on_backward_end, by anybody's error; when it began there had been so many
+  // forwards. What later ones have made is left alone.
+  void on_task_failed(uint64_t backward, uint64_t forwards) noexcept;
   // A graph task has ended, and this thread is back in the one around it. See tell_of_outer_task.
   void on_outer_task(TaskRole of_inner) noexcept;
 
@@ -117,7 +120,11 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // An error on this rank, which the peers are told: the step is lost on all ranks. Under the lock. Behind averages, of
   // which the peers have theirs, does nothing if a step has been given up since.
   enum class Where : uint8_t { Forward, Backward, BehindAverages };
-  void give_up(const std::string& text, Where where = Where::Backward);
+  void give_up(const std::string& text, Where where = Where::Backward) {
+    give_up(text, where, /*keeps=*/where == Where::Forward);
+  }
+  // `keeps`: see lose().
+  void give_up(const std::string& text, Where where, bool keeps);
   // The step is lost here, whoever has refused it. `keeps`: .grad stays as it is.
   void lose(const std::string& text, bool keeps);
   void end_backward();
@@ -127,6 +134,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   const std::unique_ptr<Model> model_;
   GraphTasks tasks_;
   std::atomic<bool> claimed_{false};  // a backward runs that comes from this model's outputs
+  uint64_t forwards_ = 0;             // that have begun, outside of backwards
   bool outputs_hooked_ = false;       // on_output will tell of a backward through the last forward
   bool hooks_removed_ = false;
 };

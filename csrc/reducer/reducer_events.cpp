@@ -50,6 +50,7 @@ void Reducer::on_output(Forward* forward) {
     if (forward == nullptr) {
       if (!accumulates_into(model_->parameters)) return;
       model_->outcome.not_averaged = "the last backward was this rank's own (no_sync)";
+      ++model_->backwards;
       return model_->pool_gradients();
     }
     if (!whole_graph_runs()) return;
@@ -73,7 +74,7 @@ void Reducer::on_output(Forward* forward) {
 
 void Reducer::watch_this_backward() {
   if (!tasks_.watch()) return;
-  queue_backward_end(shared_from_this(), model_->record.statistics.backwards + (phase_ == Phase::Armed));
+  queue_backward_end(shared_from_this(), model_->record.statistics.backwards + (phase_ == Phase::Armed), forwards_);
   // Where on_output watches the outermost one, that is known already.
   if (!outputs_hooked_) tell_of_outer_task(weak_from_this(), TaskRole::Ours);
 }
@@ -171,13 +172,14 @@ void Reducer::on_backward_failed(const std::string& text) noexcept {
   }
 }
 
-void Reducer::on_task_failed(uint64_t backward) noexcept {
+void Reducer::on_task_failed(uint64_t backward, uint64_t forwards) noexcept {
   try {
     std::lock_guard lock(mutex_);
     tasks_.ended();
-    if (phase_ == Phase::Armed || phase_ == Phase::Syncing) give_up("backward aborted");
+    const bool is_later = forwards != forwards_;  // a task may be kept beyond its backward
+    if (!is_later && (phase_ == Phase::Armed || phase_ == Phase::Syncing)) give_up("backward aborted");
     if (model_->outcome.has_ended_well(backward)) {
-      give_up(dropped_text(model_->parameters), Where::BehindAverages);
+      give_up(dropped_text(model_->parameters), Where::BehindAverages, /*keeps=*/is_later);
     }
   } catch (...) {
     // In a destructor, on the way of the error that ended this backward.

@@ -6,16 +6,17 @@ import hashlib
 import random
 import sys
 import zlib
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from syncengine._C import TreeSums, cut_tree
+from syncengine._C import Communicator, cut_tree
 from syncengine.errors import InvalidUsage
-from syncengine.parallel.replication import check_same_on_all_ranks
+from syncengine.parallel.open_step import Step, drop_open_step, refuse
+from syncengine.parallel.replication import check_same_on_all_ranks, gather_texts
 from syncengine.parallel.tools import ForTools
 
 _SAME = "Make micro_batches() from the same loader, with the same arguments and torch.set_num_threads(), on every rank."
@@ -40,8 +41,10 @@ class MicroBatches:
     from torch's default generator, which is seeded by epoch. Before each micro-batch, and before its samples are
     fetched, the generators of torch, Python and NumPy are seeded by ``seed``, step and i.
 
-    A step that is left before its end, by ``break`` or an exception, has not happened: the next iteration is that step
-    again. ``state_dict()`` is the same on all ranks, and goes on at any number of them.
+    A step that is left before its end, by ``break``, an exception, ``zip()`` or ``islice()``, stays open, and
+    ``optimizer.step()`` raises ``InvalidUsage`` on all ranks. It has not happened: the next iteration is that step
+    again. ``drop()`` leaves it without another one. ``state_dict()`` is the same on all ranks, and goes on at any
+    number of them.
 
     Raises ``InvalidUsage`` for what can't be the same at any number of ranks, and ``Mismatch`` where ranks differ.
     """
@@ -50,26 +53,17 @@ class MicroBatches:
         if not isinstance(model, ForTools):
             raise InvalidUsage(f"micro_batches() takes a syncengine.Parallel, not a {type(model).__name__}: wrap it")
         self._model, self._loader, self._total, self._seed = model, loader, total, seed
-        self.step = 0  # the next one
-        communicator = model.communicator
-        if total < communicator.size:
-            raise InvalidUsage(
-                f"total={total} micro-batches are too few for {communicator.size} ranks: each needs one. Give more of "
-                "them, of fewer samples, or use fewer ranks"
-            )
-        _check_loader(loader)
         self._norms = [(name, m) for name, m in model.module.named_modules() if isinstance(m, _NormBase)]
-        self._check_model()
-        self._order_of = (-1, [[0]])  # an epoch and its batches, as indices
-        batches = self._order(0)
-        self._order_of = (-1, batches)
-        if batches != self._order(0):
-            raise InvalidUsage(
-                f"the sampler {type(loader.sampler).__name__} gives another order each time, though torch's generator "
-                "has the same seed: let it draw from torch's default generator and keep no state of its own"
-            )
-        if len(batches) < total:
-            raise InvalidUsage(f"the loader has {len(batches)} batches, fewer than the total={total} of one step")
+        communicator = model.communicator
+        objection = ""
+        try:
+            batches = self._look_at_loader()
+            objection = self._objection()
+        except InvalidUsage as error:
+            objection = str(error)
+        for rank, text in zip(communicator.global_ranks, gather_texts(communicator, objection), strict=True):
+            if objection or text:
+                raise InvalidUsage(objection or f"rank {rank}: {text}")
         self._facts = {
             "total": total,
             "seed": seed,
@@ -81,16 +75,24 @@ class MicroBatches:
         lines = [*(f"{name}={value}" for name, value in self._facts.items()), f"order of samples {digest}"]
         self._order_text = " ".join(lines)
         check_same_on_all_ranks(communicator, "the micro-batches differ", lines, _SAME)
-        begins, _ = cut_tree(total, communicator.size)
-        self._own = range(begins[communicator.rank], begins[communicator.rank + 1])
-        _, self._merges = cut_tree(len(self._own), len(self._own))  # after each
+        self._dealt_to: Communicator | None = None
         self._fetched: Iterator[Any] = iter(())
         self._fetches = -1  # the step that comes next from there
-        self._running: Generator[tuple[int, Any], None, None] | None = None
+        self.step = 0
 
     def __len__(self) -> int:
         """Steps in an epoch."""
         return int(self._facts["batches"]) // self._total
+
+    @property
+    def step(self) -> int:
+        """The number of the next one. Setting it seeds all generators as the end of the step before does."""
+        return self._number
+
+    @step.setter
+    def step(self, number: int) -> None:
+        self._number = number
+        _seed(self._seed, number - 1, self._total)
 
     def state_dict(self) -> dict[str, int]:
         """The number of the next step, and what has to be the same where it goes on."""
@@ -107,116 +109,101 @@ class MicroBatches:
         self.step = state["step"]
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
-        """One step."""
-        if self._running is not None:  # was left by an exception, which may still hold it
-            self._running.close()
-        self._running = self._run()
-        return self._running
+        """One step, which begins where its first micro-batch is asked for."""
+        return _Iteration(self)
 
-    def _run(self) -> Generator[tuple[int, Any], None, None]:
-        self._check_model()
-        model, reducer, last = self._model, self._model.reducer, self._own[-1]
-        if not model.require_backward_grad_sync:
-            raise InvalidUsage("the steps of micro_batches() are not to be under no_sync(), which it enters itself")
-        trained = self._trained()
-        if any(p.grad is not None for p in trained):
-            raise InvalidUsage(
+    def drop(self) -> None:
+        """Drops a step of the model that was left before its end; it has not happened. Does not communicate."""
+        if Step.now is not None and Step.now.model is self._model:
+            Step.now.drop()
+
+    def _begin(self) -> Step:
+        """The step; another one that was left is dropped."""
+        model = self._model
+        drop_open_step()
+        objection = self._objection()
+        if not objection and any(p.requires_grad and p.grad is not None for p in model._module_parameters):
+            objection = (
                 "a step of micro_batches() begins with gradients that are there already: call optimizer.zero_grad() "
                 "after each step, with set_to_none=True, which is the default"
             )
         left = model._left_steps.pop(self._order_text, 0)
-        if self.step < left:
-            raise InvalidUsage(
+        if not objection and self.step < left:
+            objection = (
                 f"micro_batches() begins with step {self.step}, but was at step {left} when elastic() called the "
                 "function again: the same samples would come once more. Set batches.step = elastic.step behind "
                 "micro_batches()"
             )
+        if objection:
+            refuse(model.communicator, objection)
         model._begun_steps[self._order_text] = self.step
+        if self._dealt_to is not model.communicator:  # it has other ranks now
+            self._dealt_to, self._fetches = model.communicator, -1
+            begins, _ = cut_tree(self._total, model.communicator.size)
+            self._own = range(begins[model.communicator.rank], begins[model.communicator.rank + 1])
+            _, self._merges = cut_tree(len(self._own), len(self._own))  # after each
         if self._fetches != self.step:
-            self._fetched = iter(self._fetcher(self.step))
+            self._stop_fetching()
+            self._fetched = iter(self._fetcher())
         self._fetches = -1
-        if reducer.reduces:  # ranks may have unlike numbers of forwards, but the step has one beginning
-            model._buffer_sync.begin_step()
-        sums, averaged = TreeSums(model._module_parameters), False
-        try:
-            for i, merges in zip(self._own, self._merges, strict=True):
-                batch = next(self._fetched)
-                versions = [p._version for p in trained]
-                _seed(self._seed, self.step, i)
-                if reducer.reduces and i == last:
-                    reducer.complete_step(sums, self._total, self.step)
-                    yield i, batch
-                    brought = reducer.end_step()
-                else:
-                    with model.no_sync():
-                        yield i, batch
-                    brought = sums.take(merges)
-                if versions != [p._version for p in trained]:
-                    raise InvalidUsage(f"the parameters have changed within micro-batch {i}: step after the whole loop")
-                if [*map(id, trained)] != [*map(id, self._trained())]:
-                    raise InvalidUsage(f"parameters were frozen or unfrozen in micro-batch {i}: do so between steps")
-                if not brought:
-                    raise InvalidUsage(
-                        f"micro-batch {i} has brought no gradient: call backward() once in each, and not under "
-                        "no_sync(), which micro_batches() enters itself; and zero_grad() after the step"
-                    )
-            if not reducer.reduces:
-                sums.deliver(self._total)
-            averaged = True
-        finally:
-            if not averaged:
-                reducer.end_step()
-                for parameter in trained:
-                    parameter.grad = None
-        self._fetches = self.step = self.step + 1
-        _seed(self._seed, self.step - 1, self._total)  # for what comes after the step, the same on all ranks
+        return Step(model, self._total, self.step, self._stop_fetching)
 
-    def _trained(self) -> list[torch.nn.Parameter]:
-        return [p for p in self._model._module_parameters if p.requires_grad]
+    def _end(self, step: Step) -> None:
+        step.end()
+        _seed(self._seed, self.step, self._total)  # for what comes after the step, the same on all ranks
+        self._number = self._fetches = step.number + 1  # and no signal's handler runs until it is closed
+        Step.now = None
 
-    def _check_model(self) -> None:
+    def _stop_fetching(self) -> None:
+        """Also where somebody holds an error out of the loader, and so its iterator."""
+        getattr(self._fetched, "_shutdown_workers", lambda: None)()
+        self._fetched, self._fetches = iter(()), -1
+
+    def _objection(self) -> str:
+        """Why there can be no steps, or nothing."""
         model = self._model
+        size = model.communicator.size
+        if self._total < size:
+            return (
+                f"total={self._total} micro-batches are too few for {size} ranks: each needs one. Give more of them, "
+                "of fewer samples, or use fewer ranks"
+            )
         if model.device.type != "cpu":
-            raise InvalidUsage(f"micro_batches() adds gradients on CPUs, but the model is on {model.device}")
+            return f"micro_batches() adds gradients on CPUs, but the model is on {model.device}"
         hooks = model._comm_hooks or getattr(model._switches, "buffer_hook", None)
         if model._join_config.enable or hooks or model._uneven.weight is not None:
-            raise InvalidUsage("micro_batches() works neither in join() nor with a communication hook or weight()")
+            return "micro_batches() works neither in join() nor with a communication hook or weight()"
+        if not model.require_backward_grad_sync:
+            return "the steps of micro_batches() are not to be under no_sync(), which it stands for"
+        if model._optimizers.any(model._module_parameters):
+            return "micro_batches() has averages at the end of a step alone: step there, by no optimizer in backward"
         if not (torch.tensor(2.0**-149, device="cpu") * 1.0).item():
-            raise InvalidUsage("micro_batches() needs subnormal numbers: leave out torch.set_flush_denormal(True)")
+            return "micro_batches() needs subnormal numbers: leave out torch.set_flush_denormal(True)"
         if model.communicator.numerics == "ring":
-            raise InvalidUsage("micro_batches() has its own order of sums: call init() without numerics='ring'")
+            return "micro_batches() has its own order of sums: call init() without numerics='ring'"
         for name, module in self._norms:
             if module.training and (module.track_running_stats or isinstance(module, torch.nn.SyncBatchNorm)):
-                raise InvalidUsage(
+                return (
                     f"module {name} is a {type(module).__name__}, whose statistics depend on which micro-batches a "
                     "rank computes, and in which order: use GroupNorm or LayerNorm, or freeze its statistics "
                     "with eval(), in each step anew if need be"
                 )
+        return ""
 
-    def _order(self, epoch: int) -> list[list[int]]:
-        """The indices of the micro-batches of ``epoch``, of all ranks."""
-        if self._order_of[0] != epoch:
-            _seed(self._seed, "epoch", epoch)
-            batches = [list(indices) for indices in self._loader.batch_sampler or ()]
-            sizes = {len(indices) for indices in batches}
-            if len(sizes) > 1:
-                raise InvalidUsage(
-                    f"micro-batches have different sizes, {min(sizes)} to {max(sizes)} samples, so their mean would "
-                    "not be that of the samples: give the loader drop_last=True"
-                )
-            self._order_of = (epoch, batches)
-        return self._order_of[1]
+    def _look_at_loader(self) -> list[list[int]]:
+        """The batches of its first epoch, as indices."""
+        _check_loader(self._loader)
+        batches = _order(self._loader, self._seed, 0)
+        if batches != _order(self._loader, self._seed, 0):
+            raise InvalidUsage(
+                f"the sampler {type(self._loader.sampler).__name__} gives another order each time, though torch's "
+                "generator has the same seed: let it draw from torch's default generator and keep no state of its own"
+            )
+        if len(batches) < self._total:
+            raise InvalidUsage(f"the loader has {len(batches)} batches, fewer than the total={self._total} of one step")
+        return batches
 
-    def _places(self, step: int) -> Iterator[list[Any]]:
-        """From ``step`` on, what each of this rank's micro-batches consists of, behind what seeds its samples."""
-        while True:
-            epoch, within = divmod(step, len(self))
-            order = self._order(epoch)
-            for i in self._own:
-                yield [(self._seed, step, i, "samples"), *order[within * self._total + i]]
-            step += 1
-
-    def _fetcher(self, step: int) -> DataLoader[Any]:
+    def _fetcher(self) -> DataLoader[Any]:
         loader = self._loader
         dataset: Any = _SeededDataset(loader.dataset)
         kept = (
@@ -228,10 +215,87 @@ class MicroBatches:
             "prefetch_factor",
         )
         options: dict[str, Any] = {name: getattr(loader, name) for name in (*kept, "timeout")}
-        return DataLoader(dataset, batch_sampler=self._places(step), **options)
+        places: Any = _Places(self)
+        return DataLoader(dataset, batch_sampler=places, **options)
 
 
 micro_batches = MicroBatches
+
+
+class _Iteration:
+    """One step's micro-batches of this rank, for whoever asks; the step is the model's."""
+
+    def __init__(self, batches: MicroBatches) -> None:
+        self._batches = batches
+        self._step: Step | None = None
+        self._begun = 0  # micro-batches
+        self._is_over = False
+
+    def __iter__(self) -> _Iteration:
+        """Itself."""
+        return self
+
+    def __next__(self) -> tuple[int, Any]:
+        """Another micro-batch; behind the last one the step ends."""
+        batches, step, at = self._batches, self._step, self._begun
+        if self._is_over:
+            raise StopIteration
+        if step is None:
+            step = self._step = batches._begin()
+        elif Step.now is not step:
+            step.refuse(
+                "this step of micro_batches() was dropped when it was left: go on with one that was begun later"
+            )
+        else:
+            step.finish(batches._merges[at - 1])
+        if at == len(batches._own):
+            batches._end(step)
+            self._is_over = True
+            raise StopIteration
+        i = batches._own[at]
+        step.begin(i, is_last=i == batches._own[-1])
+        self._begun += 1
+        batch = next(batches._fetched)
+        _seed(batches._seed, step.number, i)
+        return i, batch
+
+
+class _Places:
+    """Of each of this rank's micro-batches from a step on: what seeds its samples, and their indices."""
+
+    def __init__(self, batches: MicroBatches) -> None:
+        self._loader, self._seed, self._total = batches._loader, batches._seed, batches._total
+        self._own, self._steps, self._step = batches._own, len(batches), batches.step
+        self._at = 0
+        self._epoch, self._order = -1, [[0]]
+
+    def __iter__(self) -> _Places:
+        """Itself."""
+        return self
+
+    def __next__(self) -> list[Any]:
+        """Those of the next one."""
+        if self._at == len(self._own):
+            self._step, self._at = self._step + 1, 0
+        epoch, within = divmod(self._step, self._steps)
+        if self._epoch != epoch:
+            self._epoch, self._order = epoch, _order(self._loader, self._seed, epoch)
+        i = self._own[self._at]
+        self._at += 1
+        return [(self._seed, self._step, i, "samples"), *self._order[within * self._total + i]]
+
+
+def _order(loader: DataLoader[Any], seed: int, epoch: int) -> list[list[int]]:
+    """The indices of the micro-batches of ``epoch``, of all ranks."""
+    _seed(seed, "epoch", epoch)
+    batches = [list(indices) for indices in loader.batch_sampler or ()]
+    sizes = {len(indices) for indices in batches}
+    if len(sizes) > 1:
+        raise InvalidUsage(
+            f"micro-batches have different sizes, {min(sizes)} to {max(sizes)} samples, so their mean would not be "
+            "that of the samples: give the loader drop_last=True"
+        )
+    return batches
 
 
 class _SeededDataset:
@@ -258,6 +322,11 @@ def _seed(*key: Any) -> None:
 
 
 def _check_loader(loader: DataLoader[Any]) -> None:
+    if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
+        raise InvalidUsage(
+            f"the loader's {type(loader.dataset).__name__} is an IterableDataset, whose samples have no numbers by "
+            "which they could be dealt to any number of ranks: give a dataset with __len__() and __getitem__()"
+        )
     if not isinstance(loader, DataLoader) or loader.batch_sampler is None or not hasattr(loader.dataset, "__getitem__"):
         raise InvalidUsage("micro_batches() takes a torch DataLoader over a dataset with indices, which makes batches")
     sampler = loader.sampler

@@ -46,9 +46,15 @@ class Switches:
 
     forward_sync_buffers: bool
     require_backward_grad_sync: bool = True  # the next forward's backward averages
+    accumulates: bool = False  # in a micro-batch of micro_batches() that does not complete its step
     require_forward_param_sync: bool = True  # so did that of the last forward: the next one synchronizes buffers
     sink_clone: bool = True  # outputs that go through the sink are copied
     buffer_hook: _BufferCommHook = field(init=False)  # once there is one
+
+    @property
+    def synchronizes(self) -> bool:
+        """Whether the next forward's backward averages, neither in no_sync() nor in such a micro-batch."""
+        return self.require_backward_grad_sync and not self.accumulates
 
 
 def looks_for_unused(options: ReducerOptions) -> bool:

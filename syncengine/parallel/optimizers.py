@@ -64,6 +64,12 @@ class BackwardOptimizers:
                 self._step_after_reduction(parameter, _step_and_drop)
         self._taken_before = BackwardOptimizers._taken
 
+    def any(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
+        """Whether there are some."""
+        if APPLIED_IN_BACKWARD in sys.modules:
+            self.adopt(parameters)
+        return bool(self._steps)
+
     def _step_after_reduction(self, parameter: torch.nn.Parameter, step: Callable[[torch.nn.Parameter], Any]) -> None:
         """Calls ``step(parameter)`` whenever its gradient is averaged; not in a backward under ``no_sync``."""
         # A parameter holds its hooks; were the optimizer, which holds parameters, among what they hold, nothing would

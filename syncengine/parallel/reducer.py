@@ -35,7 +35,11 @@ class NoReducer:
 
     def has_averaged(self) -> bool:
         """Each gradient is the average, unless there is none to be."""
-        return self._switches.require_backward_grad_sync
+        return self._switches.synchronizes
+
+    def backwards(self) -> int:
+        """None is seen."""
+        return 0
 
     def wanted(self) -> list[int]:
         """No plan covers any."""
@@ -51,7 +55,7 @@ class NoReducer:
     def _nothing(self, *_: Any) -> None:
         pass
 
-    end_step = set_static_graph = _delay_all_reduce = _nothing
+    drop_step = set_static_graph = _delay_all_reduce = _nothing
     _check_reducer_finalized = _remove_autograd_hooks = _nothing
 
 

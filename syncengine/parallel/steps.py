@@ -90,7 +90,7 @@ class Steps:
         if _undecided.hook is not None:
             _undecided.decide(self.model.module)
         is_recorded = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-        synchronize = is_recorded and switches.require_backward_grad_sync
+        synchronize = is_recorded and switches.synchronizes
         sync_buffers = self.buffers.due()
         try:
             if synchronize:

@@ -33,6 +33,7 @@ from syncengine.parallel.logging import Logger
 from syncengine.parallel.mixed_precision import MixedPrecision
 from syncengine.parallel.model import Model, Switches, named_parameters, not_ignored
 from syncengine.parallel.newcomers import Newcomers
+from syncengine.parallel.open_step import Step, drop_open_step
 from syncengine.parallel.optimizers import APPLIED_IN_BACKWARD, BackwardOptimizers
 from syncengine.parallel.planning import Planning
 from syncengine.parallel.reducer import ModelReducer, NoReducer
@@ -155,6 +156,7 @@ class Parallel(ForTools):
         self.logger = Logger(self)
         self._delay_all_reduce_params = []
         self._begun_steps, self._left_steps = {}, {}
+        drop_open_step()  # of a model that this may take the place of
         self._compose()
         if init_sync and self.communicator.size > 1:
             self._replicate(sync_initial_buffers)
@@ -173,6 +175,8 @@ class Parallel(ForTools):
 
     def _compose(self, hooks: Sequence[tuple[Any, Any]] = (), number: int | None = None) -> None:
         """Makes the parts for the present group of ranks, with these communication hooks. ``number``: see Planning."""
+        if Step.now is not None and Step.now.model is self:
+            Step.now.drop()
         register(self)
         if not hooks and self._mixed_precision is not None and self._mixed_precision.compress is not None:
             hooks = [(self._mixed_precision.compress, None)]
@@ -251,7 +255,8 @@ class Parallel(ForTools):
         kept = {name: value for name, value in state.items() if name not in _PARTS}
         made_anew = {"_number": self._planning.number, "_of_torchs_default": of_torchs_default}
         switches = copy.copy(self._switches)
-        switches.require_backward_grad_sync = True  # no_sync() would end for the original alone
+        # no_sync(), and a micro-batch, would end for the original alone.
+        switches.require_backward_grad_sync, switches.accumulates = True, False
         return {**kept, "_switches": switches, **made_anew}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -277,6 +282,8 @@ class Parallel(ForTools):
     def _forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if APPLIED_IN_BACKWARD in sys.modules:
             self._optimizers.adopt(self._model.parameters)
+        if Step.now is not None:
+            Step.now.before_forward(self)
         for watcher in forward_watchers:
             watcher(self)
         if self.device_ids and (inputs or kwargs):

@@ -220,7 +220,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         if sharing.is_over():
             check_not_torn(model.module.parameters())
             return  # the model says so
-        synchronizes = torch.is_grad_enabled() and model.require_backward_grad_sync
+        synchronizes = torch.is_grad_enabled() and model._switches.synchronizes
         if synchronizes and not torch.is_inference_mode_enabled() and model not in sharing.known:
             self._bind(model)
         if problem := sharing.written():

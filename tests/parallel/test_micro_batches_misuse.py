@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
 import syncengine
+from syncengine.parallel.micro_batches import _Places
 
 MISUSES: dict[str, tuple[str, Callable[[], Any]]] = {}
 
@@ -27,7 +29,7 @@ def misuse(text: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
 
 def batches_of(net: nn.Module | None = None, given: DataLoader | None = None, total: int = 4) -> Any:
     model = syncengine.Parallel(net or make("language"))
-    return model, syncengine.micro_batches(model, given or loader(), total=total)
+    return model, syncengine.micro_batches(model, loader() if given is None else given, total=total)
 
 
 @misuse("total=1 micro-batches are too few for 2 ranks")
@@ -118,7 +120,7 @@ def all_under_no_sync() -> None:
             model(*batch).backward()
 
 
-@misuse("has brought no gradient.*not under no_sync")
+@misuse("are not to be under no_sync")
 def accumulated_under_no_sync() -> None:
     """As plain scripts and Accelerate accumulate."""
     model, batches = batches_of()
@@ -127,12 +129,42 @@ def accumulated_under_no_sync() -> None:
             model(*batch).backward()
 
 
-@misuse("a second synchronized backward of Parallel.Language. in one micro-batch")
+@misuse("an earlier backward has already synchronized")
 def two_backwards() -> None:
+    model, batches = batches_of()
+    for _, batch in batches:
+        losses = [model(*batch) for _ in range(2)]
+        losses[0].backward()
+        losses[1].backward()
+
+
+@misuse("a forward of Parallel.Language. behind the backward of micro-batch [02].*under torch.no_grad")
+def a_forward_behind_the_backward() -> None:
     model, batches = batches_of()
     for _, batch in batches:
         for _ in range(2):
             model(*batch).backward()
+
+
+@misuse("Iterable is an IterableDataset, whose samples have no numbers")
+def iterable() -> None:
+    class Iterable(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(Augmented())
+
+    batches_of(given=DataLoader(Iterable(), batch_size=3))
+
+
+@misuse("the loader has 50 batches, fewer than the total=60")
+def too_few_on_one_rank() -> None:
+    batches_of(total=60 if syncengine.rank() else 4)
+
+
+@misuse("by no optimizer in backward")
+def optimizer_in_backward() -> None:
+    model = syncengine.Parallel(make("language"))
+    model._register_fused_optim(torch.optim.SGD, lr=0.1)
+    syncengine.micro_batches(model, loader(), total=4)
 
 
 @misuse("in step 0 of micro_batches.*in step 1 of micro_batches")
@@ -199,9 +231,11 @@ def test_bad_use_is_an_error(pool: RankPool, name: str):
 def weighted_order() -> list[int]:
     sampler = WeightedRandomSampler([1.0 + i % 3 for i in range(150)], 150)
     _, batches = batches_of(given=DataLoader(Augmented(), batch_size=3, sampler=sampler))
-    batches._fetched, orders = iter(()), []
+    orders = []
+    next(iter(batches))
     for step in (0, 13):
-        orders += [list(place[1:]) for place, _ in zip(batches._places(step), range(2), strict=False)]
+        batches.step = step
+        orders += [list(place[1:]) for place in itertools.islice(_Places(batches), 2)]
     return orders
 
 

@@ -8,6 +8,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -155,6 +156,8 @@ struct Model {
   std::shared_ptr<Backward> backward;  // that comes next, or runs
   // As long as this rank's last micro-batch of it.
   std::optional<TreeStep> step;
+  // How many have begun through outputs of this model, averaged or this rank's own.
+  uint64_t backwards = 0;
 
   // These two, made if there is none.
   Forward& coming_forward();

@@ -77,6 +77,7 @@ void Gradient::collect(const std::string& name, Statistics& statistics) {
   } else if (sparse_) {
     source_ = Source::Own;
     memory_ = grad;
+    version_ = grad._version();
   } else if (!follows_layout(grad, parameter_)) {
     copy_out(Source::Copy, CopyReason::Layout, grad, statistics);
   } else if (grad.requires_grad()) {
@@ -89,6 +90,7 @@ void Gradient::collect(const std::string& name, Statistics& statistics) {
     // itself has just written: no tensor of this backward lies in it.
     source_ = Source::Own;
     memory_ = grad;
+    version_ = grad._version();
   }
 }
 
@@ -108,6 +110,7 @@ void Gradient::weigh(double weight) {
   } else {
     memory_.mul_(weight);
   }
+  version_ = memory_._version();
 }
 
 void Gradient::copy_out(Source source, CopyReason reason, const at::Tensor& grad, Statistics& statistics) {
@@ -157,6 +160,12 @@ bool Gradient::is_kept() const {
 
 void Gradient::discard() {
   if (source_ != Source::Absent) parameter_.mutable_grad().reset();
+  forget();
+}
+
+void Gradient::abandon() {
+  at::Tensor& grad = parameter_.mutable_grad();
+  if (source_ == Source::Own && grad.is_same(memory_) && grad._version() == version_) grad.reset();
   forget();
 }
 

@@ -12,6 +12,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <string>
 
 #include "reducer/gradients/statistics.h"
@@ -49,7 +50,10 @@ class Gradient {
   // Multiplies what was collected; nothing is left of it at zero, not even a NaN.
   void weigh(double weight);
   // Adds what this rank has of the step's micro-batches before the last.
-  void complete(const TreeSums& sums, size_t index) { memory_ = sums.complete(index, std::move(memory_)); }
+  void complete(const TreeSums& sums, size_t index) {
+    memory_ = sums.complete(index, std::move(memory_));
+    version_ = memory_._version();
+  }
   // The average is in data(): puts it into .grad, and returns true. `used` is false if no rank had a gradient: then
   // .grad stays as it is, as that of a rank that has no batch does.
   bool deliver(bool used);
@@ -57,6 +61,8 @@ class Gradient {
   void discard();
   // The same of what was collected; .grad stays as it is.
   void forget();
+  // The same, but .grad becomes None where it still is what was collected, and lies where peers reduce it.
+  void abandon();
 
   // Remembers .grad's memory; is_kept: .grad still lies in it.
   void keep();
@@ -83,6 +89,7 @@ class Gradient {
   c10::weak_intrusive_ptr<c10::StorageImpl> kept_{c10::intrusive_ptr<c10::StorageImpl>()};
   bool shared_ = false;     // noted: something else looks at .grad's memory
   bool took_over_ = false;  // noted: that is the memory of what came
+  uint32_t version_ = 0;    // of memory_, by what this has written there
 };
 
 }  // namespace syncengine

@@ -63,9 +63,9 @@ const torch::autograd::Node* hook_output(const std::weak_ptr<Reducer>& reducer, 
 // The graph task on this thread uses `grant` until it ends; if it ends well, the grant learns from it.
 void use_in_this_task(const std::shared_ptr<gradient_memory::Grant>& grant);
 
-// Queues Reducer::on_backward_end in the graph task that runs on this thread; on_task_failed is called instead
-// if the task ends without it, with the number of the backward that it took part in.
-void queue_backward_end(std::shared_ptr<Reducer> reducer, uint64_t backward);
+// Queues Reducer::on_backward_end in the graph task that runs on this thread; on_task_failed is called instead, with
+// the numbers, if the task ends without it.
+void queue_backward_end(std::shared_ptr<Reducer> reducer, uint64_t backward, uint64_t forwards);
 
 // What gradients of a graph task are: of the synchronized backward, or not averaged since they seem to be none of this
 // model's forward.

@@ -1,0 +1,144 @@
+"""The step of ``micro_batches()`` that is open: from its first micro-batch to its end, or until it is dropped.
+
+There is one at most in a process, since it seeds the process' random numbers. It is held here, whoever still iterates,
+and changes by calls alone: what Python's collector takes, and when, has no part in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, ClassVar, NoReturn
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from syncengine._C import Communicator, TreeSums
+from syncengine.errors import InvalidUsage
+from syncengine.parallel.replication import fail_all, own_name
+
+_LEFT = (
+    "If the step was left before its end, by an error, break, zip() or islice(): iterate to the end, or begin it again "
+    "by another loop over micro_batches(), or drop it by drop()"
+)
+
+
+def refuse(communicator: Communicator, text: str) -> NoReturn:
+    """Raises ``InvalidUsage`` on all ranks; where the communicator has failed before, what it has failed by."""
+    if (failure := communicator.exception()) is not None:
+        raise failure
+    error = InvalidUsage(text)
+    if communicator.size > 1:
+        fail_all(communicator, error, f"{own_name(communicator)}: {text}")
+    raise error
+
+
+class Step:
+    """That of one ``Parallel``. Not thread-safe: for the thread that iterates."""
+
+    now: ClassVar[Step | None] = None  # the one that is open
+
+    def __init__(self, model: Any, total: int, number: int, on_drop: Callable[[], None]) -> None:
+        """Opens it; none is open. Collective."""
+        _follow_optimizers()
+        self.model, self.number, self._total = model, number, total
+        self._communicator, self._reducer = model.communicator, model.reducer
+        self._trained = self._find_trained()
+        self._sums = TreeSums(model._module_parameters)
+        self._micro_batch, self._completes, self._on_drop = 0, False, on_drop
+        self._versions: list[int] = []  # of what is trained, at the beginning of the micro-batch
+        self._backwards = 0
+        self._reducer.drop_step()  # of a forward before whose backward has not come
+        if self._reducer.reduces:  # ranks may have unlike numbers of forwards, but the step has one beginning
+            model._buffer_sync.begin_step()
+        Step.now = self
+
+    def begin(self, micro_batch: int, is_last: bool) -> None:
+        """A micro-batch; the last of this rank brings what the others are waiting for, too."""
+        self._micro_batch = micro_batch
+        self._completes = is_last and self._reducer.reduces
+        self._versions = [p._version for p in self._trained]
+        self._backwards = self._reducer.backwards()
+        self.model._switches.accumulates = not self._completes
+        if self._completes:
+            self._reducer.complete_step(self._sums, self._total, self.number)
+
+    def finish(self, merges: int) -> None:
+        """The micro-batch; ``merges``: of sums of micro-batches, behind it."""
+        brought = self._reducer.end_step() if self._completes else self._sums.take(merges)
+        which = f"micro-batch {self._micro_batch}"
+        if self._versions != [p._version for p in self._trained]:
+            self.refuse(f"the parameters have changed within {which}: step after the whole loop")
+        if [*map(id, self._trained)] != [*map(id, self._find_trained())]:
+            self.refuse(f"parameters were frozen or unfrozen in {which}: do so between steps")
+        if not brought:
+            self.refuse(
+                f"{which} has brought no gradient: call backward() once in each, before the next one is asked for, and "
+                "zero_grad() after the step"
+            )
+
+    def end(self) -> None:
+        """All micro-batches are finished: averages are in ``.grad``."""
+        if not self._reducer.reduces:
+            self._sums.deliver(self._total)
+        self.model._switches.accumulates = False
+
+    def drop(self) -> None:
+        """It has not happened. Local."""
+        Step.now = None
+        self._reducer.drop_step()
+        switches = self.model._switches
+        switches.accumulates, switches.require_forward_param_sync = False, True
+        for parameter in self._trained:
+            parameter.grad = None
+        self._on_drop()
+
+    def refuse(self, text: str) -> NoReturn:
+        """As ``refuse``, on the ranks of the model."""
+        refuse(self._communicator, text)
+
+    def before_forward(self, model: Any) -> None:
+        """Of ``model``, which may be another one. A forward without gradients is no matter."""
+        recomputes = torch._C._current_graph_task_id() >= 0
+        if recomputes or not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            return
+        if model is not self.model:
+            if any(p.requires_grad for p in model._module_parameters):
+                self.refuse(
+                    f"a forward of {model._model} within a step of micro_batches() of {self.model._model}: it trains "
+                    "one model at a time. Put both into one module and wrap that, or train the other one between "
+                    f"steps. {_LEFT}"
+                )
+            return
+        if not model.require_backward_grad_sync:
+            self.refuse("the micro-batches of micro_batches() are not to be under no_sync(), which it stands for")
+        if self._backwards != self._reducer.backwards() or any(p.grad is not None for p in self._trained):
+            self.refuse(
+                f"a forward of {model._model} behind the backward of micro-batch {self._micro_batch}: call backward() "
+                f"once in each, of the sum of losses, and what only looks under torch.no_grad(). {_LEFT}"
+            )
+
+    def _find_trained(self) -> list[torch.nn.Parameter]:
+        return [p for p in self.model._module_parameters if p.requires_grad]
+
+
+def drop_open_step() -> None:
+    """Drops the step that is open, if there is one, as one that was left: it has not happened."""
+    if Step.now is not None:
+        Step.now.drop()
+
+
+@cache
+def _follow_optimizers() -> None:
+    register_optimizer_step_pre_hook(_check_no_step)
+    register_optimizer_step_post_hook(_check_no_step)  # a closure may have left one
+
+
+def _check_no_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if (step := Step.now) is None:
+        return
+    own = {id(parameter) for parameter in step.model._module_parameters}
+    if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+        step.refuse(
+            f"{type(optimizer).__name__}.step() within a step of micro_batches(): step after the whole loop. {_LEFT}"
+        )
