@@ -10,11 +10,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn import SyncBatchNorm
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from syncengine._C import Communicator, cut_tree
 from syncengine.errors import InvalidUsage
+from syncengine.parallel.kept_buffers import KeptBuffers
 from syncengine.parallel.open_step import Step, drop_open_step, refuse
 from syncengine.parallel.replication import check_same_on_all_ranks, gather_texts
 from syncengine.parallel.tools import ForTools
@@ -53,7 +54,7 @@ class MicroBatches:
         if not isinstance(model, ForTools):
             raise InvalidUsage(f"micro_batches() takes a syncengine.Parallel, not a {type(model).__name__}: wrap it")
         self._model, self._loader, self._total, self._seed = model, loader, total, seed
-        self._norms = [(name, m) for name, m in model.module.named_modules() if isinstance(m, _NormBase)]
+        self._norms = [(name, m) for name, m in model.module.named_modules() if isinstance(m, SyncBatchNorm)]
         communicator = model.communicator
         objection = ""
         try:
@@ -76,6 +77,7 @@ class MicroBatches:
         self._order_text = " ".join(lines)
         check_same_on_all_ranks(communicator, "the micro-batches differ", lines, _SAME)
         self._dealt_to: Communicator | None = None
+        self._buffers: KeptBuffers | None = None  # of the last step
         self._fetched: Iterator[Any] = iter(())
         self._fetches = -1  # the step that comes next from there
         self.step = 0
@@ -146,10 +148,11 @@ class MicroBatches:
             self._stop_fetching()
             self._fetched = iter(self._fetcher())
         self._fetches = -1
-        return Step(model, self._total, self.step, self._stop_fetching)
+        return Step(model, self._total, self.step, self._stop_fetching, self._buffers)
 
     def _end(self, step: Step) -> None:
         step.end()
+        self._buffers = step.buffers
         _seed(self._seed, self.step, self._total)  # for what comes after the step, the same on all ranks
         self._number = self._fetches = step.number + 1  # and no signal's handler runs until it is closed
         Step.now = None
@@ -182,11 +185,10 @@ class MicroBatches:
         if model.communicator.numerics == "ring":
             return "micro_batches() has its own order of sums: call init() without numerics='ring'"
         for name, module in self._norms:
-            if module.training and (module.track_running_stats or isinstance(module, torch.nn.SyncBatchNorm)):
+            if module.training:
                 return (
-                    f"module {name} is a {type(module).__name__}, whose statistics depend on which micro-batches a "
-                    "rank computes, and in which order: use GroupNorm or LayerNorm, or freeze its statistics "
-                    "with eval(), in each step anew if need be"
+                    f"module {name} is a SyncBatchNorm, whose statistics are those of several ranks' micro-batches: "
+                    "use BatchNorm, GroupNorm or LayerNorm, or freeze its statistics with eval(), in each step anew"
                 )
         return ""
 

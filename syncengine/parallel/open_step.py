@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from syncengine._C import Communicator, TreeSums
 from syncengine.errors import InvalidUsage
+from syncengine.parallel.kept_buffers import KeptBuffers
 from syncengine.parallel.replication import fail_all, own_name
 
 _LEFT = (
@@ -38,23 +39,28 @@ class Step:
 
     now: ClassVar[Step | None] = None  # the one that is open
 
-    def __init__(self, model: Any, total: int, number: int, on_drop: Callable[[], None]) -> None:
-        """Opens it; none is open. Collective."""
+    def __init__(
+        self, model: Any, total: int, number: int, on_drop: Callable[[], None], before: KeptBuffers | None
+    ) -> None:
+        """Opens it; none is open. ``before``: the buffers of the last one. Collective."""
         _follow_optimizers()
         self.model, self.number, self._total = model, number, total
         self._communicator, self._reducer = model.communicator, model.reducer
         self._trained = self._find_trained()
         self._sums = TreeSums(model._module_parameters)
-        self._micro_batch, self._completes, self._on_drop = 0, False, on_drop
+        self._micro_batch, self._completes, self._on_drop = -1, False, on_drop
         self._versions: list[int] = []  # of what is trained, at the beginning of the micro-batch
         self._backwards = 0
         self._reducer.drop_step()  # of a forward before whose backward has not come
         if self._reducer.reduces:  # ranks may have unlike numbers of forwards, but the step has one beginning
             model._buffer_sync.begin_step()
+        self.buffers = KeptBuffers(model.module, model.parameters_to_ignore, before)
         Step.now = self
 
     def begin(self, micro_batch: int, is_last: bool) -> None:
         """A micro-batch; the last of this rank brings what the others are waiting for, too."""
+        if self._micro_batch >= 0:
+            self.buffers.put_back()
         self._micro_batch = micro_batch
         self._completes = is_last and self._reducer.reduces
         self._versions = [p._version for p in self._trained]
@@ -71,6 +77,12 @@ class Step:
             self.refuse(f"the parameters have changed within {which}: step after the whole loop")
         if [*map(id, self._trained)] != [*map(id, self._find_trained())]:
             self.refuse(f"parameters were frozen or unfrozen in {which}: do so between steps")
+        if written := self.buffers.written():
+            self.refuse(
+                f"buffer {written} was written in {which}, and can't be put back for the next: it has no dense "
+                "elements of its own, or all buffers have over 16 MiB. Write to it between steps, or put another in "
+                "its place"
+            )
         if not brought:
             self.refuse(
                 f"{which} has brought no gradient: call backward() once in each, before the next one is asked for, and "
@@ -81,6 +93,8 @@ class Step:
         """All micro-batches are finished: averages are in ``.grad``."""
         if not self._reducer.reduces:
             self._sums.deliver(self._total)
+        if self._communicator.size > 1:
+            self.buffers.share(self._communicator, self.model._buffer_sync)
         self.model._switches.accumulates = False
 
     def drop(self) -> None:
@@ -91,6 +105,7 @@ class Step:
         switches.accumulates, switches.require_forward_param_sync = False, True
         for parameter in self._trained:
             parameter.grad = None
+        self.buffers.put_back()
         self._on_drop()
 
     def refuse(self, text: str) -> NoReturn:

@@ -63,11 +63,6 @@ def sampler_with_a_state() -> None:
     batches_of(given=DataLoader(Augmented(), batch_size=3, sampler=Turning(range(150))))
 
 
-@misuse("module 0 is a BatchNorm1d.*use GroupNorm")
-def batch_norm() -> None:
-    batches_of(nn.Sequential(nn.BatchNorm1d(8)))
-
-
 @misuse("threads=.*rank 1 has \\[threads=2\\]")
 def threads() -> None:
     torch.set_num_threads(1 + syncengine.rank())
@@ -77,7 +72,7 @@ def threads() -> None:
         torch.set_num_threads(1)
 
 
-@misuse("module 0 is a SyncBatchNorm.*use GroupNorm")
+@misuse("module 0 is a SyncBatchNorm.*use BatchNorm")
 def sync_batch_norm() -> None:
     batches_of(nn.Sequential(nn.SyncBatchNorm(8)))
 
