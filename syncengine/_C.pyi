@@ -57,6 +57,9 @@ def network_interfaces() -> list[tuple[str, str]]:
 def host_key(host_id: str) -> str:
     """Equal on ranks that share a host, and so memory. `host_id`: SYNCENGINE_HOST_ID, or ""."""
 
+def death_notices() -> list[str]:
+    """How ranks of this machine notice each other's deaths, the quickest way first. A sandbox may refuse any."""
+
 def probe_shared_memory(bytes: int) -> None:
     """Makes and maps shared memory as ranks do, and lets go of it. Raises what they would."""
 
@@ -235,6 +238,9 @@ class Communicator:
 
     def dead(self) -> list[int]:
         """Of the members on this host, counted among themselves, those whose processes have died."""
+
+    def ended(self) -> list[int]:
+        """Of the other members, by their ranks in the job, those whose processes are known to have ended."""
 
     def close_devices(self) -> None:
         """Releases its CUDA devices, which would keep it alive: once it has failed."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -15,23 +16,32 @@ import torch.distributed as dist
 from syncengine._C import Communicator, backend_communicators, end_backends, end_packet_transports
 from syncengine.config import DEFAULT_TIMEOUT, Config
 from syncengine.connect import Connection, connect, given_up
-from syncengine.errors import InvalidUsage
+from syncengine.errors import InvalidUsage, PeerLost, SyncError, blamed_rank, name_ranks
 from syncengine.groups import (
     all_group_communicators,
     backend_communicator,
     communicator_of,
+    existing_communicator,
     forget_groups,
 )
 from syncengine.launch import (
     Exchange,
     Launch,
+    arrivals,
     find_launch,
     group_timeout,
     open_exchange,
     tell_failure,
 )
 from syncengine.launch.local import say_connected
-from syncengine.process_end import at_end, tell_peers_of_errors, tell_ranks_to_come
+from syncengine.process_end import (
+    at_end,
+    let_cause_end_first,
+    tell_peers,
+    tell_peers_of_errors,
+    tell_ranks_to_come,
+    what_ends,
+)
 from syncengine.torch_group import destroy_torch_group, ensure_torch_group, users_group
 
 
@@ -354,10 +364,14 @@ def _check_unchanged(current: _Default, given: dict[str, Any]) -> None:
 
 
 def _end() -> None:
+    error, communicators = what_ends(), _made_here()
+    if error is not None:
+        tell_peers(error, communicators)
     shutdown()
     if _is_owner():
         end_backends()  # torch leaves groups that nobody destroyed as they are
         end_packet_transports()  # while there is still an interpreter, and MPI
+    let_cause_end_first(error, [each for each in communicators if error is not None or each not in given_up])
 
 
 _hooks_installed = threading.Lock()  # held for ever from then on
@@ -372,6 +386,36 @@ def install_hooks() -> None:
 
 
 tell_ranks_to_come(lambda: _has_tried)
+
+
+def _raise_if_ended(ranks: Collection[int]) -> None:
+    """The error by which a rank has ended, of these of the job, if a communicator knows of one: they are waited for."""
+    for communicator in _of_this_job():
+        with contextlib.suppress(SyncError):
+            communicator.check_peers()
+        if ended := set(communicator.ended()).intersection(ranks):
+            failure = communicator.exception()
+            if failure is not None and blamed_rank(failure) in ended:
+                raise failure
+            raise PeerLost(f"{name_ranks(ended)} died or exited, and all ranks must come: see its own output")
+
+
+arrivals.knows_ended = _raise_if_ended
+
+
+def _of_this_job() -> list[Communicator]:
+    """Those that number ranks as the meetings of today do, and that nobody has closed. None in a forked child."""
+    current, group = _default, users_group()
+    if not _is_owner():
+        return []
+    groups = [] if group is None else list(dist.distributed_c10d._world.pg_map)
+    found = [existing_communicator(each) for each in groups]
+    if current is not None and (current.group is None or (group is not None and current.group() is group)):
+        whole = current.launch.rank, current.launch.world_size
+        if group is not None and whole != (dist.get_rank(group), dist.get_world_size(group)):
+            return []  # the launcher numbers them in one way, and the user's group in another
+        found.append(current.communicator)
+    return [communicator for communicator in found if communicator is not None]
 
 
 def _made_here() -> list[Communicator]:

@@ -3,6 +3,7 @@
 A text names the rank, parameter, bucket or variable at fault, and what to do about it.
 """
 
+import re
 from collections.abc import Iterable
 
 
@@ -39,6 +40,12 @@ class NotFinite(SyncError, FloatingPointError):
 
 class TornWeights(SyncError):
     """A rank has ended in the middle of an update of weights that all share: continue from a checkpoint."""
+
+
+def blamed_rank(error: BaseException | None) -> int | None:
+    """The rank of the job by whose end or error this one is another rank's, too."""
+    named = re.match(r"rank (\d+)\b", str(error)) if isinstance(error, PeerLost | Aborted) else None
+    return None if named is None else int(named[1])
 
 
 def error_text(error: BaseException, *, named: bool = True) -> str:

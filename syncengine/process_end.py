@@ -6,26 +6,30 @@ import atexit
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
 from multiprocessing.util import Finalize
 from types import TracebackType
 
 from syncengine._C import Communicator
-from syncengine.errors import error_text
+from syncengine.errors import blamed_rank, error_text
 from syncengine.launch import mark_rank_process, tell_failure
 
+_ENDS_WITHIN, _SEEN_WITHIN = 10.0, 2.0  # seconds
+
+_uncaught: BaseException | None = None  # that ends this process
 _given: set[Callable[[], None]] = set()  # to at_end() in this process
 os.register_at_fork(after_in_child=_given.clear)
 
 
 def at_end(function: Callable[[], None]) -> None:
-    """Calls `function` once at the end of this process, the last one given first: as by atexit, and also in a child
-    that multiprocessing has forked, which it ends without a look at atexit.
+    """Calls `function` once at the end of this process, the last one given first: as by atexit, and also in a child of
+    multiprocessing's, which may end without a look at atexit, and forgets by which error before that.
     """
     if function in _given:
         return
     _given.add(function)
-    if multiprocessing.parent_process() is None or multiprocessing.get_start_method() == "spawn":
+    if multiprocessing.parent_process() is None:
         atexit.register(function)
     else:
         Finalize(None, function, exitpriority=0)
@@ -37,13 +41,55 @@ def tell_peers_of_errors(communicators: Callable[[], Iterable[Communicator]]) ->
     """
     previous = sys.excepthook
 
-    def tell_peers(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        text = error_text(error)
-        for communicator in communicators():
-            communicator.abort(f"rank {communicator.global_ranks[communicator.rank]}: {text}")
+    def tell_them(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        global _uncaught
+        _uncaught = error
+        tell_peers(error, communicators())
         previous(kind, error, trace)
 
-    sys.excepthook = tell_peers
+    sys.excepthook = tell_them
+
+
+def what_ends() -> BaseException | None:
+    """The error that ends this process, at its end: the one that nobody caught, or, in a child of multiprocessing's,
+    the one that is to be written down; and behind sys.exit(1) the one that was caught before.
+    """
+    error = _uncaught or sys.exc_info()[1]
+    if isinstance(error, SystemExit):
+        error = error.__context__ if error.code not in (None, 0) else None
+    return error
+
+
+def tell_peers(error: BaseException, communicators: Iterable[Communicator]) -> None:
+    """They raise its text, where they have not failed before."""
+    text = error_text(error)
+    for communicator in communicators:
+        communicator.abort(f"rank {communicator.global_ranks[communicator.rank]}: {text}")
+
+
+def let_cause_end_first(error: BaseException | None, communicators: Collection[Communicator]) -> None:
+    """Behind all else. Launchers show the process that ends first, and return its code: that is not to be one which
+    ends by another rank's death or error. So it waits until that rank has ended, for 10 s at most, and, if its own
+    `error` is about that, a little longer: then the launcher has looked, and ends this process itself.
+
+    Without an `error` the failures of `communicators` count: the program may have caught one, and exit by itself.
+    """
+    own = {communicator.global_ranks[communicator.rank] for communicator in communicators}
+    causes = [communicator.exception() for communicator in communicators] if error is None else list(_chain(error))
+    cause = next((rank for each in causes if (rank := blamed_rank(each)) is not None and rank not in own), None)
+    if cause is None:
+        return
+    knowing = [communicator for communicator in communicators if cause in communicator.global_ranks]
+    deadline = time.monotonic() + _ENDS_WITHIN
+    while knowing and time.monotonic() < deadline and not any(cause in each.ended() for each in knowing):
+        time.sleep(0.01)
+    time.sleep(0 if error is None else _SEEN_WITHIN)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def tell_ranks_to_come(has_tried: Callable[[], bool]) -> None:

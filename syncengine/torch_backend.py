@@ -53,10 +53,15 @@ def _as_custom(make: Callable[..., dist.ProcessGroup]) -> Callable[..., dist.Pro
     return make_shrunk
 
 
-def create(options: Any, backend_options: Any, call: str = "call init_process_group or new_group") -> Backend:
+def create(
+    options: Any,
+    backend_options: Any,
+    call: str = "call init_process_group or new_group",
+    lost: Callable[[], str] | None = None,
+) -> Backend:
     """The backend of one process group: its ranks meet through the group's store. Called by torch, on these ranks.
 
-    `call` is what a rank that does not come should have called.
+    `call` is what a rank that does not come should have called. `lost`: see StoreExchange.
 
     Settings are SYNCENGINE_*, except the timeout: the group's, if torch was given one (not its default), or
     a shorter one in pg_options of another syncengine group. Raises InvalidUsage for those of other backends.
@@ -68,7 +73,7 @@ def create(options: Any, backend_options: Any, call: str = "call init_process_gr
     global_ranks = global_ranks or list(range(size))  # as torch leaves it for the group of all ranks
 
     def open_exchange(timeout: float, log_after: float) -> StoreExchange:
-        return StoreExchange(options.store, rank, size, timeout, log_after, global_ranks, call)
+        return StoreExchange(options.store, rank, size, timeout, log_after, global_ranks, call, lost=lost)
 
     try:
         config = _settings(options, backend_options)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 import time
 from typing import Any
 
@@ -115,6 +116,7 @@ def _wait_for(meeting: Rendezvous, reason: bytes, global_ranks: list[int], log_a
     start, pause, told = time.monotonic(), 0.0005, False
     while not meeting.gather(reason):
         waited = time.monotonic() - start
+        _raise_if_ended(meeting, global_ranks)
         names = ", ".join(str(global_ranks[peer]) for peer in sorted(meeting.missing()))
         text = f"ranks {names} did not wrap a model in DistributedDataParallel, as this rank does"
         if waited > store.timeout.total_seconds():
@@ -124,6 +126,14 @@ def _wait_for(meeting: Rendezvous, reason: bytes, global_ranks: list[int], log_a
             tell(f"waiting since {waited:.0f} s: {text}; do they have {VARIABLE}=1, too?")
         time.sleep(pause)
         pause = min(pause * 1.5, 0.05)
+
+
+def _raise_if_ended(meeting: Rendezvous, global_ranks: list[int]) -> None:
+    there = meeting.there()
+    if dead := [global_ranks[peer] for peer, lives in there.items() if not lives]:
+        raise RuntimeError(f"rank {dead[0]} died before all had wrapped a model in DistributedDataParallel")
+    if (arrivals := sys.modules.get("syncengine.launch.arrivals")) is not None:
+        arrivals.raise_if_ended({number for peer, number in enumerate(global_ranks) if peer not in there})
 
 
 def _tell_once(rank: int, what: str) -> None:

@@ -7,18 +7,23 @@ was written after this rank came. When a nonce is replaced, because its rank was
 another session, and all write anew. What a rank says when it fails is kept beside: it may have signed in anew before
 others look.
 
+A nonce names the process that signs in. So ranks of one machine see that one has ended which others wait for, though it
+may not have a communicator yet.
+
 Here and not in syncengine.launch, since the patch needs it where syncengine can't be imported.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import secrets
 import time
 from collections.abc import Sequence
 from multiprocessing.util import Finalize
+from pathlib import Path
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -73,13 +78,15 @@ class Rendezvous:
         self._failures = self._count_failures()  # those before are heard by signatures that are still there
         self._unread: list[int] = []
         self._nonces, failures = self._read()
+        self._found = self._nonces
+        self._came: set[bytes] = set()  # nonces of those that have met this one in some session
         known = _seen.pop(self._nonces[rank], ()) if self._nonces[rank] else ()
         self._past = {
             self._nonces[rank],
             *known,
             *(failure.nonce for failure in failures if failure.attempt != _attempt()),
         }
-        self._nonce = secrets.token_hex(8).encode()
+        self._nonce = b":".join([secrets.token_hex(8).encode(), _process(os.getpid())])
         self._remember(self._nonces)
         self._sign(b"")
         self._hear(failures)
@@ -118,6 +125,14 @@ class Rendezvous:
         """Indices of the ranks that have not signed in; if all have, of those that have not given their payload."""
         away = {peer for peer, nonce in enumerate(self._nonces) if not nonce}
         return away or set(range(self._size)) - self.values.keys()
+
+    def there(self) -> dict[int, bool]:
+        """Of the other ranks that have signed in while this one was there, by index, whether their processes live as
+        far as is known.
+        """
+        nonces = self._members if self.met else self._nonces
+        here = (peer for peer, nonce in enumerate(nonces) if nonce in self._came or nonce != self._found[peer])
+        return {peer: not _has_ended(nonces[peer]) for peer in here if peer != self._rank}
 
     def fail(self, notice: bytes) -> None:
         """Ends the meeting for all, now and later; the first one counts. Nothing if another rank has ended it."""
@@ -253,6 +268,7 @@ class Rendezvous:
             key = f"{self._round}/{peer}"
             if peer not in self.values and self._session.check([key]):
                 self.values[peer] = self._session.get(key)
+                self._came.add(self._members[peer])
         return len(self.values) == self._size  # so all had signed in
 
 
@@ -275,6 +291,30 @@ def _wait_until_heard(meeting: Rendezvous, to_come: bool) -> None:
                 told = True
                 tell(f"this process serves the store, and ends when the others have heard why, or {_HEARD_WITHIN:g} s")
             time.sleep(0.02)
+
+
+def _process(pid: int) -> bytes:
+    """The process that has this number here, as no other one is called on any machine; b"" where it can't be seen, or
+    has ended."""
+    try:
+        state, *numbers = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return b""
+    return b"" if state in "ZX" or not _place() else f"{_place()}/{numbers[18]}/{pid}".encode()
+
+
+@functools.cache
+def _place() -> str:
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
+    return ""
+
+
+def _has_ended(nonce: bytes) -> bool:
+    process = nonce.partition(b":")[2]
+    place, _, pid = process.rpartition(b"/")
+    return place.rpartition(b"/")[0] == _place().encode() and _process(int(pid or 0)) != process
 
 
 def _attempt() -> str:

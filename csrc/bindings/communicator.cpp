@@ -271,6 +271,8 @@ void bind_communicator(py::module_& module) {
       .def_property_readonly("hosts", &Communicator::hosts, "Of each member, its host, numbered from 0.")
       .def("dead", &Communicator::dead, py::call_guard<py::gil_scoped_release>(),
            "Of the members on this host, counted among themselves, those whose processes have died.")
+      .def("ended", &Communicator::ended, py::call_guard<py::gil_scoped_release>(),
+           "Of the other members, by their ranks in the job, those whose processes are known to have ended.")
       .def(
           "close_devices", [](const Communicator& self) { close_devices(&self); },
           py::call_guard<py::gil_scoped_release>(), "Lets go of what it has on CUDA devices: it has failed.")

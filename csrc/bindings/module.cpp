@@ -15,6 +15,7 @@
 #include "cuda/device_group.h"
 #include "kernels/reduce.h"
 #include "reducer/torch/python_error.h"
+#include "transport/shm/arena.h"
 #include "transport/tcp/address.h"
 
 namespace py = pybind11;
@@ -59,10 +60,19 @@ void probe_shared_memory(size_t bytes) {
   const Mapping mapping(memory.get(), bytes);
 }
 
+// How this process's death would be seen by others of its machine, and it sees theirs: the quickest way first.
+std::vector<std::string> death_notices() {
+  std::vector<std::string> ways;
+  if (shm::tells_of_deaths()) ways.emplace_back("robust futexes");
+  if (ProcessWatch(process_id()).sees()) ways.emplace_back("process handles");
+  return ways;
+}
+
 void bind_machine(py::module_& module) {
   module.def("machine", &machine);
   module.def("network_interfaces", &network_interfaces);
   module.def("host_key", &host_key, py::arg("host_id"));
+  module.def("death_notices", &death_notices);
   module.def("probe_shared_memory", &probe_shared_memory, py::arg("bytes"));
   module.def(
       "instruction_set", [] { return kernels::name(kernels::active_isa()); },

@@ -215,12 +215,6 @@ class LocalRendezvous {
 constexpr size_t kMaxUnidentified = 64;  // at a time, beside the ranks that are still to come
 constexpr int kPollMs = 50, kRetryMs = 5;
 
-// The name's part that bootstrap/host.h understands: "syncengine-<process>-<random>".
-std::string process_of(const std::string& name) {
-  size_t begin = name.find('-'), end = name.rfind('-');
-  return begin == std::string::npos || end <= begin ? "" : name.substr(begin + 1, end - begin - 1);
-}
-
 // Whoever fails breaks off with everybody: the dead are to blame, not those who noticed first.
 [[noreturn]] void throw_lost(const RankNames& names, const std::set<int>& lost, const std::set<int>& dead) {
   if (!dead.empty()) throw Error(ErrorKind::PeerLost, names.all(dead) + " died while the ranks connected");
@@ -254,7 +248,7 @@ void LocalRendezvous::step() {
   visitors_.remove_if([this](Visitor& visitor) { return advance(visitor); });
   if (unreachable_.empty() && lost_.empty()) return;
   std::map<int, std::string> processes;
-  for (const auto& [peer, call] : calls_) processes[peer] = process_of(places_.at(peer).name);
+  for (const auto& [peer, call] : calls_) processes[peer] = FdExchange::process_of(places_.at(peer).name);
   if (!unreachable_.empty()) throw_unreachable(names_, rank_, unreachable_, ended(processes));
   throw_lost(names_, lost_, ended(processes));
 }
@@ -400,6 +394,13 @@ FdExchange::FdExchange()
     : name_("syncengine-" + process_id() + "-" + random_text(16)),
       secret_(random_text(Greeting::kSecretBytes)),
       listener_(local_socket::listen(name_)) {}
+
+// It begins with "syncengine-<process>-<random>".
+std::string FdExchange::process_of(const std::string& address) {
+  const std::string name = parse(address).name;
+  size_t begin = name.find('-'), end = name.rfind('-');
+  return begin == std::string::npos || end <= begin ? "" : name.substr(begin + 1, end - begin - 1);
+}
 
 std::vector<UniqueFd> FdExchange::exchange(int rank, const std::vector<std::string>& addresses, int own,
                                            Deadline deadline, const std::function<void()>& interrupted,

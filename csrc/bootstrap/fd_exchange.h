@@ -72,6 +72,8 @@ class FdExchange {
   std::string address() const { return name_ + "/" + secret_; }
   static constexpr size_t kMostAddress = 144;
   const std::string& name() const { return name_; }
+  // Whose address this is, as bootstrap/host.h names processes.
+  static std::string process_of(const std::string& address);
 
   // Gives `own` to every other rank and returns theirs by rank (nothing for this one). `addresses` by rank; those
   // without one are left out.

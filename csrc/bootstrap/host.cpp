@@ -33,6 +33,8 @@ std::string host_key(const std::string& host_id) {
 
 std::string network_of(const std::string& key) { return key.substr(0, key.find('/', key.find('/') + 1)); }
 
+std::string machine_of(const std::string& key) { return key.substr(0, key.find('/')); }
+
 std::vector<int> number_hosts(const std::vector<std::string>& keys) {
   std::map<std::string, int> numbers;
   std::vector<int> hosts;
@@ -61,22 +63,31 @@ pid_t pid_of(const std::string& process) {
 
 std::string process_id() { return process_namespace() + "-" + std::to_string(getpid()); }
 
+ProcessWatch::ProcessWatch(const std::string& process) {
+  const pid_t pid = pid_of(process);
+  if (pid <= 0) return;
+  handle_ = UniqueFd(static_cast<int>(syscall(SYS_pidfd_open, pid, 0)));
+  ended_ = !handle_ && errno == ESRCH;
+}
+
+bool ProcessWatch::has_ended() {
+  pollfd one{handle_.get(), POLLIN, 0};
+  if (!ended_ && handle_) ended_ = poll(&one, 1, 0) == 1;
+  return ended_;
+}
+
 std::set<int> ended(const std::map<int, std::string>& processes) {
   std::set<int> found;
-  std::vector<UniqueFd> handles;
-  std::vector<pollfd> polls;  // readable once the process has ended
+  std::vector<ProcessWatch> watches;
+  std::vector<pollfd> polls;
   std::vector<int> ranks;
   for (const auto& [rank, process] : processes) {
-    pid_t pid = pid_of(process);
-    if (pid <= 0) continue;
-    UniqueFd handle(static_cast<int>(syscall(SYS_pidfd_open, pid, 0)));
-    if (!handle) {
-      if (errno == ESRCH) found.insert(rank);
-      continue;
-    }
-    polls.push_back({handle.get(), POLLIN, 0});
+    ProcessWatch watch(process);
+    if (watch.has_ended()) found.insert(rank);
+    if (watch.fd() < 0) continue;
+    polls.push_back({watch.fd(), POLLIN, 0});
     ranks.push_back(rank);
-    handles.push_back(std::move(handle));
+    watches.push_back(std::move(watch));
   }
   const Deadline deadline = Deadline::after(std::chrono::milliseconds(found.empty() ? kDyingMs : 0));
   int ready = 0;

@@ -212,6 +212,13 @@ def _hosts(everyone: Sequence[Facts]) -> Iterator[Finding]:
         yield Finding("no secret", NOTE, ranks, text, remedy)
 
 
+def _deaths(everyone: Sequence[Facts]) -> Iterator[Finding]:
+    if blind := [f["rank"] for f in everyone if f["extension"].get("death_notices") == []]:
+        why = "the kernel or a sandbox refuses both ways to notice a death on the same machine before the deadline"
+        remedy = "allow set_robust_list or pidfd_open (seccomp), and use no emulator that lacks both"
+        yield Finding("deaths", WARNING, blind, f"{name_ranks(blind)}: {why}", remedy)
+
+
 def _cuda(everyone: Sequence[Facts]) -> Iterator[Finding]:
     lacks = [f["rank"] for f in everyone if f["cuda"].get("devices") and f["extension"].get("has_cuda") is False]
     if lacks:
@@ -234,6 +241,7 @@ _CHECKS = (
     _memory,
     _descriptors,
     _hosts,
+    _deaths,
     _cuda,
 )
 

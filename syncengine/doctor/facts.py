@@ -74,6 +74,7 @@ def _extension(import_error: str) -> dict[str, Any]:
         ("instruction_set", _C.instruction_set),
         ("host_key", lambda: _C.host_key(os.environ.get("SYNCENGINE_HOST_ID", ""))),
         ("shared_memory", lambda: _C.probe_shared_memory(PROBE_BYTES)),
+        ("death_notices", _C.death_notices),
     ):
         try:
             found[name] = call()

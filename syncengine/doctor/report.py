@@ -121,6 +121,11 @@ def _settings(facts: Facts) -> str:
     return ", ".join(given) or "none set"
 
 
+def _deaths(facts: Facts) -> str:
+    ways = facts["extension"].get("death_notices")
+    return "" if ways is None else f"noticed by {' and '.join(ways) or 'deadlines alone'}"
+
+
 def _memory(facts: Facts) -> str:
     memory, parts = facts["memory"], []
     if "available" in memory:
@@ -144,6 +149,7 @@ _ROWS: tuple[tuple[str, Callable[[Facts], str]], ...] = (
     ("CPUs", _cpus),
     ("GPUs", _gpus),
     ("variables", _settings),
+    ("deaths", _deaths),
 )
 _HOST_ROWS: tuple[tuple[str, Callable[[Facts], str]], ...] = (
     ("memory", _memory),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from syncengine.errors import Aborted, InvalidUsage, SyncError, Timeout, error_text, name_ranks, to_utf8
 
@@ -14,16 +14,32 @@ _SHORTEST, _LONGEST = 0.0005, 0.05  # seconds between two looks
 _MOST_BYTES = 3500  # of a failure's text: MPI sends that much ahead
 
 
-def wait_for_ranks(missing: Callable[[], set[int]], what: str, timeout: float, log_after: float) -> None:
-    """Returns once `missing()`, called again and again, names no rank any more.
+# Asked by raise_if_ended(); set by syncengine.communicator, which knows the communicators of this process.
+knows_ended: Callable[[Collection[int]], object] = len
+
+
+def raise_if_ended(ranks: Collection[int]) -> None:
+    """Raises what has ended one of these ranks of the job, if this process knows: they are waited for."""
+    knows_ended(ranks)
+
+
+def wait_for_ranks(
+    missing: Callable[[], set[int]],
+    what: str,
+    timeout: float,
+    log_after: float,
+    check: Callable[[set[int]], None] = raise_if_ended,
+) -> None:
+    """Returns once `missing()`, called again and again, names no rank any more: all meetings wait here.
 
     `what` completes the sentence "rank 3 did not ..." in the log line after `log_after` seconds and in the Timeout
-    after `timeout` seconds.
+    after `timeout` seconds. `check` raises if one of the missing ranks will not come.
     """
     start = time.monotonic()
     logged = False
     pause = _SHORTEST
     while absent := missing():
+        check(absent)
         waited = time.monotonic() - start
         if waited >= timeout:
             raise Timeout(f"{name_ranks(absent)} did not {what} within {timeout:g} s")

@@ -8,11 +8,12 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from typing import NoReturn
 
 import torch.distributed as dist
 
 from syncengine.errors import Aborted, InvalidUsage, PeerLost, name_ranks
-from syncengine.launch.arrivals import as_error, failure_notice, is_of_all, wait_for_ranks
+from syncengine.launch.arrivals import as_error, failure_notice, is_of_all, raise_if_ended, wait_for_ranks
 from syncengine_autoload.rendezvous import Failed, Rendezvous
 
 _AGENT_ANSWERS = 20.0  # seconds; it serves before it starts a rank
@@ -74,7 +75,8 @@ class StoreExchange:
     A rank's n-th exchange for a `purpose` meets the n-th of the others, and that of a rank that was restarted or tries
     again takes the place of its last one (syncengine_autoload.rendezvous). `names` are what messages call the ranks (by
     default 0, 1, ...), and `call` is what each of them should have called. `lost` is asked while ranks are missing,
-    and says why they will not come.
+    and says why they will not come. Without it `names` are those in the job, whose ends the communicators of this
+    process may know.
     """
 
     def __init__(
@@ -87,7 +89,7 @@ class StoreExchange:
         names: Sequence[int] | None = None,
         call: str = "call syncengine.init",
         purpose: str = "init",
-        lost: Callable[[], str] = str,
+        lost: Callable[[], str] | None = None,
     ) -> None:
         self._lost, self._purpose = lost, purpose
         self._names = list(range(world_size)) if names is None else list(names)
@@ -103,30 +105,40 @@ class StoreExchange:
         self.arrived = {}
 
         def missing() -> set[int]:
-            try:
+            with _told_as_error():
                 meeting.gather(payload)
-            except Failed as failed:
-                raise as_error(failed.notice) from None
             self.arrived = {self._names[peer]: value for peer, value in meeting.values.items()}
             absent.clear()
             absent.update(self._names[peer] for peer in meeting.missing())
-            if absent and (why := self._lost()):
-                raise PeerLost(why)
             return absent
+
+        def check(_: set[int]) -> None:
+            there = meeting.there()
+            if not all(there.values()) and missing():  # again: what these ranks did last is there by now
+                self._raise_ended(there)
+            if self._lost is None:
+                raise_if_ended({self._names[peer] for peer in range(len(self._names)) if peer not in there})
+            elif why := self._lost():
+                raise PeerLost(why)
 
         with _lost_store_as_lost_peer(self._rank, absent):
             if meeting.met:
                 meeting.begin_round(payload)
-            wait_for_ranks(missing, self._what, self._timeout, self._log_after)
+            wait_for_ranks(missing, self._what, self._timeout, self._log_after, check)
         return [self.arrived[name] for name in self._names]
 
     def check(self) -> None:
         """See Exchange."""
         with contextlib.suppress(dist.DistError):  # the store is gone: whoever needs its process notices
-            try:
+            there = self._meeting.there()  # first: whoever fails says so, and ends then
+            with _told_as_error():
                 self._meeting.check()
-            except Failed as failed:
-                raise as_error(failed.notice) from None
+            if not all(there.values()):
+                self._raise_ended(there)
+
+    def _raise_ended(self, there: dict[int, bool]) -> NoReturn:
+        ended = name_ranks(self._names[peer] for peer, lives in there.items() if not lives)
+        raise PeerLost(f"{ended} died while the ranks connected")
 
     def superseded(self) -> bool:
         """See Exchange."""
@@ -141,6 +153,14 @@ class StoreExchange:
             heard = isinstance(error, Aborted)  # of another rank, whose error is in this store alone
             if heard or not is_of_all(error):
                 self._meeting.stay_until_heard(to_come or (heard and self._purpose == "init"))
+
+
+@contextlib.contextmanager
+def _told_as_error() -> Iterator[None]:
+    try:
+        yield
+    except Failed as failed:
+        raise as_error(failed.notice) from None
 
 
 @contextlib.contextmanager

@@ -47,6 +47,12 @@ CASES: dict[str, tuple[Any, ...]] = {
         [facts(0, extension={"host_key_error": "no boot id: mount /proc"})],
         "fatal, the host of [0]: rank 0: no boot id -> mount /proc",
     ),
+    "deaths": (
+        [facts(0, extension={"death_notices": ["process handles"]}), facts(1, extension={"death_notices": []})],
+        "warning, deaths of [1]: rank 1: the kernel or a sandbox refuses both ways to notice a death on the same "
+        "machine before the deadline -> allow set_robust_list or pidfd_open (seccomp), and use no emulator that lacks "
+        "both",
+    ),
     "kernels": (
         [facts(rank, extension={"instruction_set_error": "SYNCENGINE_ISA=mmx is none; unset it"}) for rank in (0, 1)],
         "fatal, kernels of [0, 1]: ranks 0, 1: SYNCENGINE_ISA=mmx is none -> unset it",

@@ -106,6 +106,7 @@ def test_facts_of_this_process():
     assert extension["instruction_set"] == _C.instruction_set()
     assert ["lo", "127.0.0.1"] in extension["interfaces"]
     assert extension["host_key"] == _C.host_key("")
+    assert extension["death_notices"] == ["robust futexes", "process handles"]
     assert extension["shared_memory"] is None  # no error, and nothing to say
     assert found["versions"]["python"] == platform.python_version()
     assert found["versions"]["torch"] == torch.__version__

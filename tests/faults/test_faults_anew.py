@@ -290,14 +290,14 @@ def die_or_try() -> str:
     if my_rank() == 1:
         os._exit(3)
     assert error_of(syncengine.barrier)[0] == "PeerLost"
-    return error_of(syncengine.init)[1]
+    return error_of(syncengine.init)[1]  # at once, as often as it is called
 
 
 @pytest.mark.thorough
 def test_a_rank_that_has_died_is_named(pool: RankPool) -> None:
     with pool.spawn_ranks(die_or_try, world=3, settings=None) as ranks:
         for rank in (0, 2):
-            assert ranks[rank].result().startswith("rank 1 did not join")
+            assert ranks[rank].result().startswith("rank 1 died")
 
 
 def break_down() -> str:

@@ -200,6 +200,24 @@ std::vector<int> EngineCommunicator::dead() {
   });
 }
 
+std::vector<int> EngineCommunicator::ended() {
+  engine_->throw_if_forked();
+  return engine_->locked([&] {
+    std::vector<int> ranks;
+    LocalRanks& locals = engine_->locals();
+    for (int member = 0; member < size(); ++member) {
+      const int in_job = global_ranks()[member];
+      const bool remote = members_.on_other_host(member);
+      if (member == rank()) continue;
+      const bool gone = !remote ? locals.is_dead(members_.group.local_ranks[members_.placement.local_index(member)])
+                        : locals.sees_process(in_job) ? locals.has_ended(in_job)
+                                                      : members_.interhost->has_ended(member);
+      if (gone) ranks.push_back(in_job);
+    }
+    return ranks;
+  });
+}
+
 // Communicator.split(): the members agree on who is in, and tell each other where their blocks lie.
 
 std::shared_ptr<Communicator> EngineCommunicator::split(const std::vector<int>& ranks,

@@ -39,6 +39,7 @@ class EngineCommunicator final : public Communicator {
   void throw_if_failed() const override;
   void check_peers() override;
   std::vector<int> dead() override;
+  std::vector<int> ended() override;
   std::shared_ptr<Communicator> split(const std::vector<int>& ranks, const std::function<void()>& interrupted) override;
   std::shared_ptr<Communicator> shrink(Duration patience, const std::function<void()>& interrupted,
                                        uint64_t without) override;

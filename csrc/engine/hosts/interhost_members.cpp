@@ -153,6 +153,8 @@ bool InterhostMembers::have_all_left() const {
   return left_.size() == links_.placement.size - links_.placement.locals().size();
 }
 
+bool InterhostMembers::has_ended(int member) const { return interhost().has_ended(links_.job_ranks[member]); }
+
 // A rank that waits for another one of its host holds up ranks elsewhere that can't see that one.
 void InterhostMembers::tell_who_is_late(const Traffic& traffic) {
   const Lane::Item* item = traffic.oldest().item;

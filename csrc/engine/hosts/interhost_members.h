@@ -161,6 +161,7 @@ class InterhostMembers {
   // Of shrink(): tells the others `sees.own`, if it is new, and adds what they have told, and who of them is gone.
   void look_around(Outlook& sees);
   bool have_all_left() const;
+  bool has_ended(int member) const;  // as Interhost::has_ended()
   // Members, here and elsewhere, that hold up what waits longest.
   uint64_t blocking_ranks(const Traffic& traffic) const;
 

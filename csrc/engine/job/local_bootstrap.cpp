@@ -111,6 +111,19 @@ std::unique_ptr<shm::PeerArena> LocalBootstrap::map_peer(int rank, int memory, s
   }
 }
 
+std::map<int, ProcessWatch> LocalBootstrap::watch(const std::vector<Address>& addresses) const {
+  std::map<int, ProcessWatch> watches;
+  for (int rank = 0; rank < size_; ++rank) {
+    const std::string key = addresses[rank].host_key;
+    if (rank == rank_ || machine_of(key) != machine_of(host_key_)) continue;
+    ProcessWatch process(FdExchange::process_of(addresses[rank].fd_exchange));
+    // Machines may be copies that have all in common: who is not seen on another host may be there.
+    if (process.sees() && (key == host_key_ || !process.has_ended()))
+      watches.emplace(names_.global(rank), std::move(process));
+  }
+  return watches;
+}
+
 std::shared_ptr<EngineCommunicator> LocalBootstrap::join(const std::vector<UniqueFd>& memories,
                                                          const std::vector<Address>& addresses,
                                                          const std::vector<int>& host_of,
@@ -130,7 +143,7 @@ std::shared_ptr<EngineCommunicator> LocalBootstrap::join(const std::vector<Uniqu
     offsets.push_back(addresses[rank].block_offset);
     peers.push_back(rank == rank_ ? nullptr : map_peer(rank, memories[rank].get(), addresses[rank].arena_bytes));
   }
-  engine_->attach(std::move(peers), placement.local_index(rank_), std::move(local_names));
+  engine_->attach(std::move(peers), placement.local_index(rank_), std::move(local_names), watch(addresses));
   std::unique_ptr<hosts::InterhostMembers> interhost;
   if (placement.hosts() > 1) {
     if (!make_interhost)

@@ -5,12 +5,14 @@
 #pragma once
 
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "base/texts.h"
 #include "bootstrap/fd_exchange.h"
+#include "bootstrap/host.h"
 #include "engine/communicator/communicator.h"
 #include "engine/progress/engine.h"
 #include "transport/interhost.h"
@@ -45,6 +47,7 @@ class LocalBootstrap {
   struct Address;  // what address() is made of
 
  private:
+  std::map<int, ProcessWatch> watch(const std::vector<Address>& addresses) const;
   std::unique_ptr<shm::PeerArena> map_peer(int rank, int memory, size_t bytes) const;
   std::shared_ptr<EngineCommunicator> join(const std::vector<UniqueFd>& memories, const std::vector<Address>& addresses,
                                            const std::vector<int>& host_of, const MakeInterhost& make_interhost);

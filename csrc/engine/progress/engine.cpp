@@ -35,8 +35,9 @@ Engine::~Engine() {
   thread_.join();
 }
 
-void Engine::attach(std::vector<std::unique_ptr<shm::PeerArena>> peers, int local_rank, std::vector<int> names) {
-  locals_.emplace(arena_->header(), std::move(peers), local_rank, std::move(names));
+void Engine::attach(std::vector<std::unique_ptr<shm::PeerArena>> peers, int local_rank, std::vector<int> names,
+                    std::map<int, ProcessWatch> watches) {
+  locals_.emplace(arena_->header(), std::move(peers), local_rank, std::move(names), std::move(watches));
   sleepers_.emplace(*locals_);
   bell_ = std::make_unique<Bell>(locals_->each(&shm::ArenaHeader::doorbell), local_rank);
   cores_to_spare_ = available_cores() >= locals_->size();

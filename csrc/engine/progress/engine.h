@@ -180,9 +180,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // By any thread, its own as well.
   static void destroy(Engine* engine) { delete_off(engine->thread_, engine); }
 
-  // Once, before any communicator: the other local ranks' arenas, by local rank; null for the own one. `names` is what
-  // messages call the local ranks.
-  void attach(std::vector<std::unique_ptr<shm::PeerArena>> peers, int local_rank, std::vector<int> names);
+  // Once, before any communicator: see LocalRanks.
+  void attach(std::vector<std::unique_ptr<shm::PeerArena>> peers, int local_rank, std::vector<int> names,
+              std::map<int, ProcessWatch> watches);
 
   // Another thread of this process will move bytes between hosts, and call progress(). A thread that waits for other
   // hosts alone then sleeps, and is woken when something has ended.

@@ -2,12 +2,14 @@
 #pragma once
 
 #include <atomic>
+#include <map>
 #include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "base/trace.h"
+#include "bootstrap/host.h"
 #include "engine/progress/bell.h"
 #include "engine/progress/work.h"
 #include "transport/shm/arena.h"
@@ -26,9 +28,11 @@ struct ArenaRange {
 // which is called under the progress lock. Failure: none.
 class LocalRanks {
  public:
-  // `peers`: null for the own one, `me`. `names`: their ranks in the job.
-  LocalRanks(shm::ArenaHeader& own, std::vector<std::unique_ptr<shm::PeerArena>> peers, int me, std::vector<int> names)
-      : own_(own), peers_(std::move(peers)), me_(me), names_(std::move(names)) {}
+  // `peers`: null for the own one, `me`. `names`: their ranks in the job. `watches`: by rank in the job; also of those
+  // that count as other hosts', though they run on this machine.
+  LocalRanks(shm::ArenaHeader& own, std::vector<std::unique_ptr<shm::PeerArena>> peers, int me, std::vector<int> names,
+             std::map<int, ProcessWatch> watches)
+      : own_(own), peers_(std::move(peers)), me_(me), names_(std::move(names)), watches_(std::move(watches)) {}
 
   int size() const { return static_cast<int>(peers_.size()); }
   int me() const { return me_; }
@@ -45,18 +49,26 @@ class LocalRanks {
     }
     return parts;
   }
+  // Or has ended otherwise. By two ways, since a kernel may not serve robust mutexes, and a process handle comes later.
   bool is_dead(int rank) {
     uint64_t bit = uint64_t{1} << rank;
     if (rank == me_) return false;
-    if (!(dead_ & bit) && shm::found_dead(peers_[rank]->header(), me_)) dead_ |= bit;
+    if (!(dead_ & bit) && (shm::found_dead(peers_[rank]->header(), me_) || has_ended(names_[rank]))) dead_ |= bit;
     return dead_ & bit;
   }
+  // Of a rank in the job. False also where its process is not seen; `sees_process()` tells.
+  bool has_ended(int in_job) {
+    auto found = watches_.find(in_job);
+    return found != watches_.end() && found->second.has_ended();
+  }
+  bool sees_process(int in_job) const { return watches_.contains(in_job); }
 
  private:
   shm::ArenaHeader& own_;
   std::vector<std::unique_ptr<shm::PeerArena>> peers_;
   int me_;
   std::vector<int> names_;
+  std::map<int, ProcessWatch> watches_;
   uint64_t dead_ = 0;
 };
 

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <thread>
 
 #include "base/error.h"
 #include "base/memory.h"
@@ -282,6 +283,16 @@ void prepare_liveness(ArenaHeader& header) {
   pthread_mutexattr_setrobust(&attributes, PTHREAD_MUTEX_ROBUST);
   for (auto& mutex : header.alive) pthread_mutex_init(&mutex, &attributes);
   pthread_mutexattr_destroy(&attributes);
+}
+
+bool tells_of_deaths() {
+  static const bool tells = [] {
+    ArenaHeader header{};
+    prepare_liveness(header);
+    std::thread([&] { hold_all(header, 1); }).join();
+    return found_dead(header, 0);
+  }();
+  return tells;
 }
 
 void hold_all(ArenaHeader& header, int watchers) {

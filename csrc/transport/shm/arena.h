@@ -122,6 +122,10 @@ class Arena : public std::enable_shared_from_this<Arena> {
 // Thread-safety: hold_all/release_all belong to one thread, which must live as long as the rank; found_dead() to one
 // thread at a time.
 
+// Whether the kernel does this for the threads of this process, as one that ended with a mutex has shown once. A
+// sandbox may refuse it.
+bool tells_of_deaths();
+
 // Initializes `header.alive`; before any peer maps it.
 void prepare_liveness(ArenaHeader& header);
 

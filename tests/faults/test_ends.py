@@ -1,0 +1,158 @@
+"""How processes end: whom launchers show, and how a death is noticed where the kernel does not tell of it."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from command import alone, environ_of
+from faults import my_rank
+from pool import RankPool
+from programs import run_programs
+from repository import ROOT, SUPPORT
+
+import syncengine
+from syncengine import _C
+from syncengine.errors import PeerLost
+
+# Rank 1 fails in step 3 by HOW; the others, which wait for it, must not be taken for the cause.
+RAISES = """
+import os, sys, torch, torch.distributed as dist
+def rank_main(rank, port=None):
+    if port is not None:
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="3")
+    torch.set_num_threads(1)
+    dist.init_process_group("syncengine")
+    for step in range(8):
+        if step == 3 and dist.get_rank() == 1:
+            {how}
+        {call}
+if __name__ == "__main__":
+    {main}
+"""
+CALL = "dist.all_reduce(torch.ones(1000))"
+CATCHING = f"""try:
+            {CALL}
+        except Exception:
+            sys.exit(1)"""
+SPAWN = """
+    import socket, torch.multiprocessing as mp
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    mp.start_processes(rank_main, args=(port,), nprocs=3, start_method=sys.argv[1])"""
+TRIES = 100
+
+
+def script(folder: Path, how: str, call: str = CALL, main: str = "rank_main(0)") -> str:
+    path = folder / "train.py"
+    path.write_text(RAISES.format(how=how, call=call, main=main))
+    return str(path)
+
+
+def spawned(programs: RankPool, folder: Path, method: str, tries: int) -> int:
+    path = script(folder, "raise ValueError('own error of rank 1')", main=SPAWN)
+    environ = environ_of(PYTHONPATH=f"{ROOT}:{SUPPORT}")
+    shown = 0
+    for _ in range(tries):
+        (ended,) = run_programs(programs, [path, method], [environ])
+        shown += "own error of rank 1" in ended.stderr and "Process 1 terminated with the following" in ended.stderr
+    return shown
+
+
+def launched(programs: RankPool, folder: Path, how: str, call: str, tries: int) -> list[int]:
+    path = script(folder, how, call)
+    environ = {"PYTHONPATH": f"{ROOT}:{SUPPORT}"}
+    return [alone(programs, "run", "-n", "3", path, environ=environ).returncode for _ in range(tries)]
+
+
+@pytest.mark.thorough
+def test_spawn_shows_the_rank_that_raised(programs: RankPool, tmp_path: Path):
+    assert spawned(programs, tmp_path, "fork", 2) == 2
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("call", [CALL, CATCHING])
+def test_run_returns_the_code_of_the_cause(programs: RankPool, tmp_path: Path, call: str):
+    assert launched(programs, tmp_path, "sys.exit(3)", call, 2) == [3] * 2
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_spawn_shows_the_rank_that_raised_each_time(programs: RankPool, tmp_path: Path, method: str):
+    assert spawned(programs, tmp_path, method, TRIES) == TRIES
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("call", [CALL, CATCHING])
+@pytest.mark.parametrize(("how", "code"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 137)])
+def test_run_returns_the_code_each_time(programs: RankPool, tmp_path: Path, how: str, code: int, call: str):
+    assert launched(programs, tmp_path, how, call, TRIES) == [code] * TRIES
+
+
+def refuse(*calls: str) -> None:
+    """From now on the kernel refuses these to this process: by a filter as container runtimes set."""
+    seccomp = ctypes.CDLL("libseccomp.so.2")
+    seccomp.seccomp_init.restype = ctypes.c_void_p
+    seccomp.seccomp_init.argtypes = [ctypes.c_uint32]
+    seccomp.seccomp_rule_add.argtypes = [ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int, ctypes.c_uint]
+    seccomp.seccomp_load.argtypes = [ctypes.c_void_p]
+    context = seccomp.seccomp_init(0x7FFF0000)
+    for call in calls:
+        number = seccomp.seccomp_syscall_resolve_name(call.encode())
+        assert seccomp.seccomp_rule_add(context, 0x00050000 | errno.ENOSYS, number, 0) == 0
+    assert seccomp.seccomp_load(context) == 0
+
+
+def has_seccomp() -> bool:
+    try:
+        ctypes.CDLL("libseccomp.so.2")
+    except OSError:
+        return False
+    return True
+
+
+needs_seccomp = pytest.mark.skipif(not has_seccomp(), reason="no libseccomp.so.2 (Debian: libseccomp2)")
+
+
+def die_without_notice(refused: list[int]) -> str:
+    if my_rank() in refused:
+        refuse("set_robust_list")
+    syncengine.init(timeout=50)
+    syncengine.barrier()
+    if my_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerLost) as caught:
+        syncengine.barrier()
+    return str(caught.value)
+
+
+@needs_seccomp
+@pytest.mark.parametrize("refused", [[0, 1], [1]])
+def test_a_death_without_robust_futexes(pool: RankPool, refused: list[int]):
+    with pool.spawn_ranks(die_without_notice, refused, settings=None) as ranks:
+        assert ranks[0].result().startswith("rank 1 died while")
+
+
+def ways_without(*calls: str) -> list[str]:
+    if calls:
+        refuse(*calls)
+    return _C.death_notices()
+
+
+@needs_seccomp
+@pytest.mark.parametrize(
+    ("refused", "left"),
+    [
+        ((), ["robust futexes", "process handles"]),
+        (("set_robust_list",), ["process handles"]),
+        (("pidfd_open",), ["robust futexes"]),
+        (("set_robust_list", "pidfd_open"), []),
+    ],
+)
+def test_what_the_kernel_tells_is_tried(pool: RankPool, refused: tuple[str, ...], left: list[str]):
+    with pool.spawn_ranks(ways_without, *refused, world=1, settings=None) as ranks:
+        assert ranks[0].result() == left

@@ -1,0 +1,152 @@
+"""A rank ends, and others meet: all of them hear of it, whatever they meet for, and none waits for its deadline."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from faults import live_on, my_rank, wait_for_file
+from parallel_models import Mlp
+from pool import RankPool
+
+import syncengine
+from syncengine.errors import SyncError
+
+DEADLINE = 50.0  # seconds; who waits for it raises Timeout
+DEAD = 1
+
+
+def end(how: str) -> None:
+    if how == "raise":
+        raise ValueError("shard 1 is empty")
+    if how == "exit":
+        sys.exit(3)
+    if how == "os._exit":
+        os._exit(137)
+    os.kill(os.getpid(), signal.SIGKILL)  # as the kernel does that has no memory left
+
+
+def await_end(folder: str) -> None:
+    """Of the rank's process: what is left is a zombie, until the test looks."""
+    wait_for_file(Path(folder, "pid"))
+    stat = Path(f"/proc/{Path(folder, 'pid').read_text()}/stat")
+    with contextlib.suppress(OSError):
+        while stat.read_text().rpartition(")")[2].split()[0] != "Z":
+            time.sleep(0.01)
+
+
+def group(backend: str, folder: str, world: int) -> None:
+    dist.init_process_group(
+        backend, f"file://{folder}/store", rank=my_rank(), world_size=world, timeout=timedelta(seconds=DEADLINE)
+    )
+
+
+def default(folder: str, world: int) -> Callable[[], object]:
+    syncengine.init(timeout=DEADLINE)
+    syncengine.barrier()
+    return lambda: syncengine.Parallel(Mlp())
+
+
+def anew(folder: str, world: int) -> Callable[[], object]:
+    """All have raised a failure before."""
+    syncengine.init(timeout=DEADLINE)
+    with pytest.raises(SyncError):
+        syncengine.all_reduce(torch.ones(1 + my_rank()))
+    return syncengine.init
+
+
+def wrap(folder: str, world: int) -> Callable[[], object]:
+    group("syncengine", folder, world)
+    dist.barrier()
+    return lambda: syncengine.Parallel(Mlp())
+
+
+def new_group(folder: str, world: int) -> Callable[[], object]:
+    group("syncengine", folder, world)
+    dist.barrier()
+    return lambda: dist.new_group(list(range(world)))
+
+
+def second_group(folder: str, world: int) -> Callable[[], object]:
+    group("gloo", folder, world)
+    other = dist.new_group(list(range(world)))
+    syncengine.Parallel(Mlp())
+    dist.barrier()
+    return lambda: syncengine.Parallel(Mlp(), process_group=other)
+
+
+def patched(folder: str, world: int) -> Callable[[], object]:
+    import syncengine_autoload
+
+    syncengine_autoload.patch()
+    group("syncengine", folder, world)
+    dist.barrier()
+    return lambda: torch.nn.parallel.DistributedDataParallel(Mlp())
+
+
+MEETINGS = {each.__name__: each for each in (default, anew, wrap, new_group, second_group, patched)}
+
+
+def meet(folder: str, hosts: str, meeting: str, how: str, when: str) -> tuple[str, str]:
+    """What this rank hears: the class and text of its error."""
+    world = live_on(hosts)
+    torch.set_num_threads(1)
+    call = MEETINGS[meeting](folder, world)
+    if my_rank() == DEAD:
+        Path(folder, "pid.new").write_text(str(os.getpid()))
+        Path(folder, "pid.new").rename(Path(folder, "pid"))
+        if when == "during":
+            signal.signal(signal.SIGALRM, lambda *_: end(how))
+            signal.setitimer(signal.ITIMER_REAL, 1.0)
+            call()
+        end(how)
+    if when == "before" or my_rank() == 2:
+        await_end(folder)
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+def heard(pool: RankPool, folder: Path, hosts: str, meeting: str, how: str, when: str) -> list[tuple[str, str]]:
+    with pool.spawn_ranks(meet, str(folder), hosts, meeting, how, when, world=len(hosts), settings=None) as ranks:
+        return [ranks[number].result() for number in range(len(hosts)) if number != DEAD]
+
+
+def check(said: list[tuple[str, str]], meeting: str, how: str) -> None:
+    kinds = ("PeerLost", "Aborted", *(("RuntimeError", "HeardError") if meeting == "patched" else ()))
+    for kind, text in said:
+        assert kind in kinds and "rank 1" in text, said
+    if how == "raise" and meeting != "anew":  # where what all have raised before is the communicator's last word
+        assert "ValueError: shard 1 is empty" in said[0][1], said
+
+
+FEW = [("wrap", "raise", "before", "aa"), ("new_group", "kill", "during", "aaa"), ("default", "exit", "before", "ab")]
+WAYS = ("kill", "raise", "exit", "os._exit")
+ALL = [
+    *((meeting, how, "before", "aa") for meeting in MEETINGS for how in WAYS),
+    *((meeting, how, "during", "aaa") for meeting in MEETINGS for how in ("kill", "raise")),
+    *((meeting, how, when, "aab") for meeting in MEETINGS for how in ("kill", "exit") for when in ("before", "during")),
+    *((meeting, "kill", "before", "ab") for meeting in MEETINGS),
+]
+
+
+@pytest.mark.parametrize(("meeting", "how", "when", "hosts"), FEW)
+def test_a_rank_that_has_ended_is_told(pool: RankPool, tmp_path: Path, meeting: str, how: str, when: str, hosts: str):
+    check(heard(pool, tmp_path, hosts, meeting, how, when), meeting, how)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("meeting", "how", "when", "hosts"), [case for case in ALL if case not in FEW])
+def test_in_every_meeting(pool: RankPool, tmp_path: Path, meeting: str, how: str, when: str, hosts: str):
+    check(heard(pool, tmp_path, hosts, meeting, how, when), meeting, how)
