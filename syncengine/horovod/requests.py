@@ -36,7 +36,9 @@ class Request(NamedTuple):
     def encode(self) -> bytes:
         """SIZE bytes."""
         kind, key, what, flat, how, own, _ = self
-        return (to_utf8(f"{key}{_SEPARATOR}{own}") + _text(kind, what, flat, how)).ljust(SIZE, b"\0")
+        return (f"{key}{_SEPARATOR}{own}".encode(errors="backslashreplace") + _text(kind, what, flat, how)).ljust(
+            SIZE, b"\0"
+        )
 
     @classmethod
     def decode(cls, data: bytes) -> Request:

@@ -213,7 +213,7 @@ def test_what_a_handler_raises_is_told(pool, tmp_path, kind):
         come.touch()
         for told in (ranks[1].result(), ranks[2].result()):
             told.check("Aborted")
-            assert told.text == "rank 0 failed in a collective: test_faults_signals.Preempted: two minutes left"
+            assert told.text == "rank 0 failed in a collective: Preempted: two minutes left"
 
 
 def raise_while_connecting(fault, connected) -> Outcome:
@@ -230,5 +230,5 @@ def test_what_a_handler_raises_while_connecting_is_told(pool, tmp_path):
         ranks[first].signal(signal.SIGTERM)
         assert ranks[first].result().text == "two minutes left"
         told = ranks[later].result()
-        expected = f"rank {first} failed in init(): test_faults_signals.Preempted: two minutes left"
+        expected = f"rank {first} failed in init(): Preempted: two minutes left"
         assert (told.error, told.text, told.left) == ("Aborted", expected, [])

@@ -126,7 +126,7 @@ class FailsBehind:
         self._communicator.barrier()
         self._barriers -= 1
         if self._barriers == 0:
-            memory, number = self._sharing.blocks[0].weights.memory, self._sharing._updates + 1
+            memory, number = self._sharing.blocks[0].weights.memory, self._sharing.steps + 1
             while sum(done >= number for done in memory.completed(3)) < 2:
                 time.sleep(0.001)
             self._communicator.abort("rank 1: enough")
@@ -174,7 +174,7 @@ class FailsAtTheEnd(FailsBehind):
     """One that fails when the ranks tell each other that they have made the update."""
 
     def all_reduce(self, *args: Any) -> None:
-        memory, number = self._sharing.blocks[0].weights.memory, self._sharing._updates + 1
+        memory, number = self._sharing.blocks[0].weights.memory, self._sharing.steps + 1
         while min(memory.completed(3)) < number:
             time.sleep(0.001)
         self._communicator.abort("rank 1: enough")

@@ -15,12 +15,12 @@
 namespace syncengine::testing {
 
 // Runs body(rank, communicator) on `size` ranks. A body that ends leaves its communicator. `count_callers`: see Engine.
-inline void run_job(int size, const Options& options, const std::function<void(int, Communicator&)>& body,
+inline void run_job(int size, const syncengine::Options& options, const std::function<void(int, Communicator&)>& body,
                     const CountCallers& count_callers = {}) {
   std::vector<std::string> addresses(size);
   std::barrier ready(size);
   run_ranks(size, [&](int rank) {
-    Options mine = options;
+    syncengine::Options mine = options;
     if (mine.arena_bytes == 0) mine.arena_bytes = 256 << 20;
     LocalBootstrap job(rank, size, mine, count_callers);
     addresses[rank] = job.address();
