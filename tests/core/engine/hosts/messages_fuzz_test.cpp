@@ -102,7 +102,7 @@ class Mouth final : public Interhost {
 
 struct Rank {
   explicit Rank(int rank) : me(rank), engine(new Engine(arena, 1, {}, {}), &Engine::destroy) {
-    engine->attach(std::vector<std::unique_ptr<shm::PeerArena>>(1), 0, {me});
+    engine->attach(std::vector<std::unique_ptr<shm::PeerArena>>(1), 0, {me}, {});
     auto interhost = std::make_unique<Mouth>(me);
     mouth = interhost.get();
     network = {new Network(engine, std::move(interhost)), &Network::destroy};
