@@ -54,11 +54,17 @@ def _let_go(stream: GradientStream, hooks: Sequence[RemovableHandle]) -> None:
         hook.remove()
 
 
+def _is_pending(parameter: torch.Tensor) -> bool:
+    owner = _owners.get(id(parameter))
+    return owner is not None and owner.pending and owner._stream.communicator.exception() is None
+
+
 def check_not_in_step(named: Mapping[torch.Tensor, str]) -> None:
     """Raises InvalidUsage, naming the parameter, if another optimizer is just reducing gradients of one of these."""
     for parameter, name in named.items():
-        owner = _owners.get(id(parameter))
-        if owner is not None and owner.pending and owner._stream.communicator.exception() is None:
+        if _is_pending(parameter):
+            gc.collect()  # it may be gone but for a cycle
+        if _is_pending(parameter):
             raise InvalidUsage(
                 f"{name} is a parameter of another DistributedOptimizer, which is between backward and step(): call "
                 "its step() or synchronize() before, and then only the new one's"
@@ -178,7 +184,12 @@ class Gradients:
         for i, parameter in enumerate(named, len(self._parameters)):
 
             def hook(parameter: torch.Tensor, i: int = i) -> None:
-                if gradients := me():
+                gradients = me()
+                if gradients is not None and gradients._left[i] <= 0:  # an error, unless it is gone but for a cycle
+                    del gradients
+                    gc.collect()
+                    gradients = me()
+                if gradients is not None:
                     gradients._on_gradient(i, parameter)
 
             self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))

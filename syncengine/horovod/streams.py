@@ -6,6 +6,7 @@ operations in the same order, whatever the order of their calls.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
 import weakref
@@ -129,14 +130,19 @@ class Stream:
         operation = Operation(self, Request(kind, key, plan.what, plan.flat, plan.how, plan.own), plan)
         with self._lock:
             if name is not None:
-                before = self._named.get(key)
-                if before is not None and not before.ended:
-                    raise InvalidUsage(_DUPLICATE)
+                if self._is_under_way(key):
+                    gc.collect()  # nobody may have it any more, but for a cycle
+                    if self._is_under_way(key):
+                        raise InvalidUsage(_DUPLICATE)
                 self._named[key] = operation
             self._own[key] = operation
             self._submitted += 1
             self._announce(operation.request, watched)
         return operation
+
+    def _is_under_way(self, key: str) -> bool:
+        operation = self._named.get(key)
+        return operation is not None and not operation.ended
 
     def _announce(self, request: Request, watched: bool = False) -> None:
         own = torch.frombuffer(bytearray(request.encode()), dtype=torch.uint8)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,7 +77,7 @@ class MixedPrecision:
         self._calls.append(module)
         if len(self._calls) == 1:
             if torch._C._current_graph_task_id() >= 0:  # recomputed in backward
-                torch.autograd.Variable._execution_engine.queue_callback(_AtEnd(self._put_back))
+                torch.autograd.Variable._execution_engine.queue_callback(_AtEnd(partial(self._put_back, self._calls)))
             self._hide_behind_casts(module)
 
     def _leave(self, module: nn.Module, _inputs: Any, _output: Any) -> None:
@@ -87,13 +88,16 @@ class MixedPrecision:
         else:
             self._calls.pop()
 
-    def _put_back(self) -> None:
+    def _put_back(self, of: list[nn.Module] | None = None) -> None:
+        """``of``: the calls of a recomputation, whose graph task may be kept beyond them."""
+        if of is not None and of is not self._calls:
+            return
         for parameters, name, parameter in self._hidden:
             parameters[name] = parameter
         self._hidden.clear()
         if self._calls:
             _renew_flat_weights(self._calls[0])
-            self._calls.clear()
+            self._calls = []
 
     def _hide_behind_casts(self, module: nn.Module) -> None:
         casts: dict[int, torch.Tensor] = {}  # a shared parameter has one, which adds up its gradients

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from dataclasses import dataclass
 
@@ -129,6 +130,8 @@ class UnevenInputs:
         last = torch.tensor([model.communicator.rank if is_last_joiner else -1], dtype=torch.int64, device="cpu")
         model.communicator.all_reduce(last, "max")  # the last of those that are; else of all
         root = int(last.item()) if last.item() >= 0 else model.communicator.size - 1
+        if any(parameter in common for parameter in model.parameters):
+            gc.collect()  # as where models are wrapped
         self.buffers.look_up()
         named = named_state(model, self.buffers if self.switches.forward_sync_buffers else None)
         named = [(name, tensor) for name, tensor in named if tensor not in common]  # these are the same

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -108,6 +109,13 @@ def unload(module: torch.nn.Module) -> None:
         claimant.unload()
 
 
+def _is_claimed(found: Claim) -> bool:
+    """Also where the optimizer is gone on some ranks, and on this one but for a cycle."""
+    if found.by is not None:
+        gc.collect()
+    return found.by is not None
+
+
 def _refuse_plain_optimizers(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if getattr(optimizer, "is_sharded", False):
         return
@@ -116,7 +124,7 @@ def _refuse_plain_optimizers(optimizer: torch.optim.Optimizer, args: Any, kwargs
             found = _claims.get(parameter)
             if found is not None and found.torn:
                 raise TornWeights(found.torn)
-            if found is not None and found.by is not None:
+            if found is not None and _is_claimed(found):
                 raise InvalidUsage(
                     f"{type(optimizer).__name__}.step() would write to parameter {found.name}, which lies in memory "
                     "that all ranks share, on each of them: step the ShardedOptimizer instead, or release() it first"
@@ -161,12 +169,13 @@ class _Guard:
             found.torn = ""
             if found.by is None:
                 continue
-            if metadata.get("assign_to_params_buffers"):
+            if metadata.get("assign_to_params_buffers") and _is_claimed(found):
                 raise InvalidUsage(
                     f"load_state_dict(assign=True) would put another tensor in the place of parameter {found.name}, "
                     "which lies in memory that all ranks share: leave out assign=True"
                 )
-            found.by.unload()
+            if found.by is not None:
+                found.by.unload()
 
     def __reduce__(self) -> Any:
         if (module := self._module()) is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import weakref
 from collections import defaultdict
@@ -196,6 +197,11 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         self._sharing.is_over(raises=SyncError)
         for model in list(watchers.models.values()):
             if model not in self._sharing.known:
+                del model
+                gc.collect()  # it may be gone but for a cycle, on this rank alone
+                break
+        for model in list(watchers.models.values()):
+            if model not in self._sharing.known:
                 self._bind(model, in_step)
 
     def _bind(self, model: Parallel, in_step: bool = False) -> None:
@@ -215,13 +221,17 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         self._private.optimizer.state = self.state
         self._private.update(self.param_groups)
 
+    def _is_new(self, model: Parallel) -> bool:
+        """Whether its forward, which synchronizes, is the first that this sees."""
+        synchronizes = torch.is_grad_enabled() and model._switches.synchronizes
+        return synchronizes and not torch.is_inference_mode_enabled() and model not in self._sharing.known
+
     def _on_forward(self, model: Parallel) -> None:
         sharing = self._sharing
         if sharing.is_over():
             check_not_torn(model.module.parameters())
             return  # the model says so
-        synchronizes = torch.is_grad_enabled() and model._switches.synchronizes
-        if synchronizes and not torch.is_inference_mode_enabled() and model not in sharing.known:
+        if self._is_new(model):
             self._bind(model)
         if problem := sharing.written():
             assert sharing.host is not None
@@ -286,6 +296,8 @@ ShardedOptimizer.step.hooked = True  # type: ignore[attr-defined] # by the decor
 def _watch_forward(model: Parallel) -> None:
     if any_torn():  # also where their optimizer is gone
         check_not_torn(model.module.parameters())
+    if any(optimizer._is_new(model) for optimizer in list(_optimizers.values())):
+        gc.collect()  # who is gone but for a cycle, on this rank alone, takes part in nothing
     for number in list(_optimizers):  # holds none: one that is gone, in a cycle, may be in the way of the next
         if (optimizer := _optimizers.get(number)) is not None:
             optimizer._on_forward(model)
