@@ -14,6 +14,7 @@
 #   make cuda-torch-check  the GPU tests of Python on that device, by a torch without CUDA, if nvcc is installed
 #                    (neither needs a GPU)
 #   make gpu         runs the GPU tests and benchmarks with the present Python and torch in 9 minutes; downloads nothing
+#   make gpu-prebuild  builds for that on a machine without a GPU: for Python 3.12, torch 2.11 and sm_90; needs nvcc
 #   make lint        formatters, linters and the type checker, changing nothing
 #   make format      formatters and linters, changing what they can
 #   make clean       removes what was built; `rm -r .venv*` removes the environments too
@@ -75,7 +76,7 @@ build/test-hooks.built: .venv/ready $(SOURCES)
 
 # ---- what it is for ----
 
-.PHONY: train test test-python test-thorough test-integrations nightly core-build-tsan core-test sanitize pages arm-check cuda-check cuda-torch-check gpu lint format clean
+.PHONY: train test test-python test-thorough test-integrations nightly core-build-tsan core-test sanitize pages arm-check cuda-check cuda-torch-check gpu gpu-prebuild lint format clean
 train: build
 	$(PY) -m examples.same_bits
 	$(PY) -m examples.train_gpt compare
@@ -133,6 +134,30 @@ cuda-torch-check: $(if $(shell command -v nvcc),build-for-tests)
 # for minutes, so the steps come in order of worth, each with a limit; STEPS names some of them.
 gpu:
 	$(PYTHON) scripts/gpu_run.py $(STEPS)
+
+# On a machine without a GPU: what `make gpu` would build first, for the Python, torch and GPU of the other machine.
+# PyTorch's CUDA build and what it needs to be loaded take 5 GB in .venv-gpu.
+GPU_PYTHON ?= python3.12
+GPU_ARCH ?= 9.0
+
+.venv-gpu/ready: requirements-gpu.txt
+	@$(GPU_PYTHON) -c 'import os, sys, sysconfig as s; sys.exit(s.get_python_version() != "3.12" or not os.path.exists(s.get_path("include") + "/Python.h"))' || \
+	  { echo 'gpu-prebuild needs CPython 3.12 with its headers: make gpu-prebuild GPU_PYTHON=/path/to/python3.12' >&2; exit 1; }
+	$(GPU_PYTHON) -m venv .venv-gpu
+	.venv-gpu/bin/python -m pip install -qq --no-compile --requirement $<
+	touch $@
+
+gpu-prebuild: export PATH := $(CURDIR)/.venv-gpu/bin:$(PATH)
+gpu-prebuild: export WERROR :=
+gpu-prebuild: .venv-gpu/ready
+	SYNCENGINE_TEST_HOOKS=1 TORCH_CUDA_ARCH_LIST=$(GPU_ARCH) python setup.py -q build_ext --inplace
+	$(MAKE) --no-print-directory -C tests/core -j$(shell nproc) CUDA_ARCHS=-arch=sm_$(subst .,,$(GPU_ARCH)) CUDA_OUT=../../build/core-gpu cuda-tests
+	python -c 'import torch; from syncengine import _C; assert _C.has_cuda and _C.has_test_hooks'
+	build/core-gpu/cuda_tests gpu_driver
+	python scripts/gpu_run.py --sources > build/gpu-prebuilt
+	@echo; echo 'to take along, beside the repository'"'"'s files, for `make gpu`:'; \
+	  du --total --apparent-size --block-size=100K syncengine/_C.cpython-312-*.so build/core-gpu/cuda_tests build/gpu-prebuilt | \
+	  awk '{ printf "%6.1f MB  %s\n", $$1 * 0.1024, $$2; if ($$1 * 0.1024 > 45) exit 1 }'
 
 lint: .venv/ready
 	.venv/bin/ruff check .
