@@ -76,30 +76,6 @@ def check_split(ranks: Ranks, left: list[int]) -> None:
             assert "may live" in outcome.text or "went on without" in outcome.text, outcome
 
 
-def split(pool: RankPool, folder: Path, places: str, towards: str, left: list[int]) -> None:
-    with Hosts(len(set(places))) as hosts, start(pool, hosts, places, 1.5, folder) as ranks:
-        time.sleep(random.uniform(0, 0.3))
-        with hosts.resetting(1, towards):
-            check_split(ranks, left)
-
-
-def kill(pool: RankPool, folder: Path, places: str, victim: str, unread: bool) -> None:
-    with Hosts(2) as hosts, start(pool, hosts, places, LONG, folder) as ranks:
-        time.sleep(random.uniform(0, 0.3))
-        victims = [rank for rank, place in zip(ranks, places, strict=True) if place == victim]
-        if unread:
-            for rank in victims:
-                rank.signal(signal.SIGSTOP)
-            time.sleep(0.4)  # heartbeats come
-        for rank in victims:
-            rank.signal(signal.SIGKILL)
-        left = [number for number, place in enumerate(places) if place != victim]
-        for number in left:
-            outcome = ranks[number].result(120.0)
-            outcome.check()
-            assert outcome.value == left
-
-
 SPLITS = [
     ("abb", "both", [1, 2], False),
     ("aabb", "near", [0, 1], True),
