@@ -240,7 +240,7 @@ class Communicator:
         """Of the members on this host, counted among themselves, those whose processes have died."""
 
     def ended(self) -> list[int]:
-        """Of the other members, by their ranks in the job, those whose processes are known to have ended."""
+        """The other members, by their ranks in the job, whose processes are known to have ended."""
 
     def close_devices(self) -> None:
         """Releases its CUDA devices, which would keep it alive: once it has failed."""
@@ -635,7 +635,7 @@ class Reducer:
         """Whether a backward has completed the step. If none has, which parameters were used in it is forgotten."""
 
     def drop_step(self) -> None:
-        """It has not happened: a backward of its last forward, if there was one, does not come."""
+        """Drops the step: a backward of its last forward, if there was one, does not come."""
 
     def backwards(self) -> int:
         """How many have begun through outputs of this model, averaged or this rank's own."""

@@ -244,7 +244,7 @@ class Elastic:
         return pack(self._contents())
 
     def _contents(self) -> dict[str, Any]:
-        """What a rank that is behind gets, of each its state and, of models, the buffers, of which some are in none."""
+        """The states that a rank which is behind gets, and the buffers of models, since some are in no state."""
         contents = {}
         for name, value in self._state.items():
             buffers = buffers_of(value) if isinstance(value, torch.nn.Module) else {}
@@ -269,7 +269,7 @@ def has_state(value: object) -> bool:
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
-    """What a schedule, or the loop's body, may change at the beginning of a step."""
+    """The options that a schedule, or the loop's body, may change at the beginning of a step."""
     return {name: value for name, value in group.items() if name != "params"}
 
 

@@ -1,4 +1,4 @@
-"""What a step of elastic training changes: weights, whose updates are counted, and buffers, which are put back."""
+"""The keeping of a step of elastic training: updates of weights are counted, and buffers are put back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from syncengine.parallel.compiled import not_compiled
 from syncengine.parallel.replication import is_freed
 from syncengine.sharded import ShardedOptimizer
 
-# Of each module by its path: its buffers, and which of them are in no state_dict.
+# The buffers of each module, by its path, and the names of those that are in no state_dict.
 Buffers = dict[str, tuple[dict[str, torch.Tensor | None], list[str]]]
 _NONE: tuple[dict[str, torch.Tensor | None], list[str]] = ({}, [])
 

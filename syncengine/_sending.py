@@ -39,7 +39,7 @@ def refuse_unsendable(name: str, state: Any) -> None:
 
 
 def _unsendable(value: Any, where: str) -> str:
-    """Where the innermost such thing is, and what; "" if there is none."""
+    """The place and type of the innermost object that can't be sent; "" if there is none."""
     try:
         unpack(pack(_changed(value, _emptied)))
     except Exception:  # pickle's and torch's, of many kinds

@@ -404,7 +404,7 @@ arrivals.knows_ended = _raise_if_ended
 
 
 def _of_this_job() -> list[Communicator]:
-    """Those that number ranks as the meetings of today do, and that nobody has closed. None in a forked child."""
+    """The open communicators that number ranks as today's meetings do; a forked child has none."""
     current, group = _default, users_group()
     if not _is_owner():
         return []

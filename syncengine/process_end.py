@@ -61,7 +61,7 @@ def what_ends() -> BaseException | None:
 
 
 def tell_peers(error: BaseException, communicators: Iterable[Communicator]) -> None:
-    """They raise its text, where they have not failed before."""
+    """Aborts ``communicators`` with the text of ``error``: the peers raise it, unless they have failed before."""
     text = error_text(error)
     for communicator in communicators:
         communicator.abort(f"rank {communicator.global_ranks[communicator.rank]}: {text}")

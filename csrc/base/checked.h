@@ -1,8 +1,8 @@
-// What another process has written, in memory that both map or on the wire, and may have got wrong or be changing: how
-// that becomes an index, a length, a count, an enumerator or a pointer here.
+// Checks of words that another process has written, in memory that both map or on the wire, before one becomes an
+// index, a length, a count, an enumerator or a pointer here. The writer may be wrong, or be changing the word now.
 //
-// Each word is loaded once, into a local: what the writer does later changes nothing here. What is used of it must have
-// passed a check, which alone makes a Checked. A word that is only compared with others (how far a peer is) needs none.
+// Each word is loaded once, into a local, so later writes change nothing here. A value is used only as a Checked, which
+// nothing but its check can make. A word that is only compared with others (how far a peer is) needs none.
 //
 // Ownership: values. Thread-safety: any thread, while the writer writes. Failure: a check that fails gives nothing.
 #pragma once
@@ -24,12 +24,12 @@ inline constexpr const char* kDamaged = ": its memory or the network is faulty, 
 template <class T>
 class Checked {
  public:
-  // Of an enumerator or an index: nothing if `value` is above `most`.
+  // An enumerator or an index; nothing if `value` is above `most`.
   static std::optional<Checked> at_most(T most, uint64_t value) {
     if (value > static_cast<uint64_t>(most)) return {};
     return Checked(static_cast<T>(value));
   }
-  // Of a struct, which is a copy already.
+  // A struct that was copied before; nothing if the copy does not pass `is_sound`.
   template <class IsSound>
   static std::optional<Checked> sound(const T& copy, const IsSound& is_sound) {
     if (!is_sound(copy)) return {};

@@ -272,7 +272,7 @@ void bind_communicator(py::module_& module) {
       .def("dead", &Communicator::dead, py::call_guard<py::gil_scoped_release>(),
            "Of the members on this host, counted among themselves, those whose processes have died.")
       .def("ended", &Communicator::ended, py::call_guard<py::gil_scoped_release>(),
-           "Of the other members, by their ranks in the job, those whose processes are known to have ended.")
+           "The other members, by their ranks in the job, whose processes are known to have ended.")
       .def(
           "close_devices", [](const Communicator& self) { close_devices(&self); },
           py::call_guard<py::gil_scoped_release>(), "Lets go of what it has on CUDA devices: it has failed.")

@@ -395,7 +395,7 @@ FdExchange::FdExchange()
       secret_(random_text(Greeting::kSecretBytes)),
       listener_(local_socket::listen(name_)) {}
 
-// It begins with "syncengine-<process>-<random>".
+// An address begins with "syncengine-<process>-<random>".
 std::string FdExchange::process_of(const std::string& address) {
   const std::string name = parse(address).name;
   size_t begin = name.find('-'), end = name.rfind('-');

@@ -63,7 +63,7 @@ class InFlight {
   void drop_ended();
   void set_flags();
 
-  // Who finds false takes no lock. Release: what was delivered into tensors. Acquire: before they are read.
+  // A thread that reads false takes no lock. Release: elements were delivered before. Acquire: they are read behind.
   std::atomic<bool> any_{false}, any_to_deliver_{false};
   std::mutex mutex_;
   std::vector<std::shared_ptr<Call>> calls_;

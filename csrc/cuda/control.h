@@ -23,7 +23,7 @@ inline constexpr uint32_t kArrived = 0x80000000;   // set in every fingerprint; 
 inline constexpr uint32_t kInKernel = kSets + 1;   // in `waiting`: cuda/one_shot.h
 inline constexpr uint32_t kReleased = 0xffffffff;  // no fingerprint: put there by an abort, ends every wait
 
-// What a call looked like, for the text of a mismatch. The owner may write another one over it while a peer reads it:
+// The description of a call, for the text of a mismatch. The owner may write another one over it while a peer reads it:
 // `fingerprint` is 0 meanwhile, and readers look at it again behind the words.
 struct CallText {
   std::atomic<uint32_t> fingerprint;

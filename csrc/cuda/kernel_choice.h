@@ -22,7 +22,7 @@ void visit_arithmetic(ReduceOp op, int sources, Visit&& visit) {
   visit.template operator()<E, kernels::SumElement, kR, 0>();
 }
 
-// What sums and products are made in: those of signed integers are those of unsigned ones, which may overflow.
+// The type in which sums and products are made. Signed integers use the unsigned type, whose overflow is defined.
 template <class E>
 struct Summed {
   using Element = E;

@@ -1,4 +1,4 @@
-"""What the buffers of a model are at the beginning of a step of ``micro_batches()``, and what becomes of them."""
+"""The buffers of a model as a step of ``micro_batches()`` begins: kept, put back, and shared at the step's end."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _compare.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
 
 class KeptBuffers:
-    """Those that are not ``ignored``: which they are, by module, and their values, unless they are too many.
+    """The buffers that are not ``ignored``, by module, and their values, unless these take too many bytes.
 
     Values and not versions tell what a forward has written, since ``batch_norm`` leaves versions as they are.
-    ``before``: those of the last step, whose copies serve again. Holds the module's tensors.
+    ``before``: the buffers kept for the last step, whose copies serve again. Holds the module's tensors.
     """
 
     def __init__(self, module: torch.nn.Module, ignored: Container[str], before: KeptBuffers | None) -> None:
@@ -105,7 +105,7 @@ class KeptBuffers:
         return any(not _same_bits(self._tensors[at][1], copy) for at, copy in self._copies.items())
 
     def _news(self) -> Iterator[tuple[str, str, str, list[int]]]:
-        """Of those that have another form than before: module, name, dtype and shape."""
+        """Module, name, dtype and shape of each buffer that has another form than before."""
         for name, kept in self._kept.items():
             present = self._buffers_of(name)
             for key in kept | present:

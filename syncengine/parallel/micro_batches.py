@@ -263,7 +263,7 @@ class _Iteration:
 
 
 class _Places:
-    """Of each of this rank's micro-batches from a step on: what seeds its samples, and their indices."""
+    """The seed and the indices of the samples of each of this rank's micro-batches, from a step on."""
 
     def __init__(self, batches: MicroBatches) -> None:
         self._loader, self._seed, self._total = batches._loader, batches._seed, batches._total
@@ -276,7 +276,7 @@ class _Places:
         return self
 
     def __next__(self) -> list[Any]:
-        """Those of the next one."""
+        """Seed and indices of the next micro-batch."""
         if self._at == len(self._own):
             self._step, self._at = self._step + 1, 0
         epoch, within = divmod(self._step, self._steps)

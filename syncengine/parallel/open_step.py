@@ -98,7 +98,7 @@ class Step:
         self.model._switches.accumulates = False
 
     def drop(self) -> None:
-        """It has not happened. Local."""
+        """Drops the step, which has not happened then. Does not communicate."""
         Step.now = None
         self._reducer.drop_step()
         switches = self.model._switches
@@ -109,11 +109,11 @@ class Step:
         self._on_drop()
 
     def refuse(self, text: str) -> NoReturn:
-        """As ``refuse``, on the ranks of the model."""
+        """Raises InvalidUsage with ``text`` on all ranks of the model."""
         refuse(self._communicator, text)
 
     def before_forward(self, model: Any) -> None:
-        """Of ``model``, which may be another one. A forward without gradients is no matter."""
+        """Refuses a forward that trains another model, is under no_sync(), or comes behind the backward."""
         recomputes = torch._C._current_graph_task_id() >= 0
         if recomputes or not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             return

@@ -85,7 +85,7 @@ class ForTools(DistributedDataParallel):
     bucket_bytes_cap_list = _of("_planning", "bucket_bytes_cap_list")
     bucket_bytes_cap_default = _of("_planning", "bucket_bytes_cap_default")
     _has_rebuilt_buckets = _of("_planning", "has_rebuilt")
-    # Of micro-batches: the step that was begun last, and where elastic() was when it called its function anew.
+    # The steps of micro_batches() that were begun last, and those where elastic() called its function anew.
     _begun_steps: dict[str, int]
     _left_steps: dict[str, int]
     _module_parameters = _of("_model", "parameters")

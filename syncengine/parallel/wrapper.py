@@ -205,8 +205,9 @@ class Parallel(ForTools):
         """After a failure: goes on with the ranks that are left, in a new ``communicator``.
 
         Collective over these. The weights stay as they are on each rank, and so do ``.grad`` and buffers, of which
-        some may be further than others: ``syncengine.elastic`` brings them together. Hooks stay in use, buckets
-        are planned anew. Two models of one communicator move to the same.
+        some may be further than others: ``syncengine.elastic`` brings them together. A step of ``micro_batches`` that
+        is open is dropped, with its gradients. Hooks stay in use, buckets are planned anew. Two models of one
+        communicator move to the same.
 
         ``patience``, and what it raises: see ``syncengine.shrink``.
         """

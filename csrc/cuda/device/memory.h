@@ -68,7 +68,7 @@ class PinnedMemory {
   std::byte* on_device_ = nullptr;
 };
 
-// What the proof of access needs of each rank's memory.
+// The words in each rank's memory by which the proof of access is made.
 struct ProofArea {
   struct Row {
     uint32_t words[256];

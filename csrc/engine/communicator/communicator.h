@@ -90,8 +90,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   virtual void check_peers() { throw_if_failed(); }
   // Of the members on this host, counted among themselves, those whose processes have died.
   virtual std::vector<int> dead() { return {}; }
-  // Of the other members, by their ranks in the job, those whose processes are known to have ended, in whatever way: by
-  // a look at this machine's, and by what the transport between hosts knows. Also once it has failed or was closed.
+  // The other members whose processes are known to have ended, in whatever way, by their ranks in the job. Processes of
+  // this machine are looked at; of others the transport between hosts knows. May be called once the communicator has
+  // failed or was closed.
   virtual std::vector<int> ended() { return {}; }
 
   // Collective over this communicator. Every rank names the group it will be in (ranks of this communicator, its own

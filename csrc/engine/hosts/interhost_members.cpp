@@ -66,7 +66,7 @@ void InterhostMembers::hear(int peer, const std::string& message) {
   const Limits limits{.members = bits(links_.placement.size),
                       .hosts = bits(links_.placement.hosts()),
                       .slots = schedule_->expected_slots()};
-  // Of those that more bytes follow, the message is their beginning.
+  // Some messages are the beginning of more bytes.
   const std::string_view bytes = message;
   const auto head_of = [&](size_t size) { return bytes.substr(0, size); };
   const auto behind = [&](size_t size) { return std::string(bytes.substr(size)); };

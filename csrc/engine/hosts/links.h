@@ -32,7 +32,7 @@ struct Head {
   Kind kind;
 };
 
-// What the numbers in a message must fit. Each message says of itself whether they do.
+// The limits of the numbers in a message. Each kind of message checks its own numbers against them.
 struct Limits {
   uint64_t members, hosts;  // a bit for each
   uint64_t slots;           // numbers of slots are below; see Schedule::expect_slots

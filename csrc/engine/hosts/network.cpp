@@ -10,8 +10,8 @@ namespace syncengine::hosts {
 
 namespace {
 
-// Of a peer. Of one communicator a peer may be ahead by the records of both lanes and the headers that it may announce,
-// which is half of it.
+// Bytes of early messages kept for a peer. In one communicator a peer may be ahead by the records of both lanes and the
+// headers that it may announce, which take half of these bytes.
 constexpr size_t kMostEarly = 1 << 20;
 
 }  // namespace

@@ -217,8 +217,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void wake_io_loop() {
     if (asleep_) asleep_->wake();
   }
-  // Those that must be `apart`. Who still reads others finds afterwards that their owner has failed. Throws, behind all
-  // of them, what Arena::sever_tensor has thrown.
+  // Severs the ranges whose `apart` is set. A peer that still reads another range notices afterwards that this rank has
+  // failed. Throws, behind the last range, an error that Arena::sever_tensor has thrown.
   void sever_tensors(const std::vector<ArenaRange>& ranges, const Error& cause);
 
   uint64_t sleeps() const { return sleeps_.load(std::memory_order_relaxed); }

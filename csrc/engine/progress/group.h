@@ -56,7 +56,7 @@ class LocalRanks {
     if (!(dead_ & bit) && (shm::found_dead(peers_[rank]->header(), me_) || has_ended(names_[rank]))) dead_ |= bit;
     return dead_ & bit;
   }
-  // Of a rank in the job. False also where its process is not seen; `sees_process()` tells.
+  // Whether the process of that rank in the job has ended. False also where `sees_process()` is false.
   bool has_ended(int in_job) {
     auto found = watches_.find(in_job);
     return found != watches_.end() && found->second.has_ended();

@@ -58,7 +58,7 @@ at::Tensor part(const at::Tensor& bytes, size_t begin, at::IntArrayRef sizes, at
   throw Error(ErrorKind::PeerLost, std::string("a rank sent a sparse gradient that can't be") + kDamaged);
 }
 
-// What one rank sent of a gradient like `like`. Throws PeerLost unless each index is one.
+// The gradient that one rank has sent, of the shape of `like`. Throws PeerLost where an index lies outside of it.
 at::Tensor unpack(const at::Tensor& bytes, const Place& place, const at::Tensor& like, int64_t nonzeros) {
   std::vector<int64_t> shape{nonzeros};
   shape.insert(shape.end(), like.sizes().begin() + like.sparse_dim(), like.sizes().end());

@@ -10,7 +10,7 @@ namespace syncengine::cuda {
 
 inline constexpr int kThreads = 512;  // of a block
 
-// Those of an op. Null: none, see below.
+// The kernels of one op. A null pointer says that the op has no such kernel; see below.
 struct Kernels {
   void (*reduce)(ReduceArgs) = nullptr;
   void (*one_shot)(OneShotArgs) = nullptr;  // sums of floating dtypes, rounded once

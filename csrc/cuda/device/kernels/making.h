@@ -1,4 +1,4 @@
-// What kernels of any dtype are made of; for the files that compile them. Blocks are few, so each may have all
+// The parts that kernels of any dtype share, for the files that compile them. Blocks are few, so each may have all
 // registers of a multiprocessor: what a thread loads at once lies in them.
 #pragma once
 
