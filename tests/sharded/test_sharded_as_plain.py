@@ -187,8 +187,10 @@ def calls_of_a_step(layers: int, fused: bool) -> int:
     package, calls = str(Path(syncengine.__file__).parent), []
 
     def look(frame: Any, event: str, argument: Any) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(package):
-            calls.append(frame.f_code.co_name)
+        name = frame.f_code.co_name
+        # A process in which another test has run micro_batches() has its hooks around each step of an optimizer.
+        if event == "call" and frame.f_code.co_filename.startswith(package) and name != "_check_no_step":
+            calls.append(name)
 
     sys.setprofile(look)
     try:
