@@ -11,11 +11,12 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 import torch.distributed as dist
 
@@ -63,22 +64,25 @@ def run_local_ranks(count: int, arguments: Sequence[str]) -> int:
         return _exit_code([process.wait() for process in running.values()])
 
 
-def run_script(count: int, script: Sequence[str], keep_going: bool, restart: bool) -> int:
+def run_script(
+    count: int, script: Sequence[str], keep_going: bool, restart: bool, log_dir: Path | None = None, label: bool = False
+) -> int:
     """Runs the Python `script` with its arguments as `count` ranks, as `run_local_ranks` does.
 
     A rank that ends with another exit code than 0 ends all others, or, with `keep_going`, none once they have met; with
     `restart` another process then joins the others, as long as no rank has ended well: one for each, but no more than
-    ten times `count`.
+    ten times `count`. Each rank writes to a file in `log_dir` if that is given; `label` puts `[rank N]` before lines.
     Returns 0 if a rank that was kept going has ended well, else the first exit code that is not 0.
     """
     codes = []
     places = list(range(count))  # of each that was started: which of the ranks it is, or comes in the place of
-    with _ranks(count, script, keep_going) as (running, start, store):
+    with _ranks(count, script, keep_going, log_dir, label) as (running, start, store):
         while running:
             time.sleep(_LOOK)
-            for name, process in list(running.items()):
-                if process.poll() is None:
-                    continue
+            ended = {name: process for name, process in running.items() if process.poll() is not None}
+            for name, process in ended.items():
+                _tell_failure(name, process, log_dir)
+            for name in ended:
                 codes.append(running.pop(name).returncode)
                 store.append(ENDED, f"{name} ")
                 if codes[-1] != 0 and not (keep_going and store.check([_CONNECTED])):
@@ -94,7 +98,9 @@ def run_script(count: int, script: Sequence[str], keep_going: bool, restart: boo
 
 
 @contextlib.contextmanager
-def _ranks(count: int, script: Sequence[str], keep_going: bool = False) -> Iterator[Any]:
+def _ranks(
+    count: int, script: Sequence[str], keep_going: bool = False, log_dir: Path | None = None, label: bool = False
+) -> Iterator[Any]:
     """Processes by rank, which the block's end ends; how another one is started, as a rank of a world; their store."""
     _check_descriptors(count)
     _check_loopback()
@@ -113,8 +119,22 @@ def _ranks(count: int, script: Sequence[str], keep_going: bool = False) -> Itera
 
     def start(rank: int, world: int, more: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
         local = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
-        return subprocess.Popen([sys.executable, *script], env={**common, **local, **(more or {})})
+        environ, command = {**common, **local, **(more or {})}, [sys.executable, *script]
+        name = environ.get(JOIN, str(rank))
+        if log_dir is not None:
+            with _log_of(log_dir, name).open("ab") as log:
+                return subprocess.Popen(command, env=environ, stdout=log, stderr=log)
+        if not label:
+            return subprocess.Popen(command, env=environ)
+        environ.setdefault("PYTHONUNBUFFERED", "1")  # as on a terminal, lines come when they are written
+        process = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for lines, to in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+            assert lines is not None
+            labelling.append(threading.Thread(target=_label, args=(name, lines, to.buffer), daemon=True))
+            labelling[-1].start()
+        return process
 
+    labelling: list[threading.Thread] = []
     running: dict[int, subprocess.Popen[bytes]] = {}
     previous = signal.signal(signal.SIGTERM, _end)
     try:
@@ -126,7 +146,29 @@ def _ranks(count: int, script: Sequence[str], keep_going: bool = False) -> Itera
             process.terminate()
         for process in running.values():
             process.wait()
+        for thread in labelling:
+            thread.join(1.0)  # a child of a rank may keep its output open
         signal.signal(signal.SIGTERM, previous)
+
+
+def _label(rank: str, lines: IO[bytes], to: IO[bytes]) -> None:
+    with contextlib.suppress(OSError):  # nobody reads any more
+        for line in lines:
+            to.write(f"[rank {rank}] ".encode() + line)
+            to.flush()
+
+
+def _log_of(log_dir: Path, rank: str | int) -> Path:
+    return log_dir / f"rank{rank}.log"
+
+
+def _tell_failure(rank: int, process: subprocess.Popen[bytes], log_dir: Path | None) -> None:
+    """Says on stderr how a rank has failed, if it has."""
+    if code := process.returncode:
+        signals = {number.value: number.name for number in signal.Signals}
+        how = f"ended with exit code {code}" if code > 0 else f"was killed by {signals.get(-code, f'signal {-code}')}"
+        where = f"; its output: {_log_of(log_dir, rank)}" if log_dir is not None else ""
+        print(f"syncengine run: rank {rank} (pid {process.pid}) {how}{where}", file=sys.stderr, flush=True)
 
 
 def add_run(commands: Any) -> None:
@@ -140,6 +182,9 @@ def add_run(commands: Any) -> None:
     parser.add_argument("--keep-going", action="store_true", help="a rank that fails does not end the others")
     parser.add_argument("--restart", action="store_true", help="another process joins in its place; with --keep-going")
     parser.add_argument("-m", "--module", action="store_true", help="the script is a module, as for python -m")
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--label", action="store_true", help="puts [rank N] before each line of a rank's output")
+    output.add_argument("--log-dir", type=Path, help="a folder: each rank writes to rankN.log in there")
     parser.add_argument("script", nargs=argparse.REMAINDER, help="a Python script and its arguments")
     parser.set_defaults(run=_run)
 
@@ -150,7 +195,9 @@ def _run(options: argparse.Namespace, _: Sequence[str]) -> int:
     if wrong:
         raise InvalidUsage(wrong)
     script = [*(["-m"] if options.module else []), *options.script]
-    return run_script(options.ranks, script, options.keep_going, options.restart)
+    if options.log_dir is not None:
+        options.log_dir.mkdir(parents=True, exist_ok=True)
+    return run_script(options.ranks, script, options.keep_going, options.restart, options.log_dir, options.label)
 
 
 def check_ranks(count: int | None, launch: Launch) -> None:

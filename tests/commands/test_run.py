@@ -79,6 +79,49 @@ def test_all_end_with_the_first_that_fails_before_they_have_met(programs, tmp_pa
     assert time.monotonic() - began < 90
 
 
+@pytest.mark.parametrize(
+    ("end", "code", "told"),
+    [
+        ("raise SystemExit(3)", 3, "ended with exit code 3"),
+        ("os.kill(os.getpid(), 9)", 137, "was killed by SIGKILL"),
+        ("os.kill(os.getpid(), 40)", 168, "was killed by signal 40"),
+    ],
+)
+def test_how_a_rank_has_failed_is_told(programs, tmp_path, end, code, told):
+    script, pid = tmp_path / "script.py", tmp_path / "pid"
+    script.write_text(
+        "import os, time\nif os.environ['RANK'] == '0':\n    time.sleep(100)\n"
+        f"open({str(pid)!r}, 'w').write(str(os.getpid()))\n{end}\n"
+    )
+    done = launched(programs, "-n", "2", str(script))
+    assert (done.returncode, done.stdout) == (code, "")
+    assert done.stderr == f"syncengine run: rank 1 (pid {pid.read_text()}) {told}\n"
+
+
+SPEAKING = "import os, sys\nrank = os.environ['RANK']\nprint('one', rank, end='\\ntwo')\nprint(rank, file=sys.stderr)\n"
+
+
+def test_lines_have_the_rank_in_front(programs, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SPEAKING)
+    done = launched(programs, "-n", "2", "--label", str(script))
+    assert done.returncode == 0
+    for rank in "01":
+        assert [line for line in done.stderr.splitlines() if line.endswith(rank)] == [f"[rank {rank}] {rank}"]
+        assert f"[rank {rank}] one {rank}\n" in done.stdout
+        assert f"[rank {rank}] two" in done.stdout
+
+
+def test_each_rank_has_a_log(programs, tmp_path):
+    script, logs = tmp_path / "script.py", tmp_path / "new" / "logs"
+    script.write_text(SPEAKING + "os._exit(5) if rank == '1' and not sys.stdout.flush() else None\n")
+    for times in (1, 2):  # the second run adds to the files
+        done = launched(programs, "-n", "2", "--log-dir", str(logs), str(script))
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (5, "", 1)
+        assert done.stderr.endswith(f"ended with exit code 5; its output: {logs / 'rank1.log'}\n")
+        assert sorted((logs / "rank1.log").read_text()) == sorted("one 1\ntwo1\n" * times)
+
+
 def test_strangers_reach_no_store(programs, tmp_path):
     """It listens on loopback alone: the kernel's list of sockets has no other listener on its port."""
     script = tmp_path / "script.py"

@@ -12,8 +12,8 @@ from pool import run_on_ranks
 import syncengine
 
 MOST = 10
-# Modules that a forward calls only where an earlier test of the same process has made a ShardedOptimizer, or has imported
-# torch's optimizers in backward.
+# Modules that a forward calls only where an earlier test of the same process has made a ShardedOptimizer, or has
+# imported torch's optimizers in backward.
 BY_EARLIER_TESTS = ("syncengine.sharded.", "syncengine.parallel.optimizers.")
 
 
