@@ -1,4 +1,4 @@
-// Which build this is: a hash of the sources that define what lies in shared memory and what goes over the wire, made
+// Identifies the build: a hash of the sources that define what lies in shared memory and what goes over the wire, made
 // by setup.py and by tests/core/Makefile. Ranks talk only to ranks of the same build (syncengine/connect.py).
 #pragma once
 

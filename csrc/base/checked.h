@@ -1,8 +1,9 @@
 // Checks of words that another process has written, in memory that both map or on the wire, before one becomes an
-// index, a length, a count, an enumerator or a pointer here. The writer may be wrong, or be changing the word now.
+// index, a length, a count, an enumerator or a pointer here. The writer may be wrong, or may be changing the word right
+// now.
 //
 // Each word is loaded once, into a local, so later writes change nothing here. A value is used only as a Checked, which
-// nothing but its check can make. A word that is only compared with others (how far a peer is) needs none.
+// only the check can make. A word that is merely compared with others (how far a peer is) needs no check.
 //
 // Ownership: values. Thread-safety: any thread, while the writer writes. Failure: a check that fails gives nothing.
 #pragma once
@@ -18,18 +19,18 @@
 
 namespace syncengine {
 
-// For errors of what failed a check.
+// Ends the text of an error about a word that has failed its check.
 inline constexpr const char* kDamaged = ": its memory or the network is faulty, or somebody interferes";
 
 template <class T>
 class Checked {
  public:
-  // An enumerator or an index; nothing if `value` is above `most`.
+  // Checks an enumerator or an index: gives nothing if `value` is above `most`.
   static std::optional<Checked> at_most(T most, uint64_t value) {
     if (value > static_cast<uint64_t>(most)) return {};
     return Checked(static_cast<T>(value));
   }
-  // A struct that was copied before; nothing if the copy does not pass `is_sound`.
+  // Checks a struct that has been copied out of shared memory: gives nothing if the copy does not pass `is_sound`.
   template <class IsSound>
   static std::optional<Checked> sound(const T& copy, const IsSound& is_sound) {
     if (!is_sound(copy)) return {};
@@ -44,7 +45,7 @@ class Checked {
   T value_;
 };
 
-// One load of a word that is no atomic.
+// Loads a word that is not a std::atomic exactly once, so that the value checked is the value used.
 template <class Word>
 Word load_once(const Word& word) {
   static_assert(std::is_trivially_copyable_v<Word> && sizeof(Word) <= sizeof(uint64_t));
@@ -53,7 +54,7 @@ Word load_once(const Word& word) {
   return value;
 }
 
-// A struct, each of its words by one load.
+// Copies a struct word by word, each with one load.
 template <class Struct>
 Struct copy_once(const Struct& theirs) {
   static_assert(std::is_trivially_copyable_v<Struct> && sizeof(Struct) % sizeof(uint64_t) == 0);
@@ -64,7 +65,7 @@ Struct copy_once(const Struct& theirs) {
   return std::bit_cast<Struct>(words);
 }
 
-// The text in an array of another process's, which may lack the zero behind it.
+// The text in an array that another process has written, which may lack the terminating zero.
 template <size_t kBytes>
 std::string checked_text(const char (&theirs)[kBytes]) {
   std::string text(theirs, kBytes);

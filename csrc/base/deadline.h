@@ -9,7 +9,7 @@ namespace syncengine {
 using Clock = std::chrono::steady_clock;
 using Duration = Clock::duration;
 
-// From 0 to thirty years, which stand for ever; not a number counts as 0.
+// Converts seconds from a user. NaN and negative numbers count as 0; about thirty years (1e9 s) stand for no limit.
 inline Duration seconds(double value) {
   double sane = value > 0 ? std::min(value, 1e9) : 0;
   return std::chrono::duration_cast<Duration>(std::chrono::duration<double>(sane));
@@ -21,7 +21,7 @@ class Deadline {
   static Deadline never() { return Deadline(Clock::time_point::max()); }
 
   bool passed() const { return Clock::now() >= at_; }
-  // Time left, not negative, and no more than `slice`.
+  // Time that is left, never negative, and at most `slice`.
   Duration left(Duration slice) const {
     auto now = Clock::now();
     return now >= at_ ? Duration::zero() : std::min<Duration>(at_ - now, slice);

@@ -16,7 +16,7 @@ size_t open_descriptors() {
   size_t count = 0;
   while (const dirent* entry = readdir(folder)) count += entry->d_name[0] != '.';
   closedir(folder);
-  return count - 1;  // but for the folder's own
+  return count - 1;  // without the descriptor of the folder itself
 }
 
 size_t most_descriptors() {

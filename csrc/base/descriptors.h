@@ -1,4 +1,4 @@
-// How many file descriptors this process may still open.
+// File descriptors: an owner that closes them, and how many this process may still open.
 //
 // Thread-safety: any thread.
 #pragma once
@@ -34,15 +34,15 @@ class UniqueFd {
   int fd_ = -1;
 };
 
-size_t open_descriptors();  // of this process; 0 where it can't be known
+size_t open_descriptors();  // of this process; 0 if /proc does not say
 size_t most_descriptors();  // ulimit -n
 
-// Throws InvalidUsage, naming `who`, the limit and the one to set, if `count` more don't fit below `ulimit -n`. What
-// can't be known (no /proc) is taken to fit.
+// Throws InvalidUsage if `count` more descriptors don't fit below `ulimit -n`; the text names `who` needs them, the
+// limit, and the limit to set. Without /proc it can't be known, and they are taken to fit.
 void require_descriptors(const std::string& who, size_t count);
 
-// The error of a call that wanted a descriptor or sent one: as throw_system_error, and with what to do if there are too
-// many.
+// Throws the error of a call that opens or sends a descriptor: as throw_system_error does, and with what to do if too
+// many are open.
 [[noreturn]] void throw_descriptor_error(const std::string& what, int error);
 
 }  // namespace syncengine

@@ -30,21 +30,24 @@ class Error : public std::runtime_error {
   ErrorKind kind_;
 };
 
-// A rank has refused a step of a model, which so ends on all ranks; the communicator goes on. The text is that rank's.
+// A rank has refused a step of a model, which thereby ends on all ranks, while the communicator goes on. The text is
+// the refusing rank's.
 class StepRefused : public Error {
  public:
   explicit StepRefused(const std::string& text) : Error(ErrorKind::Aborted, text) {}
 };
 
-// Throws InvalidUsage with `text` and the system's own words for errno `code`.
+// Throws InvalidUsage with `text` and the system's message for errno `code`.
 [[noreturn]] void throw_system_error(const std::string& text, int code);
 
-// What breaks a wait off from outside, and what the peers are told of it.
+// Interrupts a wait from outside, and carries the text that the peers are told.
+//
+// Exceptions that a signal handler raises in a wait derive from this class beside std::exception.
 
 // A base, beside std::exception, of what a signal handler has raised in a wait.
 class Interruption {
  public:
-  // `text`: the exception's class and text; empty for Ctrl-C.
+  // `text` is the Python exception's class and text; empty for Ctrl-C.
   explicit Interruption(std::string text) : text_(std::move(text)) {}
   virtual ~Interruption() = default;
   const std::string& text() const { return text_; }
@@ -53,7 +56,7 @@ class Interruption {
   std::string text_;
 };
 
-// " failed in init(): ...", to be said of a rank that `error` has reached in `place`.
+// " failed in init(): ...", which follows the name of the rank on which `error` was raised in `place`.
 inline std::string failure_text(const std::exception& error, const std::string& place) {
   const std::string failed = " failed in " + place + ": ";
   if (auto* raised = dynamic_cast<const Interruption*>(&error))

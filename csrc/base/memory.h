@@ -1,4 +1,5 @@
-// Whole pages, cache lines, blocks.
+// Memory in whole pages: shared mappings, memfds, and what the kernel is advised about them; sizes of pages and cache
+// lines.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +13,7 @@ inline constexpr size_t kCacheLine = 64;
 constexpr size_t round_down(size_t value, size_t multiple) { return value / multiple * multiple; }
 constexpr size_t round_up(size_t value, size_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
-// A half-open range of offsets.
+// A half-open range of byte offsets.
 
 struct Range {
   size_t begin = 0, end = 0;
@@ -38,20 +39,25 @@ class Mapping {
   size_t bytes_ = 0;
 };
 
-// Replaces whole pages by an inaccessible private mapping. False, with errno, if the kernel refuses: then they are what
-// they were. Async-signal-safe.
+// Replaces whole pages by an inaccessible private mapping. Returns false, with errno, if the kernel refuses; the pages
+// are then unchanged. Async-signal-safe.
 [[nodiscard]] bool make_inaccessible(void* address, size_t bytes);
 
-// madvise() on whole pages, for what may as well be refused: that costs memory or time, never content.
+// Calls madvise() on whole pages. Only for advice that the kernel may refuse: a refusal costs memory or time, never
+// content.
 void advise(void* address, size_t bytes, int advice);
 
-// Memory without a name that processes share by passing its descriptor on: of a fixed size, never executable.
+// Creates memory without a name, of a fixed size and never executable, which processes share by passing its descriptor
+// on.
+//
+// The memory is zeroed, sealed against growing, shrinking and other seals, and close-on-exec. `name` is what /proc
+// shows. Throws InvalidUsage, with `hint` appended if there was no room.
 
 // Sealed against growing, shrinking and other seals; close-on-exec; zeros. `name` is what /proc shows. Throws
 // InvalidUsage with `hint` behind what failed for want of room.
 UniqueFd create_sealed_memfd(const char* name, size_t bytes, const char* hint = "");
 
-// Whether `fd` is such memory: its size will stay what it is.
+// Whether `fd` is sealed memory of this kind, whose size will never change.
 bool has_fixed_size(int fd);
 
 }  // namespace syncengine

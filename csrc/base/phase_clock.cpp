@@ -50,7 +50,7 @@ void PhaseClock::begin_optimizer() {
   change(Optimizer);
 }
 
-// What a closure has done within it, forward and backward, may have ended it.
+// The closure that an optimizer calls may have run a forward and a backward, which have ended the optimizer's phase.
 void PhaseClock::end_optimizer() {
   std::lock_guard lock(mutex_);
   if (phase_ == Optimizer) change(around_);

@@ -1,8 +1,8 @@
-// What this process spends its time on between two synchronizations of gradients, phase by phase, and how long it has
-// waited for other ranks meanwhile: who waits is not late.
+// Measures how long this process spends in each phase between two synchronizations of gradients, and how long it has
+// waited for other ranks in each: a rank that waits is not late.
 //
-// Thread-safety: any thread; the phase is the process's, whichever thread enters it. Failure: none.
-// Costs: one reading of the clock for each change of phase, and for each gradient of a backward that does not average.
+// Thread-safety: any thread; the phase is the process's, whichever thread enters it. Failure: none. Costs: one reading
+// of the clock for each change of phase, and for each gradient of a backward that does not average.
 #pragma once
 
 #include <array>
@@ -12,8 +12,8 @@
 
 namespace syncengine {
 
-// How many nanoseconds of this thread have not been its rank's own so far: it has waited for other ranks in the engine,
-// or done the engine's work in the middle of backward.
+// Nanoseconds of this thread so far that were not its rank's own: it waited for other ranks in the engine, or did the
+// engine's work in the middle of backward.
 inline int64_t& waited_here() {
   static thread_local int64_t nanoseconds = 0;
   return nanoseconds;
@@ -21,22 +21,23 @@ inline int64_t& waited_here() {
 
 class PhaseClock {
  public:
-  // What is not in another phase is Input. Forward lasts until backward begins, so the loss is in it. Wait: for
-  // averages, at the end of backward.
+  // The phases of a step. Input is all time that belongs to no other phase. Forward lasts until backward begins, so it
+  // includes the loss. Wait is the wait for averages at the end of backward.
   enum Phase : uint8_t { Input, Forward, Backward, Optimizer, Wait };
-  static constexpr size_t kOwn = 4;       // phases without Wait
-  using Own = std::array<int64_t, kOwn>;  // nanoseconds of each, without those that were waited
+  static constexpr size_t kOwn = 4;       // phases, without Wait
+  using Own = std::array<int64_t, kOwn>;  // nanoseconds of each phase, without waits
 
   static PhaseClock& of_process();
 
   // Returns the time, in trace::now()'s nanoseconds.
   int64_t enter(Phase phase);
-  // A step of an optimizer, which backward may be the place of.
+  // Begin and end of an optimizer's step, which may also run within backward.
   void begin_optimizer();
   void end_optimizer();
-  // One has come in a backward that does not average: it may be its last, whose time ends the phase.
+  // Notes the time of a gradient in a backward that does not average. The gradient may be the backward's last, and then
+  // the phase ends here.
   void local_gradient();
-  // All since this was last called. Ranks leave a synchronization now.
+  // Returns the time spent in each phase since the last call. Called when all ranks leave a synchronization.
   Own take();
 
  private:
@@ -44,11 +45,11 @@ class PhaseClock {
   void change(Phase phase, int64_t at, int64_t waited);
 
   std::mutex mutex_;
-  Phase phase_ = Input, around_ = Input;         // `around_` the optimizer's step
+  Phase phase_ = Input, around_ = Input;         // `around_`: the phase to return to after the optimizer's step
   int64_t since_ = 0;                            // 0: before the first phase
-  int64_t last_gradient_ = 0, last_waited_ = 0;  // when the last one of a local backward came, and waits by then
-  const int64_t* waits_ = nullptr;               // of the thread that has entered the phase
-  int64_t waited_ = 0;                           // by then
+  int64_t last_gradient_ = 0, last_waited_ = 0;  // time of a local backward's last gradient, and waits by then
+  const int64_t* waits_ = nullptr;               // waited_here() of the thread that has entered the phase
+  int64_t waited_ = 0;                           // its value at the beginning of the phase
   uint64_t taken_ = 0;
   Own own_{};
 };

@@ -1,5 +1,5 @@
-// The processor that this is compiled for; only this file tests for it. With SYNCENGINE_PORTABLE it is an unknown one,
-// so that the code for all others is tested too.
+// The processor that this code is compiled for; only this file tests for it. SYNCENGINE_PORTABLE makes it an unknown
+// processor, so that the generic code is tested too.
 #pragma once
 
 #if defined(__x86_64__) && !defined(SYNCENGINE_PORTABLE)

@@ -21,7 +21,7 @@ bool lists(const std::string& options, const std::string& option) {
   return ("," + options + ",").find("," + option + ",") != std::string::npos;
 }
 
-// This process's path in the hierarchy of `controller`, or in that of version 2 if this is "".
+// This process's path in the cgroup hierarchy of `controller`; an empty controller means the hierarchy of version 2.
 std::string own_path(const std::string& controller, const std::string& root) {
   std::ifstream file(root + "/proc/self/cgroup");
   for (std::string line; std::getline(file, line);) {  // "4:cpu,cpuacct:/job/7", "0::/job/7"
@@ -58,8 +58,8 @@ std::vector<std::string> folders(const std::string& controller, const std::strin
   const Mount mount = find_mount(controller, root);
   if (mount.place.empty()) return {};
   std::string path = own_path(controller, root);
-  // A container may see its own cgroup as the top, and read the host's path to it, or one that leads out of what it
-  // sees.
+  // A container may see its own cgroup as the root of the mount, while /proc gives the path on the host, or a path that
+  // leads out of what the container sees.
   if (mount.top != "/" && (path + "/").starts_with(mount.top + "/")) path.erase(0, mount.top.size());
   if ((path + "/").find("/../") != std::string::npos) path.clear();
   std::vector<std::string> all;
@@ -79,14 +79,14 @@ namespace {
 
 constexpr size_t kNoLimit = std::numeric_limits<size_t>::max();
 
-// The first number in `path`, or kNoLimit where there is no such file or it says "max".
+// The first number in `path`, or kNoLimit if there is no such file or the file says "max".
 size_t read_number(const std::string& path) {
   std::ifstream file(path);
   size_t value = 0;
   return file >> value ? value : kNoLimit;
 }
 
-// The numbers of lines "key number" in `path`, added.
+// The sum of the numbers in the lines "key number" of `path`.
 size_t sum_of(const std::string& path, std::initializer_list<std::string_view> keys) {
   std::ifstream file(path);
   size_t sum = 0, value = 0;
@@ -96,7 +96,7 @@ size_t sum_of(const std::string& path, std::initializer_list<std::string_view> k
   return sum;
 }
 
-// The quota in cores; infinity where there is none.
+// The smallest quota of this process's cgroups, in cores; infinity if there is none.
 double cpu_quota(const std::string& root) {
   double least = std::numeric_limits<double>::infinity();
   const CgroupFolders folders = cgroup_folders("cpu", root);
@@ -113,7 +113,8 @@ double cpu_quota(const std::string& root) {
   return least;
 }
 
-// Pages of files count as used, and go when memory is wanted; those of shared memory, ours among them, do not.
+// Bytes that are left below a cgroup's limit. Pages of files count as used but go when memory is wanted; pages of
+// shared memory, the arenas' among them, do not go.
 size_t left_below(size_t limit, size_t used, size_t reclaimable) {
   if (limit == kNoLimit || used == kNoLimit) return kNoLimit;
   used -= std::min(used, reclaimable);

@@ -66,7 +66,7 @@ void say(std::string lines) {
   try {
     std::thread(write_what_waits).detach();
     all.writer = getpid();
-  } catch (const std::system_error&) {  // no thread is to be had, and nobody may be made to wait
+  } catch (const std::system_error&) {  // no thread can be started, and no caller may be made to wait
     all.waiting.clear();
   }
 }

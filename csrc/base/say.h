@@ -7,11 +7,11 @@
 
 namespace syncengine {
 
-// Has `lines`, each with its newline, written by a thread of its own: stderr may be a full pipe, which blocks whoever
-// writes to it, for ever where nobody reads it. At most 64 texts wait there; later ones are dropped.
+// Hands `lines`, each with its newline, to a thread that writes them: stderr may be a full pipe, which blocks any
+// writer, for ever if nobody reads it. At most 64 texts wait there; later ones are dropped.
 void say(std::string lines);
 
-// Waits until what was said is written, a second at most. Before the process ends.
+// Waits until the lines given to say() are written, at most one second. Called before the process ends.
 void await_said();
 
 }  // namespace syncengine

@@ -1,4 +1,5 @@
-// Named points of the protocol where a test build can kill, stop or delay this process. Nothing in a normal build.
+// Named points of the protocol where a test build can kill, stop or delay this process. They do nothing in a normal
+// build.
 //
 // SYNCENGINE_TEST_FAULT="<point>:<n>:<action>" acts when the point is passed for the n-th time (counted from 1); action
 // is kill, segv, stop, exit or sleep<milliseconds>.

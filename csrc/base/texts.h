@@ -20,7 +20,7 @@ std::string rank_names(const Ranks& ranks) {
   return (ranks.size() == 1 ? "rank " : "ranks ") + list;
 }
 
-// Of the members in `mask`, whose ranks are `ranks`; empty if there are none.
+// Names the members in `mask`, whose ranks in the job are `ranks`; empty if the mask is.
 inline std::string rank_names(const std::vector<int>& ranks, uint64_t mask) {
   std::vector<int> named;
   for (size_t member = 0; member < ranks.size(); ++member)
@@ -28,8 +28,8 @@ inline std::string rank_names(const std::vector<int>& ranks, uint64_t mask) {
   return named.empty() ? "" : rank_names(named);
 }
 
-// What texts call ranks that are numbered within a group: their ranks in the whole job. As they are numbered, if not
-// given.
+// Names ranks that are numbered within a group, as texts do: by their ranks in the whole job. Without a list of those
+// ranks, the numbers in the group are used.
 class RankNames {
  public:
   RankNames() = default;

@@ -1,4 +1,4 @@
-// How the engine's threads begin, and how those who own them end.
+// The start of the engine's threads, how their owners are deleted, and how threads sleep on a futex.
 //
 // Thread-safety: concerns the calling thread alone. Failure: none.
 #pragma once
@@ -12,12 +12,13 @@
 
 namespace syncengine {
 
-// Names the calling thread (at most 15 characters), and leaves signals to the program's own threads, but for those of
-// its own faults.
+// Names the calling thread (at most 15 characters), and blocks all signals in it but those of its own faults, so that
+// the program's own threads handle them.
 void begin_thread(const char* name);
 
-// Deletes `object`, whose destructor waits for `its` thread: elsewhere, if that is the calling one. Which drops what
-// operations held, a tensor perhaps: Python may collect garbage there, and the last reference to anything be among it.
+// Deletes `object`, whose destructor joins the thread `its`. If that is the calling thread, another thread deletes the
+// object instead. Deleting can drop a tensor that an operation held, at which Python may collect garbage, and the
+// garbage may include the last reference to `object`.
 template <class Object>
 void delete_off(const std::thread& its, Object* object) {
   if (its.get_id() == std::this_thread::get_id())
@@ -26,18 +27,18 @@ void delete_off(const std::thread& its, Object* object) {
     delete object;
 }
 
-// The kernel's wait-on-address, shared between processes. Spurious returns are allowed; callers re-check.
+// The kernel's wait on an address, shared between processes. Spurious returns are allowed; callers re-check.
 
 // Returns when woken, when `word` differs from `expected`, after `timeout`, or on a signal.
 void futex_wait(const std::atomic<uint32_t>& word, uint32_t expected, Duration timeout);
 void futex_wake_all(const std::atomic<uint32_t>& word);
 
-// One polite turn of a short busy wait.
+// Tells the processor that the caller is spinning, once in each turn of a short busy wait.
 inline void cpu_pause() {
 #if SYNCENGINE_X86_64
   __builtin_ia32_pause();
 #elif SYNCENGINE_AARCH64
-  asm volatile("isb");  // about as long as the other; `yield` is no pause at all on server cores
+  asm volatile("isb");  // about as long as x86's pause; `yield` is no pause at all on server cores
 #endif
 }
 

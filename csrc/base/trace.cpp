@@ -39,7 +39,7 @@ class Ring {
     ::unlink(file.c_str());  // an earlier trace may still be mapped
     const UniqueFd fd(::open(file.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600));
     const size_t bytes = kHeaderBytes + kTextBytes + events * sizeof(Slot);
-    // Room is taken now: a full disk would kill the process at some store later.
+    // All room is allocated now: if the disk filled up later, a store into the mapping would kill the process.
     int error = fd.get() < 0 ? errno : ::posix_fallocate(fd.get(), 0, static_cast<off_t>(bytes));
     void* memory = error ? MAP_FAILED : ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), 0);
     if (!error && memory == MAP_FAILED) error = errno;
@@ -107,8 +107,8 @@ class Ring {
     std::atomic<uint64_t> ended;      // 1: this rank has stopped
   };
 
-  // Relaxed atomics: a thread that is stopped while it writes may meet another one a whole turn of the ring later. Then
-  // `number` tells that the event is torn.
+  // Relaxed atomics, since a thread that is stopped while it writes an event may meet another thread in the same slot,
+  // a whole turn of the ring later. `number` then tells readers that the event is torn.
   struct Slot {
     std::atomic<uint64_t> number;  // 1 + how many were recorded before, once the rest is there
     std::array<std::atomic<uint64_t>, 7> words;
@@ -119,7 +119,7 @@ class Ring {
   char* texts_;
   Slot* slots_;
   std::mutex mutex_;
-  std::unordered_map<std::string, uint32_t> known_;  // in the order of their writing, from 1
+  std::unordered_map<std::string, uint32_t> known_;  // texts and their numbers, from 1 in the order of writing
 };
 
 namespace {

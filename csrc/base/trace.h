@@ -1,10 +1,10 @@
-// What happens on this rank while it is traced: events in a ring of fixed size. The ring is a file, so that its events
-// outlive this process however it ends, and any process of the machine can read them (syncengine/tracing/events.py).
+// Records what happens on this rank, as events in a ring of fixed size. The ring is a file, so that its events outlive
+// this process however it ends, and any process of the machine can read them (syncengine/tracing/events.py).
 //
 // Ownership: one trace a process. A ring stays mapped until the process ends, since a thread may be about to write into
 // it. Thread-safety: any thread. Failure: start() throws InvalidUsage. An event is never refused: the oldest is
-// overwritten, and readers know from the count of all events how many were. A forked child is not traced.
-// Costs: without a trace one load for each event; with one, a reading of the clock or two, and 64 bytes.
+// overwritten, and readers know from the count of all events how many were. A forked child is not traced. Costs:
+// without a trace one load for each event; with one, a reading of the clock or two, and 64 bytes.
 #pragma once
 
 #include <atomic>
@@ -31,7 +31,7 @@ enum class Kind : uint16_t {
   Note,       // anything else, in words
 };
 
-inline constexpr uint64_t kNobody = ~uint64_t{0};  // the rank that a message came from is not known
+inline constexpr uint64_t kNobody = ~uint64_t{0};  // the rank that has sent the message is not known
 
 // `group`, `lane`, `place` and `epoch` are the same on all ranks for the same operation; see Work::Place.
 struct Event {
@@ -55,21 +55,22 @@ namespace internal {
 extern std::atomic<Ring*> active;
 }
 
-// Whether events are recorded now. Callers ask before they make one.
+// Whether events are recorded now. Callers ask this before they build an event.
 inline bool is_on() { return internal::active.load(std::memory_order_acquire) != nullptr; }
 
-// Makes the file. `about` is its first text: what readers should know of this rank. After `steps` events of kind Step
-// it stops by itself; 0: it does not. Throws InvalidUsage if there is a trace, or if the file can't be made.
+// Creates the file. `about` is its first text: what readers should know of this rank. After `steps` events of kind Step
+// the trace stops by itself, unless `steps` is 0. Throws InvalidUsage if a trace exists, or if the file can't be made.
 void start(const std::string& path, size_t events, const std::string& about, uint64_t steps);
 // Notes that this rank has ended its part. Does nothing without a trace.
 void stop();
-// Where the trace of this process is, also when it has stopped by itself; empty without one.
+// The path of this process's trace, also when the trace has stopped by itself; empty without one.
 std::string path();
 
 void record(const Event& event);
-// A number for `text`, which is written once. 0, which stands for no text, where there is no room or no trace.
+// A number that stands for `text`, which is written to the file once. 0, which means no text, if there is no room or no
+// trace.
 uint32_t text(const std::string& text);
-// An instant, with words. Does nothing without a trace.
+// Records an instant, with words. Does nothing without a trace.
 void record_text(Kind kind, const std::string& words);
 
 }  // namespace syncengine::trace
