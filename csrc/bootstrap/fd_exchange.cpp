@@ -34,7 +34,7 @@ UniqueFd open_socket() {
   return fd;
 }
 
-// An abstract address: a name behind a zero byte.
+// Fills in an abstract address: a name behind a zero byte.
 socklen_t fill(sockaddr_un& address, const std::string& name) {
   address = {};
   address.sun_family = AF_UNIX;
@@ -43,7 +43,7 @@ socklen_t fill(sockaddr_un& address, const std::string& name) {
   return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + length);
 }
 
-// A message with ancillary data that carries one descriptor.
+// A socket message with ancillary data that carries one descriptor.
 struct DescriptorMessage {
   iovec piece;
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
@@ -112,7 +112,7 @@ Sent send_fd(const UniqueFd& socket, const void* message, size_t bytes, int fd) 
   if (sendmsg(socket.get(), &buffers.message, MSG_NOSIGNAL) >= 0) return Sent::Done;
   if (errno == EPIPE || errno == ECONNRESET) return Sent::BrokenOff;
   if (errno != ETOOMANYREFS && !must_wait(errno)) throw_system_error("can't hand shared memory to a peer", errno);
-  char byte;  // the kernel looks at that limit before it looks whether the other side is still there
+  char byte;  // the kernel checks that limit before it checks whether the other side still exists
   return recv(socket.get(), &byte, 1, MSG_PEEK) == 0 ? Sent::BrokenOff : Sent::NotYet;
 }
 
@@ -137,37 +137,37 @@ namespace syncengine {
 
 namespace {
 
-// How a rank ended connecting, for the ranks that have its memory and still wait for another one's.
+// Tells how a rank's connecting ended. Ranks that have its memory and still wait for another rank's receive this.
 struct Goodbye {
   int32_t failed = 0;
   uint32_t kind = 0;  // an ErrorKind
   char text[248] = {};
 };
 
-// Of a rank: where it listens, and what those say who know it.
+// The name under which a rank listens, and the secret that callers must say.
 struct RendezvousPoint {
   std::string name, secret;
 };
 
 class LocalRendezvous {
  public:
-  // `places` has the peers, by rank, and this rank; `own` is the descriptor to hand out.
+  // `places` holds the points of the peers and of this rank, by rank; `own` is the descriptor to hand out.
   LocalRendezvous(int rank, std::map<int, RendezvousPoint> places, int own, const UniqueFd& listener, RankNames names);
 
-  // What can be done now. Throws if a peer is lost.
+  // Does what can be done without blocking. Throws if a peer is lost.
   void step();
   bool over() const { return unserved_.empty() && has_all(); }
-  // Until something may have come.
+  // Waits until a peer may have called or sent something, for a moment at most.
   void wait() const;
   [[noreturn]] void throw_timeout() const;
 
-  // By rank; once it is over.
+  // The peers' descriptors by rank, once over().
   std::map<int, UniqueFd> take_memories() {
     std::map<int, UniqueFd> memories;
     for (auto& [peer, call] : calls_) memories[peer] = std::move(call.memory);
     return memories;
   }
-  // Those that have this rank's memory, for last words.
+  // Sockets of the peers that have received this rank's descriptor. Used to send them a final error.
   const std::vector<UniqueFd>& served() const { return served_; }
 
  private:
@@ -179,13 +179,13 @@ class LocalRendezvous {
   };
   struct Visitor {
     UniqueFd socket;
-    int rank = -1;  // once it has shown that it is one
+    int rank = -1;  // -1 until the visitor has proved to be that rank
     bool is_owed() const { return rank >= 0; }
   };
 
   void advance(int peer, Call& call);
   void reach(int peer, Call& call);
-  // Whether the visitor is to be forgotten: served, or no rank.
+  // Returns whether the visitor is done with: it has been served, or is no rank.
   bool advance(Visitor& visitor);
   void accept();
   bool has_all() const {
@@ -196,7 +196,7 @@ class LocalRendezvous {
     places_.at(peer).secret.copy(greeting.secret.data(), greeting.secret.size());
     return greeting;
   }
-  // Whether `greeting` is of that rank, and says this one's secret.
+  // Whether `greeting` comes from rank `peer` and says this rank's secret.
   bool is_of(int peer, const Greeting& greeting) const {
     return greeting.magic == Greeting{}.magic && greeting.rank == peer &&
            tcp::equal_digests({greeting.secret.data(), greeting.secret.size()}, places_.at(rank_).secret);
@@ -212,10 +212,10 @@ class LocalRendezvous {
   std::vector<UniqueFd> served_;
 };
 
-constexpr size_t kMaxUnidentified = 64;  // at a time, beside the ranks that are still to come
+constexpr size_t kMaxUnidentified = 64;  // at once, beyond the ranks that are still expected
 constexpr int kPollMs = 50, kRetryMs = 5;
 
-// Whoever fails breaks off with everybody: the dead are to blame, not those who noticed first.
+// A rank that fails breaks off with all its peers, so dead ranks are blamed, not those that noticed the death first.
 [[noreturn]] void throw_lost(const RankNames& names, const std::set<int>& lost, const std::set<int>& dead) {
   if (!dead.empty()) throw Error(ErrorKind::PeerLost, names.all(dead) + " died while the ranks connected");
   throw Error(ErrorKind::PeerLost, names.all(lost) + " broke off while the ranks connected: see its own error");
@@ -237,7 +237,7 @@ LocalRendezvous::LocalRendezvous(int rank, std::map<int, RendezvousPoint> places
     calls_[peer];
     unserved_.insert(peer);
   }
-  // For each peer the call, the peer's, and its memory.
+  // Three descriptors for each peer: the call to it, its call here, and its memory.
   require_descriptors(names_(rank) + " with " + std::to_string(calls_.size()) + " peers on its host",
                       3 * calls_.size());
 }
@@ -294,7 +294,7 @@ void LocalRendezvous::accept() {
     if (!local_socket::same_user(socket)) continue;
     visitors_.push_back({.socket = std::move(socket)});
     if (visitors_.size() <= unserved_.size() + kMaxUnidentified) continue;
-    // The oldest that has said nothing makes room, else this one.
+    // Too many visitors: the oldest that has said nothing is dropped, or this one if all have proved to be ranks.
     const auto silent = std::find_if_not(visitors_.begin(), visitors_.end(), std::mem_fn(&Visitor::is_owed));
     visitors_.erase(silent != visitors_.end() ? silent : std::prev(silent));
   }
@@ -395,7 +395,7 @@ FdExchange::FdExchange()
       secret_(random_text(Greeting::kSecretBytes)),
       listener_(local_socket::listen(name_)) {}
 
-// An address begins with "syncengine-<process>-<random>".
+// An address begins with "syncengine-<process>-<random>", where <process> is a process_id().
 std::string FdExchange::process_of(const std::string& address) {
   const std::string name = parse(address).name;
   size_t begin = name.find('-'), end = name.rfind('-');

@@ -19,20 +19,19 @@
 
 namespace syncengine::local_socket {
 
-// Abstract AF_UNIX sockets, which have a name and no file, and descriptors that are passed over them. Nothing here
-// blocks.
+// Abstract AF_UNIX sockets, which have a name but no file, and descriptors that are passed over them. No call blocks.
 //
-// Thread-safety: any thread. Failure: throws InvalidUsage if this process or machine has run out of a resource; what
-// the other side may cause is returned.
+// Thread-safety: any thread. Failure: throws InvalidUsage if this process or machine has run out of a resource;
+// failures that the other side can cause are return values.
 
 UniqueFd listen(const std::string& name);
 
 enum class Called : uint8_t { Connected, Refused, NotYet };  // NotYet: the listener's queue is full
 Called call(const std::string& name, UniqueFd& socket);
-// Nothing if nobody calls.
+// The next caller's socket, or an empty descriptor if nobody calls.
 UniqueFd accept(const UniqueFd& listener);
 
-// Whether the other side is of this user.
+// Whether the process at the other end of `socket` runs as the same user.
 bool same_user(const UniqueFd& socket);
 
 enum class Got : uint8_t { Nothing, Message, BrokenOff };  // BrokenOff: also by a message of another size
@@ -42,42 +41,44 @@ bool send(const UniqueFd& socket, const void* message, size_t bytes);  // false:
 // NotYet: the kernel holds as many descriptors of this user that nobody has received as it allows (RLIMIT_NOFILE).
 enum class Sent : uint8_t { Done, NotYet, BrokenOff };
 Sent send_fd(const UniqueFd& socket, const void* message, size_t bytes, int fd);
-// `who`: for the error, if this process can't open another descriptor.
+// `who` names this rank in the error that is thrown if this process can't open another descriptor.
 Got receive_fd(const UniqueFd& socket, void* message, size_t bytes, UniqueFd& fd, const std::string& who);
 
 }  // namespace syncengine::local_socket
 
 namespace syncengine {
 
-// What a process says first on a connection inside a host, so that the other one knows it for a rank of the job: any
-// process in the network namespace can read a name of the abstract namespace, and connect to it. The caller says this
-// to the listener, which answers with its memory and the same; each says the other one's secret, which stands in the
-// other one's address. Who listens in the place of a rank that has ended learns a secret that opens nothing any more.
+// The first message in each direction of a connection within a host, which proves that the sender is a rank of the job:
+// any process in the network namespace can find an abstract name and connect to it.
+//
+// The caller sends its greeting; the listener answers with its own and its memory's descriptor. Each says the other's
+// secret, which stands in the other's address. A process that listens under the name of a rank that has ended only
+// learns a secret that is of no use any more.
 struct Greeting {
   static constexpr size_t kSecretBytes = 64;
   uint32_t magic = 0x73796e63;  // "sync"
-  int32_t rank = -1;            // of who says it
+  int32_t rank = -1;            // the sender's
   std::array<char, kSecretBytes> secret{};
 };
 
-// What the peers of `who` raise when this exception ends its init(): as it is if it is about other ranks, else in
-// words. None, or one of no class that is known: it was left.
+// The error that the peers of `who` raise when the exception `thrown` ends its init(): the same error if it is about
+// other ranks, else its text. Without an exception, or with one of an unknown class, `who` is said to have left.
 Error for_peers(const std::string& who, const std::exception_ptr& thrown);
 
 class FdExchange {
  public:
   FdExchange();  // listens under a random name
 
-  // The socket's name and a new secret, for the peers alone: "name/secret", shorter than kMostAddress.
+  // The socket's name and a new secret, to be given to the peers alone: "name/secret", shorter than kMostAddress.
   std::string address() const { return name_ + "/" + secret_; }
   static constexpr size_t kMostAddress = 144;
   const std::string& name() const { return name_; }
-  // Whose address this is, as bootstrap/host.h names processes.
+  // The process that has made `address`, as process_id() names it (bootstrap/host.h).
   static std::string process_of(const std::string& address);
 
-  // Gives `own` to every other rank and returns theirs by rank (nothing for this one). `addresses` by rank; those
-  // without one are left out.
-  // `interrupted` is called now and then and may throw. Messages say `names`.
+  // Gives the descriptor `own` to every other rank and returns theirs by rank, with none for this rank. `addresses` is
+  // by rank; ranks whose address is empty are left out. `interrupted` is called now and then and may throw. Messages
+  // use `names`.
   std::vector<UniqueFd> exchange(int rank, const std::vector<std::string>& addresses, int own, Deadline deadline,
                                  const std::function<void()>& interrupted, const RankNames& names = {});
 

@@ -25,7 +25,7 @@ std::string host_key(const std::string& host_id) {
   std::string boot;
   if (!std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), boot))
     throw Error(ErrorKind::InvalidUsage, "can't read /proc/sys/kernel/random/boot_id: is /proc mounted?");
-  struct stat network{};  // stays 0 on a kernel without network namespaces, where all have one network
+  struct stat network{};  // stays 0 on a kernel without network namespaces, where all processes have one network
   if (stat("/proc/self/ns/net", &network) != 0 && errno != ENOENT)
     throw_system_error("can't tell the network namespace", errno);
   return boot.substr(0, 64) + "/" + std::to_string(network.st_ino) + "/" + host_id;
@@ -52,7 +52,7 @@ std::string process_namespace() {
   return stat("/proc/self/ns/pid", &status) == 0 ? std::to_string(status.st_ino) : "0";
 }
 
-// 0 where the process can't be seen from here.
+// The process's pid, or 0 if it can't be seen from here (it is in another namespace).
 pid_t pid_of(const std::string& process) {
   size_t dash = process.find('-');
   bool visible = dash != std::string::npos && process.compare(0, dash, process_namespace()) == 0;
@@ -91,7 +91,7 @@ std::set<int> ended(const std::map<int, std::string>& processes) {
   }
   const Deadline deadline = Deadline::after(std::chrono::milliseconds(found.empty() ? kDyingMs : 0));
   int ready = 0;
-  do {  // signals don't end the moment
+  do {  // a signal interrupts poll() before the moment is over
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline.left(std::chrono::milliseconds(kDyingMs)));
     ready = poll(polls.data(), polls.size(), static_cast<int>(left.count()));
   } while (ready < 0 && errno == EINTR);

@@ -10,10 +10,13 @@ bool is_half(const Operation& operation) {
   return operation.dtype == DType::Float16 || operation.dtype == DType::BFloat16;
 }
 
-// From how many bytes on the chain is quicker, whose running sum has `partial` bytes for each byte of the tensor: where
-// the host that sends most sends less, by more than it takes the first chunk longer to go through all hosts, alone. All
-// of that takes as long as its bytes do, so the links' speed does not count. Distances do, for what is small: the chain
-// has more hops but between two hosts.
+// The size in bytes from which on the chain is quicker than the exchange. The chain's running sum has `partial` bytes
+// for each byte of the tensor.
+//
+// Counted in chunks sent by the busiest host: n chunks take the exchange n * `exchange`. They take the chain `first`,
+// in which the first chunk passes all hosts, and `chain` for each further chunk. All of that takes time in proportion
+// to bytes, so the speed of the links cancels out. Latency is not counted: it matters for small tensors, and with more
+// than two hosts the chain has more hops.
 size_t chain_from(const Placement& placement, double chunk, double partial) {
   const double hosts = placement.hosts(), ranks = placement.stripes;
   const double exchange = (ranks + 1) * (hosts - 1) / hosts, chain = hosts == 2 ? partial : partial + 1;
@@ -52,7 +55,7 @@ Way choose_way(const InterhostChoice& choice, const Operation& operation) {
 Way way_of_tree(const Placement& placement, const std::vector<uint8_t>& merges) {
   if (placement.stripes == 1 || !placement.contiguous) return Way::Exchange;
   for (const auto& ranks : placement.members) {
-    int sums = 0;  // of this host alone, on the stack
+    int sums = 0;  // sums of this host's own nodes that are on the stack
     for (int rank : ranks) {
       sums += 1 - merges[rank];
       if (sums < 1 && rank != ranks.back()) return Way::Exchange;

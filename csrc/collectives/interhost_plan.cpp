@@ -8,7 +8,7 @@ namespace syncengine {
 
 namespace {
 
-// Plans one cell of a reduction. `handlers` by host.
+// Plans one cell of a reduction; `handlers` are its ranks, by host.
 class Reduction {
  public:
   Reduction(const Placement& placement, uint32_t cell, int home, std::vector<int> handlers, bool distributes)
@@ -73,7 +73,8 @@ class Reduction {
     return {step, {.receives = {result(handlers_[home_])}, .act = Act::Spread}};
   }
 
-  // The order of hosts is the order of ranks: only for contiguous placements.
+  // The running sum goes through the hosts in their order, which is the order of ranks only if the placement is
+  // contiguous.
   std::vector<InterhostStep> chain() const {
     int last = placement_.hosts() - 1;
     InterhostStep forth{.staged = true, .act = me() == last ? Act::FoldResult : Act::FoldPartial};
@@ -140,7 +141,7 @@ void plan_reduce_scatter(const Placement& placement, const InterhostChunk& chunk
   }
 }
 
-// Each part goes from its rank to one on every other host, which fetches it for all of them.
+// Plans an all-gather: each part goes from its rank to one rank of every other host, which fetches it for all of them.
 void plan_all_gather(const Placement& placement, const InterhostChunk& chunk, std::vector<InterhostCell>& cells) {
   if (chunk.length == 0) return;
   for (int source = 0; source < placement.size; ++source) {
@@ -166,7 +167,7 @@ void plan_all_gather(const Placement& placement, const InterhostChunk& chunk, st
   }
 }
 
-// On the root's host the handlers send out of the root's slot or tensor.
+// Plans a broadcast: on the root's host each handler sends its stripe out of the root's slot or tensor.
 void plan_broadcast(const Placement& placement, const InterhostChunk& chunk, std::vector<InterhostCell>& cells) {
   int hosts = placement.hosts(), root_host = placement.host_of[chunk.root];
   int behind = (placement.host - root_host + hosts) % hosts;  // how far the own host is behind the root's
@@ -194,7 +195,7 @@ void plan_broadcast(const Placement& placement, const InterhostChunk& chunk, std
   }
 }
 
-// Each host's first rank tells all others once all of its host's ranks are there.
+// Plans a barrier: each host's first rank tells those of all other hosts once all ranks of its own host have arrived.
 void plan_barrier(const Placement& placement, std::vector<InterhostCell>& cells) {
   if (placement.locals().front() != placement.rank) return;
   InterhostStep tell{.staged = true}, hear;
@@ -289,7 +290,7 @@ void plan_inside(const Placement& placement, const Chunk& chunk, ChunkPlan& plan
       if (!direct) plan.stage.push_back({chunk.begin, chunk.rank * chunk.length, chunk.length});
       for (int source = 0; source < placement.size; ++source) {
         int from = part_handler(placement, placement.host, source);
-        if (from == placement.rank && source != placement.rank) continue;  // came straight into the output
+        if (from == placement.rank && source != placement.rank) continue;  // the envelope came straight into the output
         plan.pull.push_back({placement.local_index(from), direct ? chunk.begin : source * chunk.length,
                              source * chunk.block + chunk.begin, chunk.length});
       }

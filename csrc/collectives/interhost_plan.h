@@ -1,8 +1,8 @@
-// What one rank does between hosts for one chunk of a collective, as data: a pure function of placement and chunk,
-// walked by tests for any placement without a process.
+// The plan of one rank's work between hosts for one chunk of a collective, as data. The plan is a pure function of
+// placement and chunk, which tests walk for any placement without a process.
 //
-// A chunk is cut into cells: ranges of elements that go their own way between hosts. On each host one rank handles a
-// cell for all of them. It talks only to the handlers of the same cell on other hosts, so each byte crosses once per
+// A chunk is cut into cells: ranges of elements that travel between hosts independently. On each host one rank handles
+// a cell for all of them. It talks only to the handlers of the same cell on other hosts, so each byte crosses once per
 // host.
 #pragma once
 
@@ -17,15 +17,15 @@
 
 namespace syncengine {
 
-// Which way a collective takes between hosts: the one that is quicker over links of any speed. No bits depend on it.
+// The way a collective takes between hosts: the one that is quicker over links of any speed. No bits depend on it.
 //
 // Ownership: plain data, pure functions: the same on all ranks that were given the same. Failure: none.
 
-// How contributions from several hosts become one sum. The first two give the same bits.
+// How contributions from several hosts become one sum. Exchange and Chain give the same bits.
 enum class Way : uint8_t {
   Exchange,  // a cell has a home, whose handler gets every rank's own bytes, adds them in order, and returns the result
   Chain,     // the running sum goes from host to host, in the order of ranks; the result comes back the same way
-  Sums,      // as Exchange, but of each host's sum (numerics "fast")
+  Sums,      // like Exchange, but each host sends one sum (numerics "fast")
 };
 
 enum class HostAlgorithm : uint8_t {
@@ -34,19 +34,20 @@ enum class HostAlgorithm : uint8_t {
   Chain,     // from host to host wherever that is possible, at any size
 };
 
-// The sizes in bytes from which on something is done.
+// Sizes in bytes from which on a collective takes another way.
 struct InterhostChoice {
   static constexpr size_t kNever = ~size_t{0};
   size_t chain = kNever;       // all-reduce in rank order takes Chain
-  size_t chain_half = kNever;  // the same for 16-bit floats, whose running sum is in float32
+  size_t chain_half = kNever;  // `chain` for 16-bit floats, whose running sum is in float32
   size_t relay = kNever;       // broadcast goes from host to host, not from the root's to all
 };
 
-// `chunk_bytes` of an all-reduce that takes many of them.
+// `chunk_bytes` is the size of a chunk of an all-reduce that takes many of them.
 InterhostChoice choose_interhost(const Placement& placement, HostAlgorithm algorithm, size_t chunk_bytes);
 
-// Not of Numerics::Tree, for which no size matters: the sums of hosts whose ranks have a node of the tree in common,
-// if all have; what ranks have themselves otherwise, and where each is alone.
+// The way for any numerics but Tree, for which way_of_tree() decides: sizes don't matter there. The tree's way is Sums
+// if on every host the ranks' nodes have a common ancestor of which no other host has a part; otherwise, and if every
+// rank is alone on its host, Exchange.
 Way choose_way(const InterhostChoice& choice, const Operation& operation);
 Way way_of_tree(const Placement& placement, const std::vector<uint8_t>& merges);
 bool relays(const InterhostChoice& choice, const Operation& operation);
@@ -63,29 +64,32 @@ enum class Content : uint8_t {
 struct Envelope {
   int peer;
   Content content;
-  int rank;     // Raw: whose
-  uint32_t id;  // both sides', within the chunk
+  int rank;     // Raw: whose contribution
+  uint32_t id;  // the same on both sides, unique within the chunk
 };
 
 enum class Act : uint8_t {
   Nothing,
-  FoldPartial,  // `fold` into scratch
-  FoldResult,   // `fold`, scaled and rounded, into the output (and the local peers')
-  Spread,       // what came into the own output, to the local peers
+  FoldPartial,  // adds `fold` up, into scratch
+  FoldResult,   // adds `fold` up, scaled and rounded, into the output (and the local peers')
+  Spread,       // copies what came into the own output to the local peers
 };
 
-// In this order: all of `receives`; the local ranks' contributions, if `staged`; `act`; all of `sends`. Peers answer:
-// what a step after the first receives leaves its peer only after that one has got all that the step before sends. So
-// all receives of a cell can be posted when it begins, even where they go into memory that is still to be sent.
+// One step of a cell, in this order: waits for all of `receives`; waits for the local ranks' contributions, if
+// `staged`; does `act`; sends all of `sends`.
+//
+// Steps alternate between peers: the peer sends what a step after the first one receives only when it has got all that
+// the step before sends. So all receives of a cell can be posted when the cell begins, even into memory from which this
+// rank is still to send.
 struct InterhostStep {
   bool staged = false;
   std::vector<Envelope> receives = {};
   Act act = Act::Nothing;
   struct Source {
-    int rank;  // of a local contribution; -1: what came as receives[received]
+    int rank;  // whose local contribution; -1: the source is receives[received]
     int received;
   };
-  std::vector<Source> fold = {};  // in the order of addition; in `ring` by rank
+  std::vector<Source> fold = {};  // in the order of addition; with numerics `ring` by rank
   std::vector<Envelope> sends = {};
 };
 
@@ -93,7 +97,7 @@ enum class Spreading : uint8_t { None, Peers, OwnSlot };
 
 struct InterhostCell {
   size_t slot = 0;    // where local contributions lie in their slots
-  size_t input = 0;   // the same, in the operation's input
+  size_t input = 0;   // where the cell lies in the operation's input
   size_t output = 0;  // where the result goes
   size_t bytes = 0;
   Spreading spreading = Spreading::None;  // results to the local peers' slots, or where these can fetch them
@@ -109,7 +113,7 @@ struct InterhostChunk {
   bool relay;            // broadcast: from host to host, not from the root to all
 };
 
-// Fills `cells`, those of this rank alone.
+// Fills `cells` with those that this rank handles.
 void plan_interhost(const Placement& placement, const InterhostChunk& chunk, std::vector<InterhostCell>& cells);
 
 // Fills `plan` with what this rank stages and pulls within its host for the same chunk. `chunk.rank` and `root` are
@@ -117,14 +121,14 @@ void plan_interhost(const Placement& placement, const InterhostChunk& chunk, std
 // all local tensors.
 void plan_inside(const Placement& placement, const Chunk& chunk, ChunkPlan& plan);
 
-// [first, second) of stripe `stripe`, and the stripes of one rank, of `length` bytes.
+// The range [first, second) of stripe `stripe` in `length` bytes, and the range of all stripes of one rank.
 std::pair<size_t, size_t> stripe_of(const Placement& placement, size_t length, int stripe);
 std::pair<size_t, size_t> stripes_of(const Placement& placement, size_t length, int rank);
 
-// The rank that handles reduce-scatter's part of `destination`, or all-gather's part from it, on `host`.
+// The rank that handles rank `destination`'s part of a reduce-scatter or all-gather on `host`.
 int part_handler(const Placement& placement, int host, int destination);
 
-// Ranks of other hosts that `placement.rank` may exchange envelopes with, and so compares operations with.
+// Ranks of other hosts with which `placement.rank` may exchange envelopes, and therefore compares operations.
 std::vector<int> counterparts(const Placement& placement);
 
 // One more than the largest envelope id.

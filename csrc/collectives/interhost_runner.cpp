@@ -48,7 +48,8 @@ void InterhostRunner::fold(const View& view, const InterhostStep& step, const st
                });
 }
 
-// A sum from another host stands for its ranks, whose own merges it has done; so has a sum that leaves this one.
+// Finds how the sources of a step are added in a tree. A sum from another host stands for that host's ranks and
+// includes the merges among them; so does a sum that leaves this host.
 void InterhostRunner::find_merges(const Operation& operation, const InterhostStep& step) {
   const auto& of_ranks = tree_.of(operation.leaves, placement_.size);
   merges_.clear();
@@ -105,7 +106,8 @@ void InterhostRunner::add(const View& view, size_t offset, const kernels::Reduct
   kernels::reduce(reduction, sources, source_count, destinations, destination_count, count);
 }
 
-// 16-bit floats in float32: the same additions as in one kernel call, but with float32 on the way in or out.
+// Adds 16-bit floats in float32: the same additions as in one kernel call, but with float32 partial sums on the way in
+// or out.
 void InterhostRunner::fold_wide(const View& view, size_t offset, size_t bytes, std::byte* partial) {
   const Operation& operation = view.operation;
   size_t count = bytes / sizeof(uint16_t), sources = sources_.size();

@@ -1,4 +1,4 @@
-// In which order the ranks' contributions to an element are added.
+// The order in which the ranks' contributions to an element are added.
 #pragma once
 
 #include <algorithm>
@@ -10,8 +10,8 @@
 
 namespace syncengine {
 
-// How Gloo's ring all-reduce cuts a buffer into one chunk a rank (derived from gloo/allreduce.cc):
-// chunk c covers [c * chunk, (c + 1) * chunk) of `bytes`, and is summed as g[c] + (g[c+1] + (... + g[c-1])).
+// The cut that Gloo's ring all-reduce makes of a buffer, one chunk a rank (derived from gloo/allreduce.cc): chunk c
+// covers [c * chunk, (c + 1) * chunk) of `bytes`, and is summed as g[c] + (g[c+1] + (... + g[c-1])).
 struct RingCut {
   size_t chunk;  // bytes, a multiple of the element size
   int chunk_of(size_t offset) const { return static_cast<int>(offset / chunk); }
@@ -21,18 +21,20 @@ RingCut ring_cut(size_t bytes, size_t element, int world);
 // The ranks in the order in which ring chunk c is added: c-1, c-2, ..., c (mod world).
 void ring_order(int chunk, int world, std::vector<int>& order);
 
-// The tree over leaves (micro-batches) [begin, end): its left part has the largest power of two of them that is less
-// than all, its right part the rest. It is cut into as many nodes as there are ranks, by splitting the largest node, of
-// these the last one, again and again. Rank r has the r-th node, and contributes the sum of its leaves.
+// A binary tree over leaves (micro-batches), cut into one node for each rank. A node's left part has the largest power
+// of two of its leaves that is less than all, its right part the rest. The tree is cut by splitting the largest node,
+// of equally large ones the last, until there are as many nodes as ranks. Rank r contributes the sum of the leaves of
+// node r.
 struct TreeCut {
-  std::vector<uint32_t> begins;  // of each rank's leaves, and the number of all
-  // How to add the nodes, on a stack: each is put on it, and then that many times the two at the top become their sum.
+  std::vector<uint32_t> begins;  // the first leaf of each rank, then the number of all leaves
+  // How to add the nodes on a stack: for each node, push it, then replace the top two entries by their sum this many
+  // times.
   std::vector<uint8_t> merges;
 };
 // Throws InvalidUsage if there are fewer leaves than ranks.
 TreeCut cut_tree(uint32_t leaves, int ranks);
 
-// The same for whoever asks for one tree again and again. Thread-safety: none.
+// Caches cut_tree().merges for a caller that uses one tree again and again. Thread-safety: none.
 class TreeMerges {
  public:
   const std::vector<uint8_t>& of(uint32_t leaves, int ranks) {
@@ -51,19 +53,19 @@ inline kernels::Rounding rounding_of(Numerics numerics) {
   return hops ? kernels::Rounding::EveryHop : kernels::Rounding::Once;
 }
 
-// Which ranks of a communicator live on which host, and who on a host does what for it.
+// Which ranks of a communicator live on which host, and which rank of a host works for the whole host.
 //
 // Ownership: plain data. Thread-safety: constant after construction. Failure: none.
 
 // Hosts are numbered by their lowest ranks. Work that a whole host does is cut into stripes, as many as the largest
 // host has ranks: the same global ranges of elements on every host, so that hosts of different sizes fit each other.
 struct Placement {
-  // `labels`: by rank; equal for two ranks if and only if they share memory.
+  // `labels` are by rank, equal for two ranks if and only if they share memory.
   Placement(int own_rank, const std::vector<int>& labels);
 
   int rank;
   int size;
-  int host;                               // the own one
+  int host;                               // this rank's
   std::vector<int> host_of;               // by rank
   std::vector<std::vector<int>> members;  // by host: its ranks, ascending
   int stripes = 0;
@@ -71,12 +73,12 @@ struct Placement {
 
   int hosts() const { return static_cast<int>(members.size()); }
   const std::vector<int>& locals() const { return members[host]; }
-  // The rank that does stripe `stripe` on `on`.
+  // The rank that handles stripe `stripe` on host `on`.
   int handler(int on, int stripe) const {
     const auto& ranks = members[on];
     return ranks[static_cast<size_t>(stripe) * ranks.size() / stripes];
   }
-  // Its place among the ranks of its host.
+  // The place of rank `of_rank` among the ranks of its host.
   int local_index(int of_rank) const {
     const auto& ranks = members[host_of[of_rank]];
     return static_cast<int>(std::lower_bound(ranks.begin(), ranks.end(), of_rank) - ranks.begin());

@@ -13,9 +13,11 @@ void plan_one_shot(const Chunk& chunk, ChunkPlan& plan) {
       .slot = 0, .input = chunk.begin, .output = chunk.begin, .bytes = chunk.length, .own_from_slot = chunk.stage_all};
 }
 
-// Step 0: stage what others reduce. Step 1: reduce the own slice, from the own tensor and the peers' slots, into both.
-// Step 2: pull the other slices out of the own slot. Nothing leaves the cache. The result is pushed since a core writes
-// a line that it has just read three times faster than one of its own that a peer has read.
+// Plans a staged all-reduce. Step 0: stage what others reduce. Step 1: reduce the own slice, from the own tensor and
+// the peers' slots, into both. Step 2: pull the other slices out of the own slot.
+//
+// Nothing leaves the cache. The owner pushes its result, since a core writes a line that it has just read three times
+// faster than it reads a line of its own that a peer has read meanwhile.
 void plan_staged_all_reduce(const Chunk& chunk, ChunkPlan& plan) {
   auto [own_begin, own_end] = slice(chunk.length, chunk.world, chunk.rank);
   if (chunk.stage_all) {
@@ -35,7 +37,8 @@ void plan_staged_all_reduce(const Chunk& chunk, ChunkPlan& plan) {
   if (own_end < chunk.length) plan.pull.push_back({chunk.rank, own_end, chunk.begin + own_end, chunk.length - own_end});
 }
 
-// The owner reads its slice of all tensors and writes the result into all of them: two passes over memory in all.
+// Plans a direct all-reduce: the owner reads its slice of all tensors and writes the result into all of them, two
+// passes over memory in all.
 void plan_direct_all_reduce(const Chunk& chunk, ChunkPlan& plan) {
   auto [begin, end] = slice(chunk.length, chunk.world, chunk.rank);
   plan.reduces = plan.pulls = true;  // pulls nothing, but waits until the peers have written their slices here
@@ -46,7 +49,8 @@ void plan_direct_all_reduce(const Chunk& chunk, ChunkPlan& plan) {
                  .into_peers = true};
 }
 
-// Step 1: as above, but the result stays with the owner. Step 2: pull each peer's slice from where its owner left it.
+// Changes an all-reduce's plan. Step 1: reduce as above, but leave the result with the owner. Step 2: pull each peer's
+// slice from where its owner left it.
 void pull_instead_of_push(const Chunk& chunk, ChunkPlan& plan) {
   bool direct = chunk.path == Path::Direct;
   plan.reduce.into_peers = false;

@@ -1,5 +1,5 @@
-// What one rank does for one chunk of a collective, as data: pure functions of rank and world size, walked by tests for
-// any world without a process.
+// The plan of one rank's work for one chunk of a collective, as data: pure functions of rank and world size, which
+// tests walk for any world without a process.
 //
 // All offsets and lengths are bytes. `user` offsets count into the operation's spans, `slot` offsets into a rank's
 // staging slot or, on the direct path, into the spans of that rank's tensor, which the peers read in place.
@@ -12,7 +12,7 @@
 
 namespace syncengine {
 
-// How the bytes move. Never changes the bits.
+// How the bytes move, which never changes the bits of a result.
 enum class Path : uint8_t {
   OneShot,  // everybody stages everything and reduces everything: one exchange, for small messages
   Staged,   // ordinary tensors: chunk by chunk through cache-resident slots; the owner of a slice reduces it
@@ -40,7 +40,7 @@ struct Pull {
 };
 struct Reduce {
   size_t slot = 0;    // where every rank's contribution lies
-  size_t input = 0;   // the same, in the own input
+  size_t input = 0;   // where this rank's contribution lies in its input
   size_t output = 0;  // where the result goes
   size_t bytes = 0;
   bool own_from_slot = false;
@@ -57,8 +57,8 @@ struct ChunkPlan {
   bool peers_read_user = false;  // the operation ends for this rank only when no peer pulls any more
 };
 
-// The unit an operation is cut along: the whole tensor, or one rank's part of it (reduce-scatter's output, all-gather's
-// input).
+// The unit that an operation is cut along: the whole tensor, or one rank's part of it (reduce-scatter's output,
+// all-gather's input).
 size_t block_bytes(const Operation& operation);
 
 // Bytes of the block that one chunk covers, for slots of `slot_bytes` (staged paths) or pieces of `direct_bytes` a

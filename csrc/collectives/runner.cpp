@@ -12,7 +12,7 @@ namespace {
 
 constexpr size_t kPiece = 256 << 10;
 
-// Calls visit(offset, bytes) for pieces of at most kPiece; false if `stop` said so in between.
+// Calls visit(offset, bytes) for pieces of at most kPiece. Returns false if `stop` returned true in between.
 template <class Visit>
 bool in_pieces(size_t bytes, const std::function<bool()>& stop, Visit&& visit) {
   for (size_t done = 0; done < bytes; done += kPiece) {
@@ -55,7 +55,7 @@ void reduce_noting(const Nonfinite& nonfinite, int world, Nonfinite::Place place
   for (;;) {
     skip(kernels::reduce(reduction, from.data(), source_count, to.data(), destination_count, count));
     if (count == 0) return;
-    // Before the block's results go where its contributions lie.
+    // Results are kept aside until the contributions have been checked: results may go where contributions lie.
     const size_t block = std::min(count, kernels::kBlockBytes / element);
     alignas(8) std::byte results[kernels::kBlockBytes];
     void* result = results;
@@ -100,7 +100,7 @@ void for_each_run(const Operation& operation, int sources, size_t input, size_t 
                   std::vector<int>& order, const std::function<void(const Run& run)>& visit) {
   const bool ring = operation.numerics == Numerics::Ring;
   const size_t element = element_size(operation.dtype);
-  // A reduce-scatter's block p is the ring's chunk p; an all-reduce is cut as Gloo cuts it.
+  // Part p of a reduce-scatter is the ring's chunk p; an all-reduce is cut as Gloo cuts it.
   const RingCut cut = operation.collective == Collective::AllReduce
                           ? ring_cut(operation.input.bytes(), element, sources)
                           : RingCut{std::max(block_bytes(operation), element)};
@@ -133,7 +133,7 @@ bool Runner::reduce(const Operation& operation, const ChunkPlan& plan, const std
   });
 }
 
-// In order_; `offset` is that of the run in the step.
+// Reduces one run in order_; `offset` is the run's offset in the step.
 void Runner::reduce_run(const Operation& operation, const Reduce& step, size_t offset, const Run& run) {
   for (int i = 0; i < world_; ++i) {
     const int rank = order_[i];
@@ -160,7 +160,7 @@ bool Runner::pull(const Operation& operation, const ChunkPlan& plan, const std::
     bool done = in_pieces(step.bytes, stop, [&](size_t piece, size_t piece_bytes) {
       operation.output.for_each(step.user + piece, piece_bytes, [&](std::byte* memory, size_t offset, size_t bytes) {
         const std::byte* source = bases_[step.peer].at(step.slot + piece + offset);
-        if (memory != source) std::memcpy(memory, source, bytes);  // the same: an all-gather in place
+        if (memory != source) std::memcpy(memory, source, bytes);  // equal for an all-gather in place
       });
     });
     if (!done) return false;

@@ -14,23 +14,23 @@
 
 namespace syncengine {
 
-// As kernels::reduce(), whose results lie at `place` in what `nonfinite` tells about. `ranks`: whose contribution each
-// source is, -1 where it is a sum of several.
+// Does what kernels::reduce() does, and notes in `nonfinite` who brought NaN or infinity into results at `place`.
+// `ranks` says whose contribution each source is: -1 for a sum of several.
 void reduce_noting(const Nonfinite& nonfinite, int world, Nonfinite::Place place, kernels::Reduction reduction,
                    const void* const* sources, const int* ranks, int source_count, void* const* destinations,
                    int destination_count, size_t count);
-// Of 16-bit results that were rounded from `sums`: notes finite sums that became infinite.
+// Notes finite `sums` that became infinite when they were rounded to the 16-bit `results`.
 void note_overflow(const Nonfinite& nonfinite, int world, Nonfinite::Place place, DType dtype, const std::byte* results,
                    const float* sums, size_t count);
 
-// A part of an operation that lies in one piece in its input, and in its output, and is summed in one order.
+// A part of an operation that is contiguous in its input and in its output, and is summed in one order.
 struct Run {
   std::byte *own, *out;  // null: there is no output
   size_t offset, bytes;
 };
 inline constexpr size_t kNoOutput = ~size_t{0};
-// Those of `bytes` bytes from `input` on, whose results go to `output`. `order`: in which of so many `sources` are
-// added.
+// Calls `visit` for each run of the `bytes` bytes from `input` on, whose results go to `output`. `order` becomes the
+// order in which the run's `sources` contributions are added.
 void for_each_run(const Operation& operation, int sources, size_t input, size_t output, size_t bytes,
                   std::vector<int>& order, const std::function<void(const Run& run)>& visit);
 
@@ -38,8 +38,8 @@ class Runner {
  public:
   Runner(int rank, int world) : rank_(rank), world_(world), bases_(world), sources_(world), destinations_(world) {}
 
-  // What a plan's `slot` offsets count in, for each rank: its staging slot, or its spans. All ranks' spans are of the
-  // same lengths, so what is contiguous in one is contiguous in all.
+  // The base from which a plan's `slot` offsets count, for each rank: its staging slot, or its spans. All ranks' spans
+  // have the same lengths, so a range that is contiguous in one rank's is contiguous in all.
   struct Base {
     std::byte* slot = nullptr;
     const SpanList* spans = nullptr;
@@ -72,7 +72,7 @@ class InterhostRunner {
  public:
   explicit InterhostRunner(const Placement& placement) : placement_(placement) {}
 
-  // The surroundings of a cell. `bases`: of the local ranks, by local index.
+  // The surroundings of a cell. `bases` are those of the local ranks, by local index.
   struct View {
     const Operation& operation;
     const InterhostCell& cell;
@@ -82,17 +82,17 @@ class InterhostRunner {
     bool wide;           // partial sums are float32, though the dtype is not
   };
 
-  // Local rank `rank`'s contribution as one piece of memory, or null if it lies in several.
+  // The contribution of local rank `rank` as one piece of memory, or null if it lies in several pieces.
   const std::byte* contribution(const View& view, int rank) const;
-  std::byte* output(const View& view) const;  // the same for the own output
+  std::byte* output(const View& view) const;  // likewise this rank's output
   void gather_contribution(const View& view, int rank, std::byte* into) const;
   void gather_output(const View& view, std::byte* into) const;
 
   static size_t partial_bytes(const View& view) { return view.wide ? view.cell.bytes * 2 : view.cell.bytes; }
-  // `received`: where the step's envelopes came. `partial`: of at least partial_bytes(); null: into the output, and the
-  // local peers'.
+  // `received` has the step's envelopes. The sum goes into `partial`, which has at least partial_bytes(); if that is
+  // null, into the output and the local peers' outputs.
   void fold(const View& view, const InterhostStep& step, const std::vector<std::byte*>& received, std::byte* partial);
-  // `received`: null if the bytes are in the own output already.
+  // `received` is null if the bytes are in the own output already.
   void spread(const View& view, const std::byte* received) const;
 
  private:
@@ -103,7 +103,7 @@ class InterhostRunner {
                 std::byte* partial);
   void find_merges(const Operation& operation, const InterhostStep& step);
   void fold_wide(const View& view, size_t offset, size_t bytes, std::byte* partial);
-  // Of elements from byte `offset` of the cell on.
+  // Adds `count` elements from byte `offset` of the cell on.
   void add(const View& view, size_t offset, const kernels::Reduction& reduction, const void* const* sources,
            void* const* destinations, int destination_count, size_t count);
   Nonfinite::Place place_of(const View& view, size_t offset, size_t count) const {
@@ -117,7 +117,7 @@ class InterhostRunner {
   std::vector<void*> destinations_;
   std::vector<int> order_, ranks_;
   TreeMerges tree_;
-  std::vector<uint8_t> merges_;  // of the step's fold, in a tree
+  std::vector<uint8_t> merges_;  // how the sources of the step's fold are merged, for Tree
   std::vector<float> floats_;
 };
 

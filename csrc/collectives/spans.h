@@ -1,4 +1,4 @@
-// A logical run of elements that lies in several pieces of memory: what a bucket or a tensor is to a collective.
+// A logical run of elements that lies in several pieces of memory: a bucket or a tensor, as collectives see it.
 #pragma once
 
 #include <algorithm>
@@ -28,7 +28,7 @@ class SpanList {
   }
   size_t bytes() const { return bytes_; }
   const std::vector<Span>& spans() const { return spans_; }
-  // The spans of each list lie apart.
+  // Whether any span overlaps a span of `other`. Within each list no two spans overlap.
   bool overlaps(const SpanList& other) const {
     if (spans_.size() * other.spans_.size() <= 64) {  // no allocation
       for (const Span& a : spans_)
