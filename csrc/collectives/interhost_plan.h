@@ -1,7 +1,7 @@
 // The plan of one rank's work between hosts for one chunk of a collective, as data. The plan is a pure function of
 // placement and chunk, which tests walk for any placement without a process.
 //
-// A chunk is cut into cells: ranges of elements that travel between hosts independently. On each host one rank handles
+// A chunk is cut into cells: ranges of elements that travel between hosts independently. One rank of each host handles
 // a cell for all of them. It talks only to the handlers of the same cell on other hosts, so each byte crosses once per
 // host.
 #pragma once
