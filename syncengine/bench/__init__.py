@@ -1,7 +1,7 @@
-"""`syncengine bench`: how fast collectives are between these ranks, in the columns of nccl-tests.
+"""`syncengine bench`: measures collectives between these ranks, and prints them in the columns of nccl-tests.
 
 options.py       the command line
-collectives.py   one collective of one size: its memory, its call, inputs with one right result, what is wrong with one
+collectives.py   one collective of one size: its memory, its call, inputs with one right result, wrong elements
 measure.py       turns: warm-up, verified and timed calls, engines interleaved
 report.py        rows, the table, JSON
 """
@@ -26,7 +26,7 @@ _EXAMINE = "see what `syncengine doctor` finds when it is started in the same wa
 
 
 def add_bench(commands: Any) -> None:
-    """Adds the command to argparse's."""
+    """Adds the command ``syncengine bench`` to the parser's."""
     parser = commands.add_parser(
         "bench",
         help="how fast collectives are between these ranks",
@@ -38,7 +38,7 @@ def add_bench(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    """Measures, or starts ranks that do; returns the exit code."""
+    """Measures, or starts ranks that measure. Returns the exit code."""
     check(options)
     launch = find_launch()
     if launch.kind == "single":

@@ -1,7 +1,8 @@
-"""One collective of one size: its memory, its call, and what it must give.
+"""One collective of one size: its memory, its call, and its right result.
 
-`size` is what nccl-tests calls so: the bytes of the larger of a rank's two tensors. Bandwidths are by its formulas
-(doc/PERFORMANCE.md there): algbw = size / time; busbw = algbw times what the busiest link carries of each byte.
+`size` is defined as in nccl-tests: the bytes of the larger of a rank's two tensors. Bandwidths are by its formulas
+(doc/PERFORMANCE.md there): algbw = size / time; busbw = algbw times the part of the bytes that the busiest link
+carries.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ import torch.distributed as dist
 from syncengine._C import Communicator
 from syncengine.errors import InvalidUsage
 
-# A prime: pieces that end up in each other's place are noticed.
+# The period of the input is a prime, so pieces that end up in each other's place are noticed.
 PERIOD = 251
 
-# Values are less, so that sums over 64 ranks are exact. Bytes wrap around.
+# Values stay below these, so that sums over 64 ranks are exact in the dtype. Sums of bytes wrap around.
 _BELOW = {torch.bfloat16: 5, torch.float16: 31, torch.int8: 127, torch.uint8: 127}
 
 
 def values(rank: int, ranks: int, turn: int, dtype: torch.dtype, op: str) -> torch.Tensor:
-    """One period of the input of a rank, int64; another one in each turn."""
+    """One period of a rank's input, as int64. Each turn has other values."""
     place = torch.arange(PERIOD) + turn
     if op == "prod":  # one 2 at most among the ranks
         return torch.where(place % (ranks + 1) == rank, 2, 1)
@@ -32,7 +33,7 @@ def values(rank: int, ranks: int, turn: int, dtype: torch.dtype, op: str) -> tor
 
 
 def reduced(ranks: int, turn: int, dtype: torch.dtype, op: str) -> torch.Tensor:
-    """One period of the result."""
+    """One period of the result of a reduction, as int64."""
     everyone = torch.stack([values(rank, ranks, turn, dtype, op) for rank in range(ranks)])
     if op == "prod":
         return everyone.prod(0)
@@ -48,7 +49,7 @@ def tile(period: torch.Tensor, begin: int, count: int, dtype: torch.dtype) -> to
 
 
 def count_wrong(result: torch.Tensor, expected: torch.Tensor) -> int:
-    """How many elements differ; all of them if their number does. NaN is wrong."""
+    """How many elements differ: all, if the tensors have different sizes. A NaN is wrong."""
     if result.numel() != expected.numel():
         return expected.numel()
     return int(torch.count_nonzero(result.flatten() != expected))
@@ -68,7 +69,7 @@ _TORCH_OPS = {
 
 
 def bus_factor(name: str, ranks: int) -> float:
-    """busbw / algbw."""
+    """The ratio of busbw to algbw for this collective."""
     if name == "all_reduce":
         return 2 * (ranks - 1) / ranks
     return (ranks - 1) / ranks if name in _SPREADS else 1.0
@@ -76,7 +77,7 @@ def bus_factor(name: str, ranks: int) -> float:
 
 @dataclass(frozen=True)
 class Shape:
-    """How large a collective is: `count` elements, of each rank's part where there are parts."""
+    """The size of a collective: `count` elements, of each rank's part where a tensor has parts."""
 
     name: str
     ranks: int
@@ -87,14 +88,14 @@ class Shape:
 
     @classmethod
     def of_size(cls, name: str, ranks: int, size: int, dtype: torch.dtype, op: str, root: int) -> Shape:
-        """The largest of at most `size` bytes, and at least one element."""
+        """The largest shape of at most `size` bytes, with at least one element."""
         parts = ranks if name in _SPREADS else 1
         count = 0 if name == "barrier" else max(1, size // dtype.itemsize // parts)
         return cls(name, ranks, count, dtype, op, root)
 
     @property
     def size(self) -> int:
-        """In bytes: of the larger tensor."""
+        """Bytes of the larger of a rank's two tensors."""
         return self.count * self.dtype.itemsize * (self.ranks if self.name in _SPREADS else 1)
 
     @property
@@ -109,7 +110,7 @@ class Shape:
 
 
 class Case:
-    """One engine's collective, with memory of its own. `empty` makes the memory, `call` is the collective on it."""
+    """One engine's collective, with memory of its own. `empty` makes the memory; `call` runs the collective on it."""
 
     def __init__(
         self,
@@ -125,18 +126,18 @@ class Case:
         self._call = call
 
     def call(self) -> None:
-        """The collective, once."""
+        """Runs the collective once."""
         self._call(self.output, self.input)
 
     def fill(self, turn: int) -> None:
-        """Writes this rank's input, and what is certainly no result."""
+        """Writes this rank's input, and into the output values that are certainly no result."""
         shape = self.shape
         self.output.fill_(77)
         pattern = values(self.rank, shape.ranks, turn, shape.dtype, self._op())
         self.input.copy_(tile(pattern, 0, shape.input_count, shape.dtype))
 
     def wrong(self, turn: int) -> int:
-        """Elements of the output that are not what this turn's inputs give."""
+        """How many elements of the output differ from the result of this turn's inputs."""
         return count_wrong(self.output, self._expected(turn))
 
     def _op(self) -> str:
@@ -161,14 +162,14 @@ class Case:
 
 
 def engine_case(shape: Shape, communicator: Communicator, shared: bool) -> Case:
-    """By syncengine; all_to_all, which only its torch.distributed backend has, by torch's default group."""
+    """A case of syncengine. Only its torch.distributed backend has all_to_all: that runs over torch's default group."""
     call = _torch_call(shape, None) if shape.name == "all_to_all" else _engine_call(shape, communicator)
     empty = (lambda count, dtype: communicator.empty([count], dtype)) if shared else _empty
     return Case(shape, communicator.rank, empty, call)
 
 
 def gloo_case(shape: Shape, group: dist.ProcessGroup) -> Case:
-    """By Gloo."""
+    """A case of Gloo's process group."""
     return Case(shape, group.rank(), _empty, _torch_call(shape, group))
 
 

@@ -1,4 +1,4 @@
-"""Turns: in each, every engine makes one verified call and some timed ones, in an order that is drawn anew."""
+"""Measures in turns: in each, every engine makes one verified call and some timed ones, in an order drawn anew."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOST_TURNS = 10
 
 
 def open_gloo(communicator: Communicator, timeout: float) -> dist.ProcessGroup:
-    """Gloo's group of the same ranks, beside the default one. Collective."""
+    """A group of Gloo with the same ranks, beside the default group. All ranks call it."""
     if not communicator.links:  # all on one machine: it need not know itself by name
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
@@ -39,7 +39,7 @@ def open_gloo(communicator: Communicator, timeout: float) -> dist.ProcessGroup:
 def measure(
     name: str, size: int, options: argparse.Namespace, communicator: Communicator, group: dist.ProcessGroup | None
 ) -> dict[str, Any]:
-    """One row, with Gloo's figures if there is its ``group``. Collective; the same on all ranks."""
+    """Measures one row, with Gloo's figures if ``group`` is given. All ranks call it, and get the same row."""
     shape = Shape.of_size(name, communicator.size, size, DTYPES[options.dtype], options.op, options.root)
     cases = {"syncengine": engine_case(shape, communicator, options.memory == "shared")}
     missing = ""
@@ -76,7 +76,7 @@ def measure(
 def take_turns(
     cases: dict[str, Case], turns: int, calls: int, checks: bool, communicator: Communicator
 ) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
-    """Of each engine: microseconds of a call in each turn, of the slowest rank; and wrong elements, of all ranks."""
+    """By engine: the microseconds of a call on the slowest rank in each turn, and the wrong elements of all ranks."""
     names = list(cases)
     times = torch.zeros(len(names), turns, dtype=torch.float64, device="cpu")
     wrong = torch.zeros(len(names), dtype=torch.float64, device="cpu")

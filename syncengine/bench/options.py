@@ -10,7 +10,7 @@ import torch
 from syncengine.bench.collectives import COLLECTIVES
 from syncengine.errors import InvalidUsage
 
-# As nccl-tests calls them, in its column "type".
+# The dtypes by the names of nccl-tests, in its column "type".
 DTYPES = {
     "int8": torch.int8,
     "uint8": torch.uint8,
@@ -28,7 +28,7 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
 def size(text: str) -> int:
-    """Bytes: 8, 4K, 128M, 1G; also with B or iB behind."""
+    """The bytes that a text such as 8, 4K, 128M or 1G means; B or iB may follow."""
     matched = re.fullmatch(r"(\d+)([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if not matched or int(matched[1]) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes such as 8, 4K or 128M")
@@ -45,7 +45,7 @@ def _at_least(least: int) -> type[int]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """All of them."""
+    """Adds the options of ``syncengine bench`` to the parser."""
     many, some = _at_least(1), _at_least(0)
     add = parser.add_argument
     choices = (*COLLECTIVES, "all")
@@ -68,7 +68,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Raises InvalidUsage for what can't go together."""
+    """Raises InvalidUsage for options that can't go together."""
     if options.maxbytes < options.minbytes:
         raise InvalidUsage(f"-e {options.maxbytes} is less than -b {options.minbytes}: give the larger size with -e")
     if options.op == "avg" and not DTYPES[options.dtype].is_floating_point:
@@ -76,7 +76,7 @@ def check(options: argparse.Namespace) -> None:
 
 
 def sizes(options: argparse.Namespace) -> list[int]:
-    """In bytes, ascending."""
+    """The sizes to measure, in bytes, ascending."""
     found = [options.minbytes]
     while True:
         following = found[-1] + options.stepbytes if options.stepbytes else found[-1] * options.stepfactor

@@ -1,4 +1,4 @@
-"""What `syncengine bench` prints: nccl-tests' columns, or JSON."""
+"""Prints the results of `syncengine bench`: the columns of nccl-tests, or JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from syncengine._C import Communicator, build_id, instruction_set
 
 
 class Table:
-    """One collective's, row by row, so that a user sees it grow."""
+    """The table of one collective, printed row by row, so that a user sees it grow."""
 
     def __init__(self, options: argparse.Namespace, communicator: Communicator, name: str) -> None:
         self._compares = options.compare
@@ -32,7 +32,7 @@ class Table:
             print(("#" + _left(head)[1:] + (_right(theirs) if self._compares else "")).rstrip())
 
     def add(self, row: dict[str, Any]) -> None:
-        """Prints one."""
+        """Prints one row of the table, that of a message size."""
         self._rows.append(row)
         cells = (row["size"], row["count"], row["type"], row["redop"], row["root"], *_figures(row))
         line = _left(tuple(map(str, cells)))
@@ -41,7 +41,7 @@ class Table:
         print(line.rstrip(), flush=True)
 
     def end(self) -> None:
-        """As nccl-tests ends."""
+        """Prints the lines with which nccl-tests ends: wrong values, and the mean bandwidth."""
         checked = [row["wrong"] for row in self._rows if row["wrong"] is not None]
         wrong = sum(checked)
         verdict = "not checked" if not checked else f"{wrong} {'FAILED' if wrong else 'OK'}"
@@ -50,7 +50,10 @@ class Table:
 
 
 def as_json(options: argparse.Namespace, communicator: Communicator, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Everything. Times in microseconds, bandwidths in 10^9 bytes a second; `ratio` is Gloo's time over ours."""
+    """All results for JSON.
+
+    Times in microseconds, bandwidths in 10^9 bytes a second; `ratio` is Gloo's time over ours.
+    """
     return {
         "ranks": communicator.size,
         "numerics": communicator.numerics,

@@ -1,14 +1,14 @@
-"""`syncengine doctor`: what could keep ranks from training together, or make them slow, and what to do about it.
+"""`syncengine doctor`: finds what could keep ranks from training together, or make them slow, and says what to do.
 
-facts.py      what is known of this rank; works without the extension
-meeting.py    every rank's facts, as far as ranks come
-checks.py     findings: what follows from the facts, each with its one remedy
-self_test.py  a second of verified collectives
-report.py     text, JSON
-rescue.py     the same where syncengine can't be imported
+facts.py      collects the facts of this rank; works without the extension
+meeting.py    gathers the facts of all ranks that come
+checks.py     draws findings from the facts, each with its one remedy
+self_test.py  runs verified collectives for a second
+report.py     prints text, or JSON
+rescue.py     runs the doctor where syncengine can't be imported
 
-Exit code of the rank that reports: 0 fine, 1 findings, 2 training can't run like this. The others' is 0, so that a
-launcher reports one failure.
+The rank that reports exits with 0 if all is fine, 1 with findings, 2 if training can't run like this. Other ranks exit
+with 0, so that a launcher reports one failure.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DESCRIPTION = (
 
 
 def add_doctor(commands: Any) -> None:
-    """Adds the command to argparse's."""
+    """Adds the command ``syncengine doctor`` to the parser's."""
     parser = commands.add_parser(
         "doctor", help="what keeps ranks from training, or slows them", description=DESCRIPTION
     )
@@ -33,7 +33,7 @@ def add_doctor(commands: Any) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """All of them."""
+    """Adds the options of ``syncengine doctor`` to the parser."""
     parser.add_argument("--json", action="store_true", help="JSON instead of text")
     parser.add_argument("--ranks", type=int, metavar="N", help="without a launcher: start N ranks on this machine")
     parser.add_argument(
@@ -42,7 +42,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    """Examines; returns the exit code."""
+    """Examines the ranks. Returns the exit code."""
     from syncengine.doctor.examination import examine
 
     return examine(options, arguments)

@@ -1,4 +1,4 @@
-"""What follows from the ranks' facts: findings, each with its one remedy."""
+"""Draws findings from the ranks' facts, each with its one remedy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ SPARE_DESCRIPTORS = 64  # for what else a program opens
 
 @dataclass(frozen=True)
 class Finding:
-    """`fatal`: training can't run. `warning`: it can, but slowly, or not as intended. `note`: just to know."""
+    """A finding.
+
+    `fatal`: training can't run. `warning`: training runs slowly, or not as intended. `note`: good to know.
+    """
 
     name: str
     severity: str
@@ -28,7 +31,7 @@ class Finding:
 
 
 def grouped(everyone: Sequence[Facts], key: Callable[[Facts], Any]) -> dict[Any, list[int]]:
-    """Ranks by the key of their facts, in the order of ranks; those whose key is None are left out."""
+    """Ranks by the key of their facts, in the order of ranks. Ranks whose key is None are left out."""
     groups: dict[Any, list[int]] = defaultdict(list)
     for facts in everyone:
         if (value := key(facts)) is not None:
@@ -37,24 +40,27 @@ def grouped(everyone: Sequence[Facts], key: Callable[[Facts], Any]) -> dict[Any,
 
 
 def host_of(facts: Facts) -> tuple[str, str]:
-    """What ranks that share memory have in common."""
+    """The key of a host: the same on all ranks that share memory."""
     return facts["host"], facts["extension"].get("host_key", "")
 
 
 def by_host(everyone: Sequence[Facts]) -> list[list[Facts]]:
-    """Facts of the ranks of each host."""
+    """The facts of all ranks, grouped by host."""
     of_rank = {facts["rank"]: facts for facts in everyone}
     return [[of_rank[rank] for rank in ranks] for ranks in grouped(everyone, host_of).values()]
 
 
 def find_all(everyone: Sequence[Facts], also: Iterable[Finding] = ()) -> list[Finding]:
-    """All findings, the worst first. `also` come behind equally bad ones: ranks that are missing for a reason."""
+    """All findings, the worst first.
+
+    `also` come behind equally bad ones, since missing ranks are missing for a reason.
+    """
     found = [*(finding for check in _CHECKS for finding in check(everyone)), *also]
     return sorted(found, key=lambda finding: (FATAL, WARNING, NOTE).index(finding.severity))
 
 
 def missing_ranks(missing: set[int], error: str) -> Finding:
-    """Ranks that did not come."""
+    """The finding for ranks that did not come."""
     remedy = (
         "see whether their processes were started and what they said; if they wait for others, too, check that every "
         "host reaches MASTER_ADDR:MASTER_PORT"
@@ -105,7 +111,7 @@ def _settings(everyone: Sequence[Facts]) -> Iterator[Finding]:
 
 
 def _entry_point(everyone: Sequence[Facts]) -> Iterator[Finding]:
-    """What takes the effect from SYNCENGINE_PATCH, and from the backend's name without an import."""
+    """Findings where SYNCENGINE_PATCH has no effect, or the backend's name is not known without an import."""
     for key, why, remedy in (
         ("switched_off", "TORCH_DEVICE_BACKEND_AUTOLOAD switches entry points off", "unset it"),
         ("installed", "this installation lacks its entry point", "install syncengine again, by pip"),
@@ -161,8 +167,10 @@ def _memory(everyone: Sequence[Facts]) -> Iterator[Finding]:
 
 
 def needed_descriptors(facts: Facts, everyone: Sequence[Facts]) -> int:
-    """That this rank opens to connect with the others, as csrc/ counts them: 3 for each rank of its host; of other
-    hosts, over TCP, `sockets` + 1 for each, and 3. Ranks that did not come count as of other hosts: this may be why.
+    """The number of descriptors that this rank opens to connect with the others, as csrc/ counts them.
+
+    Each rank of its host takes 3. Over TCP each rank of another host takes `sockets` + 1, and all of them together 3
+    more. Ranks that did not come count as ranks of other hosts, since too few descriptors may be why they did not come.
     """
     here = sum(host_of(other) == host_of(facts) for other in everyone) - 1
     there: int = facts["world_size"] - 1 - here
@@ -254,7 +262,7 @@ def split_remedy(error: str) -> tuple[str, str]:
 
 
 def size_text(count: float) -> str:
-    """In MiB or GiB."""
+    """Bytes as a text in MiB or GiB."""
     return f"{count / _GIB:.1f} GiB" if count >= _GIB else f"{count / _MIB:.0f} MiB"
 
 

@@ -14,7 +14,7 @@ from syncengine.errors import name_ranks
 
 
 def examine(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    """Returns the exit code: see __init__.py."""
+    """Examines the ranks of this launch. Returns the exit code: see __init__.py."""
     import_error = getattr(options, "import_error", "")
     try:
         import torch.distributed  # noqa: F401
@@ -82,7 +82,7 @@ _PORTS = "open all ports between the hosts, in both directions, or name the netw
 
 
 def _failures(outcomes: dict[int, Any], missing: set[int], several_hosts: bool) -> list[Finding]:
-    """Of the self-test."""
+    """Findings of the self-test: errors, and wrong results."""
     found = []
     errors: dict[tuple[str, str], list[int]] = {}
     for rank, outcome in outcomes.items():

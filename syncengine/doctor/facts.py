@@ -1,4 +1,4 @@
-"""What is known of this rank. Each part may fail: then its error is a fact. Works without the extension."""
+"""The facts of this rank. If a part of them can't be found, its error is a fact. Works without the extension."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ PROBE_BYTES = 1 << 20
 OTHER_PROJECT = "the distribution syncengine"
 _SECRETS = ("SYNCENGINE_SECRET",)
 _SHOWN = ("TORCH_DEVICE_BACKEND_", "OMP_", "MKL_NUM_", "GLOO_SOCKET_", "NCCL_SOCKET_", "MASTER_")
-# Beside those of Config.
+# Variables that are read, beside those of Config.
 _VARIABLES = ("SYNCENGINE_ISA", "SYNCENGINE_HOST_ID", "SYNCENGINE_PATCH")
 _TESTS = "SYNCENGINE_TEST_"
 
 
 def collect_facts(launch: Launch, import_error: str) -> Facts:
-    """Of this process, as JSON has it. `import_error`: why syncengine could not be imported, or ""."""
+    """The facts of this process, for JSON. `import_error`: why syncengine could not be imported, or ""."""
     parts: dict[str, Callable[[], Any]] = {
         "extension": lambda: _extension(import_error),
         "versions": _versions,
@@ -88,7 +88,7 @@ def _versions() -> dict[str, str]:
     for package in ("syncengine-torch", "torch", "numpy", "mpi4py", "syncengine"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
-    # The import's name on the package index belongs to another project, which has this folder as well.
+    # On the package index the name `syncengine` belongs to another project, which also installs a folder of that name.
     names = {"syncengine-torch": "syncengine", "syncengine": OTHER_PROJECT}
     return {names.get(package, package): version for package, version in found.items()}
 
@@ -140,14 +140,14 @@ def _cuda() -> dict[str, Any]:
 
 
 def _entry_point() -> dict[str, bool]:
-    """By which torch knows the backend, and SYNCENGINE_PATCH is read, without an `import syncengine`."""
+    """Whether torch finds the entry point, by which the backend and SYNCENGINE_PATCH work without an import."""
     installed = [point.name for point in importlib.metadata.entry_points(group="torch.backends")]
     switch = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1")  # as torch reads it
     return {"installed": "syncengine" in installed, "switched_off": switch != "1"}
 
 
 def _variables() -> dict[str, str]:
-    """Those that matter here, but for secrets."""
+    """The variables that matter to syncengine; of secrets only that they are set."""
     return {
         name: "(set)" if name in _SECRETS else value
         for name, value in sorted(os.environ.items())
@@ -156,7 +156,7 @@ def _variables() -> dict[str, str]:
 
 
 def _unknown_variables() -> dict[str, str]:
-    """SYNCENGINE_* that nothing reads, and what was probably meant, or ""."""
+    """The variables SYNCENGINE_* that nothing reads, each with the name that was probably meant, or ""."""
     known = [f"SYNCENGINE_{setting.name.upper()}" for setting in fields(Config)] + [*_VARIABLES]
     unknown = [name for name in os.environ if name.startswith("SYNCENGINE_") and name not in known]
     return {

@@ -1,4 +1,4 @@
-"""Every rank's words, as far as ranks come: over the way by which `init` lets them meet."""
+"""Gathers words of all ranks that come, over the launcher's exchange, by which `init` lets ranks meet, too."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ _LEAVE_TIMEOUT = 5.0
 
 
 class Gathered(NamedTuple):
-    """What has come: by rank, this one's included."""
+    """The words of the ranks that came, by rank; this rank's are among them."""
 
     words: dict[int, Any]
     error: str  # why others' are missing, or ""
 
     def missing(self, ranks: int) -> set[int]:
-        """Ranks that did not come."""
+        """The ranks that did not come."""
         return set(range(ranks)) - self.words.keys()
 
 
 class Meeting:
-    """Two rounds: facts, and outcomes of the self-test. Waits at most `timeout` seconds for each, twice that long for
-    the second one, before which ranks may have waited for each other in vain. Then leave().
+    """Two rounds of gather(): facts, and outcomes of the self-test. Then leave().
+
+    The first round waits at most `timeout` seconds; the second one twice that long, since ranks may have waited for
+    each other in vain before it.
     """
 
     def __init__(self, launch: Launch, timeout: float) -> None:
@@ -36,7 +38,7 @@ class Meeting:
         if launch.world_size == 1:
             return
         try:
-            # All before init() opens another one: the n-th of one rank meets the n-th of the others.
+            # All exchanges are opened before init() opens one: the n-th of one rank meets the n-th of the others.
             rounds = {"facts": timeout, "outcomes": 2 * timeout, "leave": _LEAVE_TIMEOUT}
             self._exchanges = [
                 open_exchange(launch, seconds, _LOG_AFTER, purpose=f"doctor/{name}") for name, seconds in rounds.items()
@@ -45,7 +47,7 @@ class Meeting:
             self._error = str(error)
 
     def gather(self, words: Any) -> Gathered:
-        """Called twice, by all ranks."""
+        """Exchanges words with all ranks. Every rank calls it twice."""
         own = {self._launch.rank: words}
         if not self._exchanges:
             return Gathered(own, self._error)
@@ -62,7 +64,7 @@ class Meeting:
         return Gathered(dict(sorted({**come, **own}.items())), error)
 
     def leave(self) -> None:
-        """Rank 0 may serve the store by which the others meet: it stays until they have read all."""
+        """Waits until all ranks have read everything, since rank 0 may serve the store by which the others meet."""
         if self._exchanges:
             with contextlib.suppress(SyncError):
                 self._exchanges[-1](b"")

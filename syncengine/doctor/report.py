@@ -30,7 +30,7 @@ def print_report(
     starter: str,
     as_json: bool,
 ) -> None:
-    """On stdout. `starter`: who has started the ranks, if not a launcher."""
+    """Prints the report on stdout. `starter`: the program that has started the ranks, if no launcher has."""
     if as_json:
         whole = {
             "status": _STATUS[code],
@@ -77,7 +77,7 @@ def _lines(
 
 
 def _row(title: str, everyone: Sequence[Facts], of_rank: Callable[[Facts], str]) -> list[str]:
-    """One line if the ranks are alike, else one for each kind."""
+    """One line if the ranks are alike, else a line for each group of ranks that are."""
     kinds = grouped(everyone, lambda facts: of_rank(facts) or None)
     if any(len(ranks) == len(everyone) for ranks in kinds.values()):
         return _titled(title, list(kinds))

@@ -1,4 +1,4 @@
-"""The commands where syncengine can't be imported: `syncengine doctor` is there to explain it, the others say so."""
+"""The commands where syncengine can't be imported: `syncengine doctor` explains the error, other commands show it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from syncengine.doctor import DESCRIPTION, add_options, run
 
 
 def examine_instead(error: Exception) -> None:
-    """If this process is to run `syncengine doctor`: runs it with what can be imported, and exits. Another command
-    exits with the error. Else returns.
+    """Runs `syncengine doctor` with the modules that can be imported, and exits, if that is this process's command.
+
+    Another command of syncengine exits with the error. The function returns if this process runs something else.
     """
     command = _arguments_of_command(sys.argv[0], sys.orig_argv)
     if command is None:
@@ -34,7 +35,7 @@ def _say(error: Exception) -> int:
 
 
 def _arguments_of_command(program: str, command: list[str]) -> list[str] | None:
-    """What comes behind `syncengine` in a command such as `python -m syncengine doctor`, or by pip's script."""
+    """The words behind `syncengine` in a command such as `python -m syncengine doctor`, or by pip's script."""
     if program == "-m" or Path(program).name == "syncengine":
         for i, word in enumerate(command[1:], 1):
             if Path(word).name == "syncengine":

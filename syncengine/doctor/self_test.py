@@ -1,4 +1,4 @@
-"""A second of collectives between these ranks, each of whose results is checked."""
+"""Runs collectives between these ranks for a second, and checks every result."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SECONDS = 1.0
 _TIMED_BYTES = 4 << 20
 _REPEATS = 20
 
-# Small and large, aligned and not, both kinds of memory: (collective, dtype, op, elements of a part, shared memory)
+# Small and large tensors, aligned and not, in both kinds of memory: (collective, dtype, op, elements of a part, shared)
 _CASES = (
     ("all_reduce", torch.float32, "sum", 1, False),
     ("all_reduce", torch.float32, "avg", 257, False),
@@ -32,7 +32,10 @@ _CASES = (
 
 
 def run_self_test(timeout: float) -> dict[str, Any]:
-    """Collective. What this rank has seen, as JSON has it; raises what `init` and collectives raise."""
+    """Runs the self-test on all ranks.
+
+    Returns this rank's outcome, for JSON; raises what `init` and collectives raise.
+    """
     communicator = default.init(timeout=timeout)
     cases = [
         engine_case(Shape(name, communicator.size, count, dtype, op), communicator, shared)
@@ -71,14 +74,14 @@ def _check(case: Case, turn: int, communicator: Communicator) -> int:
 
 
 def _is_over(communicator: Communicator, here: bool) -> bool:
-    """Rank 0's clock counts."""
+    """Whether rank 0 says that the time is over: its clock counts for all ranks."""
     flag = torch.tensor([here], device="cpu")
     communicator.broadcast(flag, 0)
     return bool(flag.item())
 
 
 def _wrong_gradients(communicator: Communicator) -> int:
-    """Of one step of a model: each rank's input is a number of its own, so the mean is known."""
+    """How many gradients of one step of a model are wrong. Each rank has a number as input, so the mean is known."""
     size = communicator.size
     linear = torch.nn.Linear(300, 20, dtype=torch.float32, device="cpu")
     model = Parallel(linear, process_group=communicator)

@@ -3,8 +3,9 @@
 mpi.py      MPI, through mpi4py
 torch.py    a torch.distributed process group
 
-Each opens the transport of this rank of those that the launcher knows as `global_ranks`. Collective: `meet` is an
-Exchange, called once it is clear that this rank can take part. Raises InvalidUsage if it can't, and what `meet` raises.
+Each module opens this rank's transport to the ranks that the launcher knows as `global_ranks`. All of these ranks open
+it together: `meet` is an Exchange, which is called once it is clear that this rank can take part. If it can't, opening
+raises InvalidUsage. An error of `meet` is raised as it is.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ _opened = itertools.count()  # next() of it is atomic: threads may open packet t
 
 
 def agree_on_number(global_ranks: list[int], job_size: int, meet: Meet) -> int:
-    """One that no other transport of these ranks, or of some of them, has or gets. Collective over them, by `meet`.
+    """A number that no other transport of these ranks, or of some of them, has or gets. All of them call it, by `meet`.
 
-    In no agreed order with those of other groups, so it is the first member's own count and that member's rank.
+    Transports of different groups are opened in no agreed order, so the number is made of the first member's own count
+    and that member's rank.
     """
     of_first = int(meet(str(next(_opened)).encode())[0])
     return of_first * job_size + global_ranks[0]

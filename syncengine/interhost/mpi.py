@@ -18,7 +18,7 @@ _unfinished: list[Any] = []  # requests that did not end, and what they use: MPI
 
 
 def open_mpi(rank: int, global_ranks: list[int], checksum: bool, meet: Meet) -> PacketTransport:
-    """See the package. MPI has no heartbeats."""
+    """Opens MPI between these ranks, as the package's docstring says. There is no `silence`: MPI has no heartbeats."""
     MPI = load("interhost='mpi'", "or give interhost='tcp'")
     _check(MPI, global_ranks[rank], max(global_ranks) + 1)
     number = agree_on_number(global_ranks, MPI.COMM_WORLD.Get_size(), meet)
@@ -51,7 +51,10 @@ def _check(MPI: ModuleType, rank: int, ranks: int) -> None:
 
 
 class MPIPacketTransport:
-    """What the extension drives: see python_packet_transport in _C.pyi. On one thread, which is not the program's."""
+    """The packets of one communicator of MPI.
+
+    The extension drives it on a thread of its own: see python_packet_transport.
+    """
 
     def __init__(self, MPI: ModuleType, comm: Any) -> None:
         self._mpi, self._comm = MPI, comm
@@ -59,7 +62,10 @@ class MPIPacketTransport:
         self._requests: list[Any] = []  # of each id
 
     def step(self, posts: list[tuple[int, int, bool, memoryview]]) -> list[tuple[int, str]]:
-        """Posts packets (id, peer, whether it is sent, memory); returns which have completed, with an error or ""."""
+        """Posts packets (id, peer, whether it is sent, memory).
+
+        Returns the ids that have completed, with an error or "".
+        """
         if self._mpi.Is_finalized():
             raise RuntimeError("MPI was finalized: call syncengine.shutdown() before MPI.Finalize()")
         ends = []
@@ -74,7 +80,10 @@ class MPIPacketTransport:
         return ends + self._test()
 
     def close(self, in_order: bool) -> None:
-        """No call follows. Requests that MPI can't cancel may go on: their memory stays allocated."""
+        """Ends the transport; no call follows.
+
+        Requests that MPI can't cancel may go on: their memory stays allocated.
+        """
         if self._mpi.Is_finalized():
             return
         if in_order:
@@ -105,7 +114,7 @@ class MPIPacketTransport:
         return ends
 
     def _test_each(self) -> dict[int, str]:
-        """Which requests have completed, when some have failed."""
+        """The requests that have completed, each with its error or "", when some have failed."""
         ended = {}
         for index, request in enumerate(self._requests):
             try:

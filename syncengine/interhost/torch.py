@@ -1,7 +1,7 @@
 """Packets between hosts through torch.distributed.
 
-For the default communicator a separate process group is used, made like torch's default one; for those of other groups,
-which come in no agreed order, the default one, with separate tags.
+The default communicator has a separate process group, made like torch's default one. Communicators of other groups are
+made in no agreed order, so they use torch's default process group, with separate tags.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ _FIRST_TAG, _TAGS = 21090, 10_000
 def open_torch(
     rank: int, global_ranks: list[int], in_order: bool, checksum: bool, silence: float, meet: Meet
 ) -> PacketTransport:
-    """See the package. `in_order`: all ranks of the job open it, and nothing else meanwhile.
+    """Opens a process group between these ranks, as the package's docstring says.
+
+    `in_order`: all ranks of the job open the transport, and nothing else meanwhile.
 
     `silence`: seconds without a heartbeat after which a rank is lost.
     """

@@ -1,8 +1,8 @@
-"""`syncengine report`: one page of what a trace says, the verdict first.
+"""`syncengine report`: makes one page of a trace, the verdict first.
 
 steps.py     steps, their phases and what is reduced in them: pure functions of the events
-analysis.py  who is late, what nothing hides, which buckets that is, what is copied
-advice.py    what to try, and what has changed between two traces
+analysis.py  which rank is late, how much synchronization nothing hides, in which buckets, and how much is copied
+advice.py    changes to try, and what has changed between two traces
 pictures.py  SVG
 page.py      HTML, by the template page.html
 """
@@ -25,7 +25,7 @@ __all__ = ["add_report", "analyze", "write_report"]
 
 
 def add_report(commands: Any) -> None:
-    """Adds the command to argparse's."""
+    """Adds the command ``syncengine report`` to the parser's."""
     parser = commands.add_parser(
         "report",
         help="one page of where a traced run's time goes",
@@ -40,7 +40,7 @@ def add_report(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace, _arguments: Sequence[str]) -> int:
-    """Writes the page, or prints JSON; returns the exit code."""
+    """Writes the page, or prints JSON. Returns the exit code."""
     directories: list[Path] = options.directories
     if len(directories) > 2:
         raise InvalidUsage(f"give one directory or two, not {len(directories)}")
@@ -52,7 +52,7 @@ def run(options: argparse.Namespace, _arguments: Sequence[str]) -> int:
 
 
 def write_report(*directories: Path, out: Path | None = None) -> tuple[str, Path]:
-    """Writes the page of a trace, or of two; returns its verdict, and where it is.
+    """Writes the page of one trace, or of two. Returns its verdict, and its path.
 
     Raises ``InvalidUsage`` without a trace.
     """

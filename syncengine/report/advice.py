@@ -1,4 +1,4 @@
-"""What to try, with the gain that a trace lets expect, and what has changed between two traces."""
+"""Advice with the gain that a trace lets expect, and the changes between two traces."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from syncengine.stragglers import WHERE
 
 @dataclass(frozen=True)
 class Advice:
-    """Something to try."""
+    """A change to try, with the time of a step that it should save."""
 
     text: str
     gain: float  # of a step, estimated
@@ -18,7 +18,7 @@ class Advice:
 
 
 def advise(of: Analysis) -> list[Advice]:
-    """What to try, most gain first. Each says what its estimate assumes."""
+    """The changes to try that may gain a percent of a step or more, most gain first."""
     found: list[tuple[float, str]] = []
     if of.late is not None:
         remedy = WHERE[of.late.phase].partition(": ")[2]
@@ -57,7 +57,7 @@ def advise(of: Analysis) -> list[Advice]:
 
 @dataclass(frozen=True)
 class Change:
-    """One number of two traces."""
+    """One number in two traces."""
 
     what: str
     before: float
@@ -66,12 +66,12 @@ class Change:
 
     @property
     def ratio(self) -> float:
-        """How much more it is; 0.1 is a tenth more."""
+        """How much larger the number is after than before: 0.1 is a tenth more."""
         return (self.after - self.before) / self.before if self.before else 0.0
 
 
 def changes(before: Analysis, after: Analysis) -> list[Change]:
-    """What has changed between two traces, the step first."""
+    """The changes between two traces, that of a step's time first."""
 
     def numbers(of: Analysis) -> dict[tuple[str, str], float]:
         ranks = of.ranks.values()
@@ -93,7 +93,7 @@ def changes(before: Analysis, after: Analysis) -> list[Change]:
 
 
 def compare_verdict(before: Analysis, after: Analysis) -> str:
-    """One sentence about what has become of a step."""
+    """One sentence that says how a step has changed between two traces."""
     if not before.steps or not after.steps:
         return "One of the traces has no step that all of its ranks have recorded."
     step, *others = changes(before, after)

@@ -1,4 +1,4 @@
-"""What a trace says, in numbers, under the names that `--json` gives them. Times are milliseconds."""
+"""The numbers of a trace, under the names that `--json` gives them. Times are milliseconds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RANKS_SHOWN = 16
 
 @dataclass(frozen=True)
 class Overlap:
-    """How much of a rank's reductions is hidden behind its backward: 1 is all of it."""
+    """How much of a rank's reductions is hidden behind its backward: 1 if all of it is."""
 
     achieved: float
     possible: float  # with these buckets, if each were reduced once the rank has it
@@ -36,7 +36,7 @@ class Overlap:
 
 @dataclass(frozen=True)
 class OfRank:
-    """What one rank does in a step: medians."""
+    """Medians over the steps of one rank."""
 
     phases_ms: dict[str, float]
     late_ms: float
@@ -55,13 +55,13 @@ class ExposedBucket:
 
     @property
     def names(self) -> str:
-        """The first ones."""
+        """The names of the bucket's first parameters."""
         return ", ".join(self.parameters[:4]) + (" ..." if len(self.parameters) > 4 else "")
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """All that the page shows."""
+    """The numbers and texts that the page shows."""
 
     model: str
     steps: int
@@ -77,17 +77,17 @@ class Analysis:
 
     @property
     def overlap(self) -> dict[int, Overlap]:
-        """Of the ranks that have reduced something."""
+        """The overlap of each rank that has reduced something."""
         return {rank: of_rank.overlap for rank, of_rank in self.ranks.items() if of_rank.overlap is not None}
 
     @property
     def exposed_ms(self) -> float:
-        """What nothing hides of a step, on the rank where it is most."""
+        """Milliseconds of a step's synchronization that nothing hides, on the rank where these are most."""
         return max((overlap.exposed for overlap in self.overlap.values()), default=0.0)
 
     @property
     def verdict(self) -> str:
-        """One sentence."""
+        """One sentence: which rank is late, or how much synchronization nothing hides."""
         if not self.steps:
             return "There is no step that all ranks have recorded: trace more of them."
         if self.late is not None:
@@ -106,14 +106,14 @@ class Analysis:
         )
 
     def as_dict(self) -> dict[str, object]:
-        """For JSON."""
+        """The numbers as a dict for JSON, the verdict first."""
         said = asdict(replace(self, example={}))
         del said["example"]
         return {"verdict": self.verdict, **said}
 
 
 def analyze(trace: Trace) -> Analysis:
-    """Of the model with most steps, in those that all ranks have recorded."""
+    """Analyzes the model with most steps, in the steps that all ranks have recorded."""
     model, steps = steps_of(trace)
     by_step = list(steps.values())
     step_ms = median(step.ms for of_step in by_step for step in of_step.values()) if steps else 0.0
@@ -145,7 +145,7 @@ def analyze(trace: Trace) -> Analysis:
 
 
 def finish(ready: Sequence[float], durations: Sequence[float]) -> float:
-    """When the last of these buckets is reduced, if each is as soon as it is ready and the one before is done."""
+    """When the last of these buckets is reduced, if each begins as soon as it is ready and the one before is done."""
     at = -math.inf
     for begin, duration in sorted(zip(ready, durations, strict=True)):
         at = max(at, begin) + duration
@@ -153,7 +153,7 @@ def finish(ready: Sequence[float], durations: Sequence[float]) -> float:
 
 
 def overlap_of(steps: Sequence[tuple[Step, Sequence[Reduction]]]) -> Overlap | None:
-    """Of one rank's steps, and what it has reduced in each."""
+    """The overlap of one rank, from its steps and its reductions in each."""
     total = exposed = least = count = 0.0
     for step, reductions in steps:
         if reductions:
@@ -170,7 +170,7 @@ def overlap_of(steps: Sequence[tuple[Step, Sequence[Reduction]]]) -> Overlap | N
 
 
 def exposed_buckets(steps: Sequence[Mapping[int, Sequence[Reduction]]]) -> list[ExposedBucket]:
-    """Of what each rank has reduced in each step."""
+    """The buckets whose reduction nothing hides, from each rank's reductions in each step; the most exposed first."""
     times: dict[tuple[str, int], list[int]] = defaultdict(list)  # by bucket and rank
     buckets = {}
     for of_step in steps:
@@ -199,5 +199,5 @@ def _copies(trace: Trace, numbers: Collection[int]) -> dict[str, float]:
 
 
 def ms_text(value: float) -> str:
-    """``41 ms``."""
+    """Milliseconds as a text such as ``41 ms``."""
     return f"{value:.0f} ms" if value >= 10 else f"{value:.2g} ms"

@@ -9,7 +9,7 @@ from syncengine.errors import InvalidUsage
 from syncengine.report.advice import advise, changes, compare_verdict
 from syncengine.report.analysis import RANKS_SHOWN, Analysis, ms_text
 
-# What the reasons of sync_stats() mean; docs/memory.md has more.
+# Explanations of the reasons that sync_stats() gives; docs/memory.md has more.
 REASONS = {
     "copied small": "Gradients of less than a page, which share pages with other tensors: cheap, and made on purpose.",
     "copied unused": "Parameters without a gradient on this rank: zeros stand in for it.",
@@ -28,7 +28,7 @@ REASONS = {
 
 
 def page_of(analyses: Sequence[Analysis], directories: Sequence[Path]) -> str:
-    """Of one trace; or of two, side by side, with what has changed."""
+    """The page of one trace; or of two traces, side by side, with the changes between them."""
     try:
         import jinja2
 

@@ -1,4 +1,4 @@
-"""The pictures of a report: matplotlib's, in colours that colour-blind people tell apart (Okabe and Ito)."""
+"""Pictures of a trace, drawn by matplotlib in colours that colour-blind people tell apart (Okabe and Ito)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Bar = tuple[str, float, float]  # a phase, or reductions; begin and length in mi
 
 
 def _draw(title: str, axis: str, rows: Mapping[int, Sequence[Bar]]) -> tuple[str, str]:
-    """A line for each rank, with the reductions below the phases. Returns title and picture: SVG, in base 64."""
+    """Draws a line for each rank, with the reductions below the phases. Returns title and picture: SVG, in base 64."""
     ranks = sorted(rows)[:RANKS_SHOWN]
     shown = {what for row in rows.values() for what, *_ in row}
     with matplotlib.rc_context(_STYLE):
@@ -69,7 +69,7 @@ def _draw(title: str, axis: str, rows: Mapping[int, Sequence[Bar]]) -> tuple[str
 
 
 def phases(of: Analysis) -> tuple[str, str]:
-    """Where a step's time goes on each rank."""
+    """A picture of the phases of a step on each rank: medians."""
     rows = {}
     for rank, of_rank in of.ranks.items():
         times = [of_rank.phases_ms[phase] for phase in PHASES_SHOWN]
@@ -79,7 +79,7 @@ def phases(of: Analysis) -> tuple[str, str]:
 
 
 def one_step(of: Analysis) -> tuple[str, str]:
-    """What each rank did in a step of middle length, and when buckets were reduced."""
+    """A picture of one step of middle length: the phases of each rank, and its reductions of buckets."""
     first = min(step.begin for step in of.example.values())
     rows = {
         rank: [

@@ -1,5 +1,7 @@
-"""Steps of a trace, and what is reduced in them: pure functions of its events. Times are nanoseconds,
-unless said otherwise."""
+"""Steps of a trace, and the reductions in them: pure functions of its events.
+
+Times are nanoseconds, unless said otherwise.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +30,14 @@ class Step:
 
     @property
     def ms(self) -> float:
-        """How long it takes, in milliseconds."""
+        """How long the step takes, in milliseconds."""
         return (self.end - self.begin) / 1e6
 
 
 def steps_of(trace: Trace) -> tuple[str, dict[int, dict[int, Step]]]:
-    """The model with most steps, and those that all ranks have recorded: by number and rank.
+    """The model with most steps, and its steps that all ranks have recorded: by number and rank.
 
-    Without the first one if there are more than four: it makes what the others use.
+    The first step is left out if there are more than four, since it makes memory and plans that the others use.
     """
     counts = Counter(event.text for event in trace.events if event.kind == Kind.STEP)
     model = max(counts, key=lambda text: counts[text], default="")
@@ -67,7 +69,7 @@ def _steps(events: Sequence[Event], model: str) -> dict[int, Step]:
 
 
 class Reduction(NamedTuple):
-    """Of one bucket on one rank."""
+    """The reduction of one bucket on one rank."""
 
     bucket: Event
     ready: int  # this rank has announced it
@@ -76,9 +78,9 @@ class Reduction(NamedTuple):
 
 
 def reductions_of(step: Mapping[int, Step]) -> dict[int, list[Reduction]]:
-    """What each rank has reduced in a step that they have all gone through.
+    """The reductions of each rank in a step that all ranks have recorded.
 
-    What a rank waits for the last announcement is not the reduction's.
+    The time in which a rank waits for the last announcement is no part of the reduction.
     """
     events = [event for of_rank in step.values() for event in of_rank.events]
     announced, reduced = by_operation(events, Kind.ANNOUNCED), by_operation(events, Kind.REDUCED)

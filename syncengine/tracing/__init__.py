@@ -1,8 +1,8 @@
-"""What happens when on each rank: records it, reads it, and makes one file of it for ui.perfetto.dev.
+"""Traces of what each rank does when: records them, reads them, and makes one file of them for ui.perfetto.dev.
 
-events.py    what is recorded: reads the rings of all ranks, and puts them on one clock
-perfetto.py  one file of it; the command `syncengine trace`
-session.py   a trace begins and ends on this rank
+events.py    reads the rings of all ranks, and puts their events on one clock
+perfetto.py  makes one file of a trace; the command `syncengine trace`
+session.py   begins and ends a trace on this rank
 """
 
 from syncengine.tracing.events import Bucket, Event, Kind, Phase, RankTrace, Trace, read

@@ -1,4 +1,4 @@
-"""What a trace has recorded: reads the rings of all ranks, and puts them on one clock. See docs/tracing.md."""
+"""The events of a trace: reads the rings of all ranks, and puts them on one clock. See docs/tracing.md."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from syncengine.errors import InvalidUsage
 
-# As csrc/base/trace.cpp writes them.
+# The layout of a ring, as csrc/base/trace.cpp writes it.
 _MAGIC = b"SSTrace1"
 _HEADER_BYTES = 4096
 _HEADER = struct.Struct("<8s5Q")  # magic, capacity, room for texts, events so far, bytes of texts, has ended
@@ -26,7 +26,7 @@ _RING = re.compile(r"rank-(\d+)\.ring")
 
 
 class Kind(IntEnum):
-    """What an event is."""
+    """The kind of an event."""
 
     PHASE = 1
     STEP = 2
@@ -44,7 +44,7 @@ class Kind(IntEnum):
 
 
 class Phase(IntEnum):
-    """Of a step; ``Event.lane`` of a ``Kind.PHASE``."""
+    """The phase of a step: ``Event.lane`` of an event of ``Kind.PHASE``."""
 
     INPUT = 0  # what is in no other
     FORWARD = 1  # until backward begins: with the loss
@@ -57,7 +57,7 @@ Operation = tuple[int, int, int, int]
 
 
 class Bucket(NamedTuple):
-    """Which gradients are reduced together."""
+    """A bucket of gradients, by its number in its model's plan."""
 
     model: str
     number: int
@@ -80,18 +80,18 @@ class Event(NamedTuple):
 
     @property
     def operation(self) -> Operation:
-        """Which operation it belongs to, on any rank."""
+        """The operation that the event belongs to: the same on every rank."""
         return self.group, self.lane, self.place, self.epoch
 
     @property
     def bucket(self) -> Bucket:
-        """Of a ``Kind.BUCKET``."""
+        """The bucket that an event of ``Kind.BUCKET`` is about."""
         model, number, *parameters = self.text.split("\n") if self.text else ("", "-1")
         return Bucket(model, int(number), parameters)
 
 
 def by_operation(events: Iterable[Event], *kinds: Kind) -> dict[Operation, list[Event]]:
-    """Those of these kinds."""
+    """The events of these kinds, by their operation."""
     found: dict[Operation, list[Event]] = defaultdict(list)
     for event in events:
         if event.kind in kinds:
@@ -101,7 +101,7 @@ def by_operation(events: Iterable[Event], *kinds: Kind) -> dict[Operation, list[
 
 @dataclass(frozen=True)
 class RankTrace:
-    """What one rank has recorded."""
+    """The part of a trace that one rank has recorded."""
 
     rank: int
     host: int
@@ -113,17 +113,21 @@ class RankTrace:
 
     @property
     def dropped(self) -> int:
-        """How many of ``recorded`` are not in ``events``: the ring keeps the last ones."""
+        """How many of ``recorded`` are not in ``events``, since the ring keeps only the last ones."""
         return self.recorded - len(self.events)
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more can come, as far as this machine knows."""
+        """Whether this rank can record nothing more, as far as this machine knows."""
         return self.ended or (self.about["hostname"] == os.uname().nodename and not _lives(self.about["pid"]))
 
 
 def _lives(pid: int) -> bool:
-    """A process that has ended, but was not waited for, has no program. Another user's may not be looked at."""
+    """Whether the process ``pid`` runs.
+
+    A process that has ended, but was not waited for, has no program any more. Another user's process counts as alive,
+    since its program may not be looked at.
+    """
     try:
         Path(f"/proc/{pid}/exe").stat()
     except (FileNotFoundError, ProcessLookupError):
@@ -135,7 +139,7 @@ def _lives(pid: int) -> bool:
 
 @dataclass(frozen=True)
 class Trace:
-    """What all ranks have recorded."""
+    """A trace: the events of all ranks, on one clock."""
 
     ranks: dict[int, RankTrace]
     size: int  # ranks that there were
@@ -143,12 +147,12 @@ class Trace:
 
     @property
     def missing(self) -> list[int]:
-        """Ranks of which there is no file."""
+        """The ranks of which there is no ring."""
         return [rank for rank in range(self.size) if rank not in self.ranks]
 
     @property
     def events(self) -> Iterator[Event]:
-        """Those of all ranks, one rank after the other."""
+        """The events of all ranks, one rank after the other."""
         return itertools.chain.from_iterable(of_rank.events for of_rank in self.ranks.values())
 
     def doubt(self, a: int, b: int) -> float:
@@ -159,8 +163,8 @@ class Trace:
     def arrows(self) -> list[tuple[Event, Event]]:
         """The last announcement of each operation, and each rank's reduction that it released.
 
-        Only of those that all ranks of the trace have announced which have reduced it, and none that is shorter than
-        the clocks are certain.
+        An operation has arrows only if every rank of the trace that has reduced it has also announced it. An arrow that
+        is shorter than the uncertainty of the clocks is left out.
         """
         announced = by_operation(self.events, Kind.ANNOUNCED)
         found = []
@@ -173,9 +177,9 @@ class Trace:
 
 
 def read(directory: str | os.PathLike[str]) -> Trace:
-    """The trace that is in this directory, also while ranks still write it.
+    """The trace in this directory, also while ranks still write it.
 
-    Raises ``InvalidUsage`` if there is none, or if it is of another version.
+    Raises ``InvalidUsage`` if there is no trace, or if another version of syncengine has written it.
     """
     files = {int(match[1]): path for path in Path(directory).glob("*") if (match := _RING.fullmatch(path.name))}
     ranks = {rank: of_rank for rank, path in sorted(files.items()) if (of_rank := _read_ring(path)) is not None}
@@ -190,13 +194,13 @@ def read(directory: str | os.PathLike[str]) -> Trace:
 
 
 def is_complete(directory: str | os.PathLike[str], size: int) -> bool:
-    """Whether nothing more can come from any of ``size`` ranks, as far as this machine knows."""
+    """Whether none of ``size`` ranks can record anything more, as far as this machine knows."""
     rings = [_read_ring(Path(directory, f"rank-{rank}.ring"), with_events=False) for rank in range(size)]
     return all(ring is not None and ring.is_over for ring in rings)
 
 
 def _read_ring(path: Path, with_events: bool = True) -> RankTrace | None:
-    """None if its rank has not begun."""
+    """The trace of the rank that writes ``path``; None if the rank has not begun."""
     if not path.exists():
         return None
     with path.open("rb") as file:
@@ -221,8 +225,8 @@ def _read_ring(path: Path, with_events: bool = True) -> RankTrace | None:
     events = []
     for slot, same in zip(_SLOT.iter_unpack(slots), _SLOT.iter_unpack(again), strict=True):
         number, begin, end, group, place, epoch, detail, last = slot
-        # A slot whose number is not that of its turn is being written, or was when its rank was killed. One that has
-        # changed meanwhile may be torn.
+        # A slot whose number is not that of its turn is being written, or was being written when its rank was killed. A
+        # slot that has changed between the two reads may be torn.
         if slot != same or not max(0, recorded - capacity) < number <= recorded:
             continue
         text, kind, lane = last & 0xFFFFFFFF, last >> 32 & 0xFFFF, last >> 48
@@ -233,11 +237,12 @@ def _read_ring(path: Path, with_events: bool = True) -> RankTrace | None:
 
 
 def _align(ranks: dict[int, RankTrace]) -> tuple[dict[int, int], dict[int, float]]:
-    """What to add to each host's times to have them on the clock of the first, and how far that may be off.
+    """The nanoseconds to add to each host's times, so that all are on the first host's clock; and their uncertainty.
 
-    No rank gets past an operation before all have announced it. So each operation that one host announces and another
-    one gets past says how far apart their clocks are at most, and at least; all of them together, very nearly. Hosts
-    without a common operation are aligned by what they think the time is, which is uncertain without a bound.
+    No rank sees that an operation is scheduled, or reduced, before all ranks have announced it. So an operation that
+    one host announces and another one sees scheduled bounds the difference of their clocks from one side. All
+    operations together bound it closely from both. Hosts without a common operation are aligned by their own time of
+    day, of which nothing is certain.
     """
     hosts: dict[int, list[RankTrace]] = defaultdict(list)
     for of_rank in ranks.values():
@@ -265,7 +270,7 @@ def _align(ranks: dict[int, RankTrace]) -> tuple[dict[int, int], dict[int, float
 
 
 def _passes(of_ranks: list[RankTrace]) -> dict[Operation, tuple[int, int]]:
-    """When the last rank of a host has announced each operation, and the first has got past it."""
+    """For each operation: when the last rank of a host announced it, and when the first saw it scheduled or reduced."""
     events = [event for of_rank in of_ranks for event in of_rank.events]
     announced, past = by_operation(events, Kind.ANNOUNCED), by_operation(events, Kind.SCHEDULED, Kind.REDUCED)
     return {

@@ -1,4 +1,4 @@
-"""One file of a trace, for ui.perfetto.dev, by the protobuf classes of Perfetto's own package."""
+"""Makes one file of a trace, for ui.perfetto.dev, by the protobuf classes of Perfetto's own package."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from syncengine.tracing.events import Event, Kind, Operation, Phase, RankTrace, 
 _PACKAGE = "perfetto.protos.perfetto.trace.perfetto_trace_pb2"
 _NOTHING = (1 << 64) - 1  # trace::kNobody
 
-# The rows of a rank, in the order in which they are shown; last those of other kinds.
+# The rows of a rank, in the order in which they are shown. Events of all other kinds have a row behind these.
 _ROWS = {
     Kind.STEP: "steps",
     Kind.PHASE: "steps",
@@ -35,13 +35,14 @@ _ROWS = {
 
 
 def write(directory: str | os.PathLike[str], path: str | os.PathLike[str]) -> str:
-    """Makes the file ``path`` of the trace in ``directory``; returns what there is to say of it.
+    """Makes the file ``path`` of the trace in ``directory``; returns a text that says where it is, and what it lacks.
 
     Raises ``InvalidUsage`` without a trace, and without Perfetto's package.
     """
     _import_package()
     trace = read(directory)
-    # Another process may do the same; and nobody else may read it, or have put something else in its place.
+    # A file of this process alone takes the place of `path` when it is whole: another process may write the same trace,
+    # and nobody else may read a part of it, or put something else in its place.
     with tempfile.NamedTemporaryFile(dir=Path(path).parent, prefix=f"{Path(path).name}.", delete=False) as partial:
         try:
             partial.write(serialize(trace))
@@ -54,7 +55,7 @@ def write(directory: str | os.PathLike[str], path: str | os.PathLike[str]) -> st
 
 
 def caveats(trace: Trace) -> list[str]:
-    """What a reader should know of it, a sentence each: what is missing, and how certain the clocks are."""
+    """Sentences for a reader of the trace: which events are missing, and how certain the clocks are."""
     said = []
     for rank, of_rank in trace.ranks.items():
         if of_rank.dropped:
@@ -72,7 +73,7 @@ def caveats(trace: Trace) -> list[str]:
 
 
 def serialize(trace: Trace) -> bytes:
-    """As Perfetto's protobuf ``Trace``."""
+    """The bytes of the trace as Perfetto's protobuf ``Trace``."""
     data: bytes = _Writer(_import_package(), trace).file.SerializeToString()
     return data
 
@@ -121,7 +122,10 @@ class _Writer:
             yield from self._row(rows[name], name=name, parent_uuid=parent, sibling_order_rank=order)
 
     def _row(self, events: Sequence[Event], **about: Any) -> Iterator[Any]:
-        """Of these events, in as many tracks as it takes that those of a track follow, or lie within, each other."""
+        """Packets for these events.
+
+        A track has events that follow each other or are nested; others get tracks of theirs.
+        """
         types = self._proto.TrackEvent
         tracks: dict[int, list[int]] = {}  # with the ends of what an event would lie in
         for event in events:
@@ -191,7 +195,7 @@ def _annotations(event: Event) -> dict[str, int | str]:
 
 
 def add_trace(commands: Any) -> None:
-    """Adds the command to argparse's."""
+    """Adds the command ``syncengine trace`` to the parser's."""
     parser = commands.add_parser(
         "trace",
         help="one file of the ranks' traces, for ui.perfetto.dev",

@@ -1,4 +1,4 @@
-"""A trace begins and ends on this rank; the last rank that ends makes one file of all of them."""
+"""Begins and ends a trace on this rank; the last rank that ends makes one file of all ranks' events."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _traced: tuple[Path, Path, int] | None = None  # directory, merged file, process
 
 
 def meet(rank: int, size: int, host: int, directory: str, whole: bool) -> None:
-    """This rank has met others, of ``size`` that there are at least: all of them, if that is the ``whole`` job.
+    """Notes that this rank has met others: ``size`` ranks in all, or at least so many if it is not the ``whole`` job.
 
-    Begins a trace if ``directory`` is not empty, unless there is one.
+    Begins a trace if ``directory`` is not empty and this process is not traced yet.
     """
     global _job
     if whole or _job is None or size > _job["size"]:
@@ -42,7 +42,10 @@ def meet(rank: int, size: int, host: int, directory: str, whole: bool) -> None:
 def begin(
     directory: str | os.PathLike[str], steps: int | None = None, events: int = EVENTS, merged: Path | None = None
 ) -> None:
-    """See ``trace``; ends with ``end``, or with the process. ``merged``: where the file of all ranks goes."""
+    """Begins a trace as ``trace`` does; it lasts until ``end``, or the end of the process.
+
+    ``merged``: the path of the file that is made of all ranks' events.
+    """
     global _traced
     if _job is None:
         raise InvalidUsage("a trace is of connected ranks: call syncengine.init() before it")
@@ -69,7 +72,7 @@ def begin(
 
 
 def end() -> None:
-    """Ends this rank's part. The last rank to do so makes one file of all. Does nothing without a trace."""
+    """Ends this rank's part of the trace. The last rank makes one file of all. Does nothing without a trace."""
     global _traced
     traced, _traced = _traced, None
     if traced is None or traced[2] != os.getpid() or _job is None:
