@@ -78,7 +78,7 @@ from syncengine.horovod.timeline import stop_timeline as stop_timeline
 
 HorovodInternalError = _SyncError
 
-# What Horovod has and this does not, and what takes its place.
+# Functions of Horovod that this interface refuses, each with the one that takes its place.
 _ADASUM = "use op=hvd.Average or op=hvd.Sum"
 _NOTHING = "there is nothing to check: importing syncengine says so if it is not built"
 _REFUSED = {

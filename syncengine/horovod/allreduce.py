@@ -1,4 +1,4 @@
-"""allreduce, of one tensor or of a group, and its variants."""
+"""allreduce of one tensor or of several, and its variants."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def allreduce_async(call: Call, tensor: torch.Tensor) -> int:
 
 @taking(_REDUCING)
 def allreduce_async_(call: Call, tensor: torch.Tensor) -> int:
-    """As `allreduce_async`, but in place; no other operation may use the tensor until `synchronize`."""
+    """Reduces in place, otherwise as `allreduce_async`; no other operation may use the tensor until `synchronize`."""
     return perform(call, [tensor], reducing, _gradient)
 
 
@@ -41,43 +41,43 @@ def allreduce_async_(call: Call, tensor: torch.Tensor) -> int:
 def allreduce(call: Call, tensor: torch.Tensor) -> torch.Tensor:
     """The reduction of `tensor` over all ranks, which gradients flow through: the backward is an allreduce, too.
 
-    `compression` chooses the dtype in which it travels. Else as `allreduce_async`.
+    `compression` chooses the dtype in which the tensor travels. Otherwise as `allreduce_async`.
     """
     return perform(call, [tensor], reducing, _gradient)
 
 
 @taking(_REDUCING)
 def allreduce_(call: Call, tensor: torch.Tensor) -> torch.Tensor:
-    """Reduces `tensor` in place, and returns it. Else as `allreduce_async`."""
+    """Reduces `tensor` in place, and returns it. Otherwise as `allreduce_async`."""
     return perform(call, [tensor], reducing, _gradient)
 
 
 @taking(_REDUCING)
 def grouped_allreduce_async(call: Call, tensors: Tensors) -> int:
-    """As `allreduce_async`, of several tensors in one operation for each dtype; the result is a list."""
+    """Reduces several tensors as `allreduce_async` does, in one operation for each dtype; the result is a list."""
     return perform(call, tensors, reducing, _gradient)
 
 
 @taking(_REDUCING)
 def grouped_allreduce_async_(call: Call, tensors: Tensors) -> int:
-    """As `grouped_allreduce_async`, but in place; no other operation may use the tensors until `synchronize`."""
+    """Reduces in place, otherwise as `grouped_allreduce_async`; nobody may use the tensors till `synchronize`."""
     return perform(call, tensors, reducing, _gradient)
 
 
 @taking(_REDUCING_COMPRESSED)
 def grouped_allreduce(call: Call, tensors: Tensors) -> list[torch.Tensor]:
-    """As `allreduce`, of several tensors in one operation for each dtype."""
+    """Reduces several tensors as `allreduce` does, in one operation for each dtype."""
     return perform(call, tensors, reducing, _gradient)
 
 
 @taking(_REDUCING)
 def grouped_allreduce_(call: Call, tensors: Tensors) -> list[torch.Tensor]:
-    """Reduces `tensors` in place, and returns them. Else as `grouped_allreduce_async`."""
+    """Reduces `tensors` in place, and returns them. Otherwise as `grouped_allreduce_async`."""
     return perform(call, tensors, reducing, _gradient)
 
 
 def average_of(call: Call, tensors: Tensors) -> list[torch.Tensor]:
-    """Over the same ranks: the gradients of what only moves tensors, in Horovod."""
+    """Averages over the ranks of `call`: the gradients of calls that only move tensors, as in Horovod."""
     kind = "grouped_allreduce" if call.grouped else "allreduce"
     return _gradient(Call(kind, process_set=call.process_set, grouped=call.grouped), *tensors)
 
@@ -90,7 +90,10 @@ def _gradient(call: Call, *gradients: torch.Tensor) -> list[torch.Tensor]:
 def reducing(
     stream: Calls, call: Call, tensors: Tensors, part: Callable[[torch.Tensor], torch.Tensor] | None = None
 ) -> Plan:
-    """Reduces tensors, those of one dtype and device together. `part`: what is left of each for the result."""
+    """Plans the reduction of tensors, those of one dtype and device together.
+
+    `part`: takes this rank's part of each reduced tensor for the result.
+    """
     stream.check(call.kind, tensors)
     op = call.reduction()
     alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
@@ -134,7 +137,7 @@ def reducing(
 
 
 def _together(tensors: Tensors, in_place: bool) -> torch.Tensor:
-    """One tensor after the other; one alone keeps its shape. A copy, unless it may be written."""
+    """The tensors one after the other in one tensor, which may be written. A single tensor keeps its shape."""
     if len(tensors) > 1:
         return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
     values = tensors[0].detach()
@@ -152,7 +155,7 @@ def _described(
     prescale: float,
     postscale: float,
 ) -> tuple[str, Flat]:
-    """For messages, and to be compared between ranks."""
+    """A text for messages, and the flat tensors: ranks compare both."""
     what = "; ".join(f"{dtype_name(dtype)} {tuple(shape)}" for dtype, shape in tensors)
     factors = "".join(
         f", {name}_factor={factor!r}"

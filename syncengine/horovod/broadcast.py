@@ -1,4 +1,4 @@
-"""broadcast and its variants."""
+"""The collective broadcast, and its variants."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def broadcast_async(call: Call, tensor: torch.Tensor, root_rank: int) -> int:
 
 @taking("name process_set")
 def broadcast_async_(call: Call, tensor: torch.Tensor, root_rank: int) -> int:
-    """As `broadcast_async`, but in place; no other operation may use the tensor until `synchronize`."""
+    """Copies in place, otherwise as `broadcast_async`; no other operation may use the tensor until `synchronize`."""
     return perform(call, [tensor], _prepare, None, root_rank)
 
 
@@ -32,7 +32,7 @@ def broadcast_async_(call: Call, tensor: torch.Tensor, root_rank: int) -> int:
 def broadcast(call: Call, tensor: torch.Tensor, root_rank: int) -> torch.Tensor:
     """A copy of rank `root_rank`'s `tensor`.
 
-    Gradients flow through it: the root gets their average over all ranks, as in Horovod, the others zeros.
+    Gradients flow through the copy: the root gets their average over all ranks, as in Horovod, the others get zeros.
     """
 
     def gradient(call: Call, of_copy: torch.Tensor) -> Tensors:

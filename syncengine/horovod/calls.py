@@ -31,7 +31,10 @@ class Calls(Stream):
 
     @cached_property
     def backend(self) -> Any:  # torch does not declare what it offers
-        """The same communicator with c10d's interface, for alltoall. Closes it when it goes."""
+        """The stream's communicator with c10d's interface, for alltoall.
+
+        The backend closes it when the backend goes.
+        """
         return Backend(self.communicator)
 
     def root(self, call: str, root_rank: int) -> int:
@@ -45,7 +48,7 @@ class Calls(Stream):
         raise InvalidUsage(f"{call}: root_rank={root_rank!r}, but there are {there_are}")
 
     def check(self, call: str, tensors: Any) -> None:
-        """Raises InvalidUsage for what is no list of tensors, and for what an operation in place still writes."""
+        """Raises InvalidUsage if `tensors` is no list of tensors, or an operation in place still writes one of them."""
         check_list(call, tensors)
         self._writing = list(filter(None, self._writing))
         for first, last in map(_extent, tensors) if self._writing else ():
@@ -56,12 +59,12 @@ class Calls(Stream):
                 )
 
     def keep(self, operation: Operation, tensors: Sequence[torch.Tensor]) -> None:
-        """The operation writes these: they are not free until it has ended."""
+        """Notes that the operation writes these tensors, which are not free until the operation has ended."""
         operation.writes.extend(map(_extent, tensors))
         self._writing.append(operation.writes)
 
     def shadow(self, request: Request) -> Sequence[Work]:
-        """Adds zeros to what the others reduce."""
+        """Takes part in an operation of the other ranks, with zeros."""
         kept = [torch.zeros(count, dtype=getattr(torch, dtype), device="cpu") for dtype, count in request.flat]
         if request.kind in _REDUCED:
             word = request.how
@@ -73,7 +76,7 @@ class Calls(Stream):
 
 
 def table(communicator: Communicator, row: Sequence[int]) -> list[list[int]]:
-    """Every rank's `row` of numbers, which are as many on all. Blocks."""
+    """Every rank's `row` of numbers, which has the same length on all ranks. Blocks."""
     whole = torch.empty((communicator.size, len(row)), dtype=torch.int64, device="cpu")
     communicator.all_gather(whole, torch.tensor(row, dtype=torch.int64, device="cpu"))
     numbers: list[list[int]] = whole.tolist()
@@ -81,7 +84,10 @@ def table(communicator: Communicator, row: Sequence[int]) -> list[list[int]]:
 
 
 def gather(communicator: Communicator, own: torch.Tensor, rows: Sequence[int]) -> tuple[torch.Tensor, list[Work]]:
-    """Starts to put every rank's rows into one tensor, in rank order. `own`: contiguous. `rows`: of each rank."""
+    """Starts to put every rank's rows into one tensor, in rank order.
+
+    `own` is contiguous; `rows` counts each rank's.
+    """
     whole = own.new_empty((sum(rows), *own.shape[1:]))
     if not whole.numel():
         return whole, []
@@ -97,16 +103,16 @@ def gather(communicator: Communicator, own: torch.Tensor, rows: Sequence[int]) -
 
 
 def apart(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Views, one of the shape of each tensor in `like`."""
+    """Views of `flat`, one after the other, with the shapes of the tensors in `like`."""
     parts = flat.split([tensor.numel() for tensor in like])
     return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor."""
+    """The memory of a contiguous tensor, as bytes."""
     return tensor.view(-1).view(torch.uint8)
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """The addresses between which it lies."""
+    """The addresses between which the tensor lies."""
     return tensor.data_ptr(), tensor.data_ptr() + reach_of(tensor)

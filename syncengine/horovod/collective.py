@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a user has asked for, but for the tensors."""
+    """The arguments of a call, except for its tensors."""
 
     kind: str
     name: str | None = None
@@ -42,7 +42,7 @@ class Call:
     grouped: bool = False  # of a list of tensors, with a list for its result
 
     def reduction(self) -> ReduceOp:
-        """What `op`, or the old `average`, means. Raises InvalidUsage for them and for the factors."""
+        """The reduction that `op`, or the old `average`, asks for. Raises InvalidUsage for wrong values and factors."""
         for factor in (self.prescale_factor, self.postscale_factor):
             if not isinstance(factor, (float, int)):
                 raise InvalidUsage(f"{self.kind}: a factor of {factor!r} is no number")
@@ -56,15 +56,16 @@ class Call:
         return self.op or Average
 
     def again(self) -> Call:
-        """The same, to be made once more: without the name."""
+        """The call, to be made once more in the backward: without its name, uncompressed."""
         op = self.op if self.average is None else Average if self.average else Sum
         return replace(self, name=None, op=op, average=None, compression=Compression.none)
 
 
 def taking(order: str) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
-    """Makes a function of a call and of what it is about into one of Horovod's: of that and of the fields in `order`.
+    """Makes a function of a call and its tensors into one of Horovod's: of the tensors and the fields in `order`.
 
-    The function's name says what it does: the kind, then `_async` if it returns a handle, `_` if it works in place.
+    The function's name says what the call does: its kind, then `_async` if it returns a handle, `_` if it works in
+    place.
     """
     names = order.split()
     defaults = {field.name: field.default for field in fields(Call)}
@@ -97,7 +98,7 @@ Prepare = Callable[..., Plan]  # of the stream, the call and its arguments; rais
 
 
 def start(call: Call, prepare: Prepare, *arguments: Any) -> Operation:
-    """Announces a call. What `prepare` raises, the other ranks raise, too."""
+    """Announces a call. If `prepare` raises, the other ranks raise that, too."""
     try:
         stream = stream_of(call.process_set, call.kind)
         if call.name is not None and not isinstance(call.name, str):
@@ -110,9 +111,9 @@ def start(call: Call, prepare: Prepare, *arguments: Any) -> Operation:
 
 
 def perform(call: Call, tensors: Tensors, prepare: Prepare, gradient: Gradient | None, *arguments: Any) -> Result:  # type: ignore[type-var]
-    """The handle or the result of a call on `tensors`, which travel as its compression has it.
+    """Makes a call on `tensors`, which travel in the dtype of its compression. Returns a handle, or the result.
 
-    Gradients flow through a result: `gradient(call, result's gradients...)` are those of the tensors, as they travel.
+    Gradients flow through a result: `gradient(call, result's gradients...)` returns the gradients of the tensors.
     """
     if call.compression is not Compression.none:
         return _compressed(call, tensors, prepare, gradient, *arguments)  # type: ignore[no-any-return]

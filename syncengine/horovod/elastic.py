@@ -1,7 +1,7 @@
 """Horovod's elastic training: a function that is run again from the last commit when ranks have died or come.
 
-A commit is what a step is for `syncengine.elastic`, which brings the ranks together: it is finished on all of them or
-made again, and who is one behind gets it from one that is not.
+A commit is a step for `syncengine.elastic`, which brings the ranks together: all ranks finish a commit, or make it
+again, and a rank that is one commit behind gets that commit from another rank.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _State = TypeVar("_State", bound="TorchState")
 
 
 class HostsUpdatedInterrupt(RuntimeError):
-    """Another process joins: raised by `commit` and `check_host_updates`, on all ranks, for `run`."""
+    """Another process joins. `commit` and `check_host_updates` raise this on all ranks, for `run` to catch."""
 
     def __init__(self, skip_sync: bool = False) -> None:
         super().__init__("another rank joins: all go on from here with it")
@@ -44,10 +44,11 @@ class HostsUpdatedInterrupt(RuntimeError):
 
 
 class TorchState:
-    """All that training changes: models, optimizers, samplers, anything with `state_dict` and `load_state_dict`, and
-    any objects that can be pickled. Each is an attribute of the name that it is given by.
+    """The state that training changes: models, optimizers, samplers, and any objects that can be pickled.
 
-    It is committed when made. A commit copies all of it, so don't commit more often than you can bear to lose.
+    An object with `state_dict` and `load_state_dict` is saved by these. Each object is an attribute of the name by
+    which it was given. The state is committed when it is made. A commit copies the whole state, so don't commit more
+    often than you can bear to lose.
     """
 
     def __init__(
@@ -61,12 +62,12 @@ class TorchState:
         self.save()
 
     def save(self) -> None:
-        """Keeps copies, which `restore` goes back to."""
+        """Keeps copies of the state, to which `restore` goes back."""
         live = {name: getattr(self, name) for name in self._names}
         self._saved = {name: copy.deepcopy(v.state_dict() if has_state(v) else v) for name, v in live.items()}
 
     def restore(self) -> None:
-        """Goes back to what was saved last."""
+        """Goes back to the state that this rank has saved last."""
         for name, saved in copy.deepcopy(self._saved).items():
             value = getattr(self, name)
             if isinstance(value, torch.optim.Optimizer):
@@ -77,7 +78,7 @@ class TorchState:
                 setattr(self, name, saved)
 
     def sync(self) -> None:
-        """Gives all ranks what rank 0 has, and saves it. Collective."""
+        """Gives all ranks the state of rank 0, and saves it. All ranks call it."""
         self.save()
         packed = broadcast_object(self.pack() if rank() == 0 else None, 0, "TorchState.sync")
         if rank() != 0:
@@ -85,35 +86,40 @@ class TorchState:
             self.restore()
 
     def commit(self) -> None:
-        """`save`, then `check_host_updates`. Collective, as this is."""
+        """Saves the state, then calls `check_host_updates`. All ranks call it, since that is collective."""
         self.save()
         if self._elastic is not None:
             self._elastic.step += 1
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Raises HostsUpdatedInterrupt, on all ranks, if a process waits to be let in, which is looked for twice a
-        second. Collective where there is a launcher that lets others come; else it does nothing."""
+        """Raises HostsUpdatedInterrupt, on all ranks, if a process waits to be let in.
+
+        The launcher looks for such processes twice a second; without one that lets others come, nothing happens. All
+        ranks call it.
+        """
         door = None if self._elastic is None else self._elastic._door
         if door is not None and broadcast_object(rank() == 0 and door.somebody_waits(), 0, "check_host_updates"):
             raise HostsUpdatedInterrupt()
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], object]]) -> None:
-        """To be called, in this order, whenever ranks have died or come, before `sync`: to change learning rates, say.
-        Not on those that come."""
+        """Registers callbacks for when ranks have died or come, to change learning rates, say.
+
+        They are called in this order, before `sync`, but not on the ranks that come.
+        """
         self._callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """Calls the callbacks."""
+        """Calls the callbacks that `register_reset_callbacks` was given."""
         for callback in self._callbacks:
             callback()
 
     def pack(self) -> bytes:
-        """What is saved."""
+        """The saved state as bytes, for another rank."""
         return to_bytes(self._saved)
 
     def unpack(self, packed: bytes) -> None:
-        """The opposite."""
+        """Takes over a saved state that another rank has packed."""
         self._saved = from_bytes(packed)
 
 
@@ -148,7 +154,7 @@ def run(
 
 
 class _Run(Elastic):
-    """That of one function; its steps are commits, which the state itself keeps."""
+    """The elastic run of one function. Its steps are commits, which the state itself keeps."""
 
     def __init__(self, state: TorchState) -> None:
         self._whole, self._joins = state, True  # once made, it is among the others
@@ -157,7 +163,7 @@ class _Run(Elastic):
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """What ends the run here ends all that others may wait for: optimizers have communicators of their own."""
+        """Aborts every communicator when an error ends the attempt, as optimizers have communicators of their own."""
         try:
             yield
         except (SyncError, HostsUpdatedInterrupt) as error:
@@ -197,11 +203,10 @@ class _Run(Elastic):
 
 
 class ElasticSampler(torch.utils.data.Sampler[int]):
-    """Deals the samples of an epoch to the ranks that are there; those that were recorded are not dealt again when
-    ranks have died or come. To be in the TorchState, and in a DataLoader.
+    """Deals the samples of an epoch to the ranks that are there. It belongs into the TorchState, and into a DataLoader.
 
-    `dataset`: its length stays the same. `shuffle`, `seed`: in an order that is the same on all ranks, another one in
-    each epoch; that of Horovod's own.
+    Samples that were recorded are not dealt again when ranks have died or come. The length of `dataset` stays the same.
+    With `shuffle` the order follows from `seed` and the epoch: the same on all ranks, and the same as Horovod's own.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
@@ -210,25 +215,25 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begins an epoch, of whose samples none has been used: to be called at the end of the one before."""
+        """Begins an epoch, with all of its samples unused. Call it at the end of the epoch before."""
         self.epoch, self.processed_num = epoch, 0
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Each rank has used a batch of `batch_size` samples, the next ones of its own."""
+        """Notes that each rank has used a batch: the next `batch_size` of its own samples."""
         self.processed_num += batch_size * self.num_replicas
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch, and how many of its samples have been used."""
+        """The epoch, and the number of samples that all ranks have used in it."""
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on there, dealing to the ranks that are there now."""
+        """Goes on at the place that was saved, with the ranks that are there now."""
         self.epoch, self.processed_num = state_dict["epoch"], state_dict["processed_num"]
         self.reset()
 
     def reset(self) -> None:
-        """Deals what is left to the ranks that are there now."""
+        """Deals the samples that are left to the ranks that are there now."""
         self.num_replicas, self.rank = size(), rank()
         order = list(range(len(self.dataset)))
         if self.shuffle:

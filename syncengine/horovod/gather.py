@@ -1,4 +1,4 @@
-"""allgather and alltoall: rows from every rank, as many as each has."""
+"""allgather and alltoall: rows from every rank, any number from each."""
 
 from __future__ import annotations
 
@@ -35,20 +35,21 @@ def allgather_async(call: Call, tensor: torch.Tensor) -> int:
 def allgather(call: Call, tensor: torch.Tensor) -> torch.Tensor:
     """Every rank's `tensor`, concatenated along the first dimension in rank order, which may differ between ranks.
 
-    Gradients flow through it: each rank gets the average over all ranks of the gradient of its own rows, as in Horovod.
+    Gradients flow through it: each rank gets the average over all ranks of the gradients of its own rows, as in
+    Horovod.
     """
     return _allgather(call, [tensor])
 
 
 @taking("name process_set")
 def grouped_allgather_async(call: Call, tensors: Tensors) -> int:
-    """`allgather_async` of several tensors; the result is a list."""
+    """Concatenates several tensors as `allgather_async` does; the result is a list."""
     return _allgather(call, tensors)
 
 
 @taking("name process_set")
 def grouped_allgather(call: Call, tensors: Tensors) -> list[torch.Tensor]:
-    """`allgather` of several tensors."""
+    """Concatenates several tensors as `allgather` does."""
     return _allgather(call, tensors)
 
 
@@ -67,7 +68,7 @@ def alltoall(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """The rows that every rank sends this one, in rank order; if `splits` is given, also how many each has sent.
 
-    Gradients flow back to the ranks that sent the rows. Else as `alltoall_async`.
+    Gradients flow back to the ranks that sent the rows. Otherwise as `alltoall_async`.
     """
     counts: list[torch.Tensor] = []
 
@@ -86,7 +87,7 @@ def sparse_allreduce_async(
 ) -> Callable[[], torch.Tensor]:
     """Starts to gather every rank's indices and values of a sparse `tensor`; returns a function for the result.
 
-    Which is a sparse tensor, not coalesced; `op` is Average or Sum.
+    The result is a sparse tensor, not coalesced. `op` is Average or Sum.
     """
 
     def prepare(stream: Calls, call: Call) -> Plan:
@@ -108,12 +109,12 @@ def sparse_allreduce_async(
 
 
 def gathering(stream: Calls, call: Call, tensors: Tensors, counts: list[Sequence[int]] | None = None) -> Plan:
-    """Every rank's rows; how many each has brought, of each tensor, will be in `counts`."""
+    """Plans to gather every rank's rows. `counts` will have the number of rows of each rank, for each tensor."""
     owns = _rows(stream, call, tensors)
     wholes: list[torch.Tensor] = []
 
     def begin(round: Round) -> Sequence[Work]:
-        # The announcements have room for one number.
+        # An announcement has room for one number, so the rows of several tensors are told by a collective.
         rows = [len(own) for own in owns]
         of_ranks = table(stream.communicator, rows) if call.grouped else [[request.own] for request in round]
         works: list[Work] = []
@@ -142,7 +143,7 @@ def _allgather(call: Call, tensors: Tensors) -> Result:  # type: ignore[type-var
 
 
 def _exchanging(stream: Calls, call: Call, tensors: Tensors, splits: Splits, counts: list[torch.Tensor]) -> Plan:
-    """How many rows each rank has sent will be in `counts`."""
+    """Plans an alltoall. `counts` will have the number of rows that each rank has sent."""
     (own,) = _rows(stream, call, tensors)
     sent = _split_rows(len(own), splits, stream.size)
     like = splits if isinstance(splits, torch.Tensor) else torch.empty(0, dtype=torch.int32, device="cpu")
@@ -168,7 +169,7 @@ def _exchanging(stream: Calls, call: Call, tensors: Tensors, splits: Splits, cou
 
 
 def _rows(stream: Calls, call: Call, tensors: Tensors) -> list[torch.Tensor]:
-    """The tensors row by row."""
+    """The tensors, each row by row in memory."""
     stream.check(call.kind, tensors)
     rows = []
     for tensor in tensors:

@@ -24,7 +24,7 @@ Buckets = list[list[int]]  # indices of parameters, one list a bucket, in the or
 
 
 def plan_buckets(order: Sequence[int], like: Sequence[torch.Tensor]) -> Buckets:
-    """Buckets of one dtype for gradients `like` these that become ready in `order`, in the order in which they fill."""
+    """Buckets of one dtype each, for gradients `like` these that become ready in `order`; the first to fill first."""
     sizes = [tensor.nbytes for tensor in like]
     closed: list[list[tuple[int, int]]] = []  # of (position in `order`, index)
     open_buckets: dict[torch.dtype, list[tuple[int, int]]] = {}
@@ -42,7 +42,7 @@ def plan_buckets(order: Sequence[int], like: Sequence[torch.Tensor]) -> Buckets:
 
 @dataclass(frozen=True)
 class Settings:
-    """What a DistributedOptimizer was asked for, on all ranks alike. Raises InvalidUsage for what is not supported."""
+    """The arguments of a DistributedOptimizer, the same on all ranks. Raises InvalidUsage for unsupported ones."""
 
     compression: Compressor
     passes: int
@@ -74,9 +74,9 @@ class Settings:
 class GradientStream(Stream):
     """Reduces buckets of gradients, each as one flat tensor.
 
-    It has a communicator of its own, so a script may call other collectives between backward and step. Every step
-    begins with one announcement, for which its buckets do not wait; then every rank reduces all buckets of the plan, in
-    its order, and gathers the gradients in `sparse`.
+    The stream has a communicator of its own, so a script may call other collectives between backward and step. Every
+    step begins with one announcement, for which its buckets do not wait. Then every rank reduces all buckets of the
+    plan, in the plan's order, and gathers the gradients in `sparse`.
     """
 
     joinable = frozenset(("step",))
@@ -101,7 +101,7 @@ class GradientStream(Stream):
         self.plan = groups or self.plan
 
     def extend(self, like: Sequence[torch.Tensor]) -> None:
-        """More parameters, in buckets behind the others."""
+        """Adds parameters, in buckets behind the others."""
         first = len(self._like)
         self._like += [torch.empty_like(tensor, device="meta") for tensor in like]
         newcomers = range(first, len(self._like))[::-1]  # backward mostly runs in reverse
@@ -109,8 +109,9 @@ class GradientStream(Stream):
         self._fixed = self._grouped
 
     def announce(self, kind: str = "step", what: str = "") -> Operation:
-        """Tells all ranks of this rank's next step; does not wait for theirs, unless this rank has refused the one
-        before: then it begins nothing before it knows that all have.
+        """Tells all ranks of this rank's next step, without waiting for theirs.
+
+        If this rank has refused the step before, it waits until it knows whether all ranks have.
         """
         refused, self.refused = self.refused, None
         if refused is not None:
@@ -118,11 +119,11 @@ class GradientStream(Stream):
         return self.submit(kind, None, Plan(f"{self.name}{what and ', '}{what}"))
 
     def elements(self, bucket: int) -> int:
-        """Of all its gradients."""
+        """The number of elements of all gradients in a bucket."""
         return sum(self._like[i].numel() for i in self.plan[bucket])
 
     def wire(self, bucket: int) -> torch.dtype:
-        """In which it travels."""
+        """The dtype in which a bucket travels."""
         return self._wire(self._like[self.plan[bucket][0]].dtype)
 
     def reduce(self, flat: torch.Tensor) -> Work:
@@ -130,7 +131,7 @@ class GradientStream(Stream):
         return self.communicator.all_reduce(flat, engine_op(flat.dtype, self._op._value_), async_op=True)
 
     def gather_sparse(self, i: int, gradient: torch.Tensor | None) -> torch.Tensor:
-        """The sum of all ranks' gradients of parameter `i`, which are sparse, or None: they count as zeros then."""
+        """The sum of all ranks' gradients of parameter `i`, which are sparse. None counts as zeros."""
         own = torch.zeros_like(self._like[i], device="cpu").to_sparse(1) if gradient is None else gradient
         dims = own.sparse_dim() or 1  # of the result: in one of them all ranks' fit together
         own = own if own.layout == torch.sparse_coo and dims == 1 else own.to_dense().to_sparse(1)
@@ -145,8 +146,9 @@ class GradientStream(Stream):
         return total if dims == 1 else total.to_dense().to_sparse(dims)
 
     def end_step(self, order: Sequence[int], sparse: Sequence[int] = ()) -> bool:
-        """Plans anew after the first step: for rank 0's `order` of readiness, without those that were `sparse` on some
-        rank. Returns whether it did. Collective.
+        """Plans the buckets anew after the first step. Returns whether it did. All ranks call it.
+
+        The plan follows rank 0's `order` of readiness, without the gradients that were `sparse` on some rank.
         """
         if self._fixed:
             return False
@@ -163,7 +165,7 @@ class GradientStream(Stream):
         return True
 
     def shadow(self, request: Request) -> Sequence[Work]:
-        """A step of the others: adds zeros to it."""
+        """Takes part in a step of the other ranks, with zeros for gradients."""
         buckets = range(len(self.plan))
         flats = [torch.zeros(self.elements(bucket), dtype=self.wire(bucket), device="cpu") for bucket in buckets]
         for work in [self.reduce(flat) for flat in flats]:

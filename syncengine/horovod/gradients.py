@@ -29,12 +29,13 @@ class Flat(NamedTuple):
 
 
 _STRIDED = torch.strided
-# Who reduces a parameter's gradients: the optimizer made last. By id, which no other has while its owner keeps it.
+# The optimizer that reduces a parameter's gradients, which is the one made last; by the parameter's id, which no other
+# tensor has while the owner keeps the parameter.
 _owners: weakref.WeakValueDictionary[int, Gradients] = weakref.WeakValueDictionary()
 
 
 class _Step:
-    """One step's gradients, from the end of the last one until they are averages."""
+    """One step's gradients, from the end of the step before until they are averages."""
 
     __slots__ = ("announcement", "missing", "next", "order", "reducing", "versions")
 
@@ -48,7 +49,7 @@ class _Step:
 
 
 def _let_go(stream: GradientStream, hooks: Sequence[RemovableHandle]) -> None:
-    """Of an optimizer that is gone: the other ranks may still have theirs, so its stream stays for join()."""
+    """Removes the hooks of an optimizer that is gone. Other ranks may still have it, so its stream stays for join()."""
     stream.needed = False
     for hook in hooks:
         hook.remove()
@@ -60,7 +61,7 @@ def _is_pending(parameter: torch.Tensor) -> bool:
 
 
 def check_not_in_step(named: Mapping[torch.Tensor, str]) -> None:
-    """Raises InvalidUsage, naming the parameter, if another optimizer is just reducing gradients of one of these."""
+    """Raises InvalidUsage, naming the parameter, if another optimizer is reducing a gradient of one of these now."""
     for parameter, name in named.items():
         if _is_pending(parameter):
             gc.collect()  # it may be gone but for a cycle
@@ -72,15 +73,15 @@ def check_not_in_step(named: Mapping[torch.Tensor, str]) -> None:
 
 
 def _shares_storage(gradient: torch.Tensor) -> bool:
-    """With other gradients, say: torch counts the writes to all of a storage's views as one."""
+    """Whether the storage has more than this gradient: torch counts the writes to all views of a storage as one."""
     return gradient.untyped_storage().nbytes() != gradient.nbytes
 
 
 class Gradients:
     """Reduces the gradients of the parameters in `named`, bucket by bucket, as soon as each has had its backwards.
 
-    Buckets are reduced in the same order on every rank, so one that is not complete holds up those behind it, at the
-    latest until `synchronize`.
+    Buckets are reduced in the same order on every rank, so a bucket that is not complete holds up the buckets behind
+    it, at the latest until `synchronize`.
     """
 
     def __init__(self, stream: GradientStream, named: Mapping[torch.Tensor, str], settings: Settings) -> None:
@@ -107,7 +108,7 @@ class Gradients:
 
     @property
     def pending(self) -> bool:
-        """Whether some gradient is ready, and perhaps being reduced, but not synchronized."""
+        """Whether some gradient is ready, and perhaps being reduced, but not yet synchronized."""
         return self._stream.in_step
 
     def refuse_superseded(self) -> None:
@@ -119,13 +120,13 @@ class Gradients:
             )
 
     def set_passes(self, passes: int) -> None:
-        """How many backwards make a gradient."""
+        """Sets how many backwards make a gradient."""
         self._passes = passes
         self._left = [passes] * len(self._parameters)
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Brings the gradients that no backward has brought (zeros, if there are none), and waits for all."""
+        """Brings the gradients that no backward has brought, or zeros for them, and waits until all are averages."""
         self.refuse_superseded()
         brought = list(self._step.order)
         with self._telling():
@@ -139,9 +140,9 @@ class Gradients:
 
     @torch.no_grad()
     def take_in(self, named: Mapping[torch.Tensor, str]) -> None:
-        """From now on reduces the gradients of these, too, and at once what they have by now. Between steps.
+        """Reduces the gradients of these parameters, too, from now on, and the gradients that they have at once.
 
-        All ranks do so between the same steps; none may have joined, since it would not know of them.
+        All ranks call it between the same two steps. No rank may have joined, since it would not know the parameters.
         """
         call = "add_param_group or requires_grad_"
         with self._stream.refusing(call):
@@ -170,7 +171,7 @@ class Gradients:
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
-        """In it this rank brings gradients, for which the others wait: what it raises, they raise, too."""
+        """A context in which this rank brings gradients, for which the others wait: they raise its errors, too."""
         with self._stream.refusing(f"a step of {self._stream.name}"):
             try:
                 yield
@@ -201,7 +202,7 @@ class Gradients:
         self._follow_plan()
 
     def _complete(self, missing: Iterable[int]) -> None:
-        """Brings the gradients that are missing (zeros, if there are none), and waits for all."""
+        """Brings the gradients that are missing, or zeros for them, and waits for all buckets."""
         for i in missing:
             parameter = self._parameters[i]
             if i not in self._bucket_of:
@@ -232,7 +233,7 @@ class Gradients:
                 )
 
     def _give_way(self, name: str) -> None:
-        """To a later optimizer that has the parameter `name`, too: gradients of two would be averaged twice."""
+        """Stops for a later optimizer that has the parameter `name`, too: two would average its gradient twice."""
         self._superseded_for = self._superseded_for or name
         self._end()
         self._flats.clear()
@@ -248,7 +249,7 @@ class Gradients:
         note_incoming(self._large)  # each time, since a user's first hook on a tensor displaces the note
 
     def _on_gradient(self, i: int, parameter: torch.Tensor) -> None:
-        """Called a thousand times a step, where parameters are small: what is rare is elsewhere."""
+        """Takes a gradient. A model may have thousands of parameters, so rare cases are handled elsewhere."""
         left = self._left[i] = self._left[i] - 1
         if left > 0:
             return
@@ -322,7 +323,7 @@ class Gradients:
             self._step.reducing.append((bucket, flat, self._stream.reduce(flat.values)))
 
     def _filled(self, bucket: int, gradients: list[torch.Tensor]) -> Flat:
-        """The bucket with these gradients: copied, unless it is one that can be reduced where it lies."""
+        """The bucket with these gradients: copies, unless there is one gradient that can be reduced where it lies."""
         wire, first = self._stream.wire(bucket), gradients[0]
         lies_alone = len(gradients) == 1 and first.nbytes >= LARGE and first.dtype == wire and first.is_contiguous()
         if lies_alone and owns_gradient(self._parameters[self._stream.plan[bucket][0]]):

@@ -13,14 +13,14 @@ _pending: dict[int, Operation] = {}
 
 
 def begin(operation: Operation) -> int:
-    """The handle of an operation."""
+    """Gives an operation a handle."""
     handle = next(_numbers)
     _pending[handle] = operation
     return handle
 
 
 def forget_handles() -> None:
-    """Those of a communicator that is gone."""
+    """Forgets all handles: the communicator of their operations is gone."""
     _pending.clear()
 
 

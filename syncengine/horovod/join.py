@@ -1,4 +1,4 @@
-"""join: a rank that has run out of data takes part, with zeros, until all have."""
+"""join: a rank that has run out of data takes part, with zeros, until all ranks have."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from syncengine.parallel.replication import own_name
 
 
 def join(device: int = -1) -> int:
-    """Blocks until every rank has joined; meanwhile this rank adds zeros to what the others reduce.
+    """Blocks until every rank has joined; meanwhile this rank adds zeros to the tensors that the others reduce.
 
-    An Average is still divided by the number of all ranks. Calls that need every rank raise on those that make them, as
-    in Horovod. Returns the rank that joined last, the same on all: its model has seen the most steps, so broadcast
-    that. `device` is not needed.
+    An Average is still divided by the number of all ranks. Calls that need every rank raise on the ranks that make
+    them, as in Horovod. Returns the rank that joined last, the same on all: its model has seen the most steps, so
+    broadcast that. `device` is not needed.
     """
     served_here = streams()
     with refusing(None, "join") as main:
@@ -44,7 +44,7 @@ def join(device: int = -1) -> int:
             served = serve(main) + sum(future.result() for future in others)
     except SyncError as error:  # perhaps only that another rank has left, because of what one of these says
         raise next((cause for cause in errors if isinstance(cause, (InvalidUsage, Mismatch))), error) from None
-    # Who took part in the fewest operations without data was the last to join.
+    # The rank that took part in the fewest operations without data was the last to join.
     counts = table(main.communicator, [served])
     for stream in served_here:
         if isinstance(stream, Calls):

@@ -55,7 +55,7 @@ def broadcast_optimizer_state(
 ) -> None:
     """Gives `optimizer` the state and options of rank `root_rank`'s: momenta, step counts, learning rates, ...
 
-    The others' may be new: no step is made for it. `model` is not needed.
+    On the others the optimizer may be new: no step is made for it. `model` is not needed.
     """
     start(Call("broadcast_optimizer_state"), _state, optimizer, root_rank).result()
 
@@ -84,20 +84,21 @@ def _state(stream: Calls, call: Call, optimizer: torch.optim.Optimizer, root_ran
 
 
 def to_bytes(value: object) -> bytes:
-    """Of tensors, on any device, and other objects in lists and the like."""
+    """Serializes tensors of any device, and other objects, in lists and the like."""
     file = io.BytesIO()
     torch.save(value, file)
     return file.getvalue()
 
 
 def from_bytes(data: bytes | bytearray) -> Any:
-    """The opposite; its tensors are on the CPU."""
+    """The value that `to_bytes` has serialized, with its tensors on the CPU."""
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
 
 
 def load_in_place(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """The groups and the state stay the objects that they are on the root: schedulers, and the optimizer that a
-    DistributedOptimizer was made of, hold them.
+    """Loads a state dict, and keeps the objects of the groups and the state.
+
+    Schedulers hold these objects, and so does the optimizer of which a DistributedOptimizer was made.
     """
     groups, state = optimizer.param_groups, optimizer.state
     optimizer.load_state_dict(state_dict)
@@ -125,7 +126,7 @@ def broadcast_object(
 def broadcast_object_fn(
     root_rank: int = 0, name: str | None = None, process_set: ProcessSet | None = global_process_set
 ) -> Callable[[Any], Any]:
-    """`broadcast_object` with these arguments."""
+    """A function of an object that calls `broadcast_object` with these arguments."""
     return lambda obj: broadcast_object(obj, root_rank, name, process_set)
 
 
@@ -146,7 +147,7 @@ def allgather_object(
 def _from_root(
     stream: Calls, call: Call, root_rank: int, pack: Callable[[], bytes], unpack: Callable[[bytearray], Any], own: Any
 ) -> Plan:
-    """The root's `pack()` goes to all ranks; the result is `unpack()` of that, on the root `own`."""
+    """Plans to send the root's `pack()` to all ranks. The result is `unpack()` of that; on the root it is `own`."""
     root = stream.root(call.kind, root_rank)
     data = bytearray(pack() if stream.rank == root else b"")
 

@@ -1,4 +1,4 @@
-"""DistributedOptimizer: the optimizer that a script has, with gradients that are averaged over all ranks."""
+"""DistributedOptimizer: a script's own optimizer, with gradients that are averaged over all ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _CALL = "scaler.unscale_(optimizer), or scaler.step(optimizer) without it,"
 
 @functools.cache  # once in a process
 def _watch_scalers() -> None:
-    """From now on a GradScaler asks a DistributedOptimizer whether it may change its gradients."""
+    """Makes every GradScaler ask a DistributedOptimizer, from now on, whether it may change the gradients."""
     unscale = torch.amp.GradScaler.unscale_
 
     @functools.wraps(unscale)
@@ -53,10 +53,10 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     process_set: ProcessSet | None = global_process_set,
 ) -> torch.optim.Optimizer:
-    """An optimizer of the class of `optimizer`, with its parameters, options and state, that steps by all ranks'
-    gradients. Collective: all ranks make theirs in the same order.
+    """An optimizer of the class of `optimizer`, with its parameters, options and state, for all ranks' gradients.
 
-    Gradients are reduced in buckets while backward runs, and are complete after `step()` or `synchronize()`.
+    All ranks make their optimizers in the same order. Gradients are reduced in buckets while backward runs, and are
+    complete after `step()` or `synchronize()`.
 
     - `named_parameters`: names for messages; all parameters of the optimizer must be among them.
     - `compression`: Compression.none or Compression.fp16.
@@ -66,7 +66,7 @@ def DistributedOptimizer(
     - `num_groups`, `groups`: buckets of this number, or of these parameters, instead of those that follow from sizes.
     - `sparse_as_dense`: sparse gradients travel as dense ones; without it they are gathered, from the second step on
       and where there are no groups. They stay sparse for the optimizer.
-    - `process_set`: the ranks over which gradients are averaged. On others this is the optimizer that was given.
+    - `process_set`: the ranks over which gradients are averaged. Other ranks get back the optimizer that they gave.
 
     Raises Mismatch on all ranks, naming the parameter, where names, dtypes, shapes or arguments differ between ranks.
     """
@@ -88,7 +88,7 @@ def DistributedOptimizer(
 
 
 def close_unneeded(stream: Calls) -> None:
-    """Closes the optimizers' streams that no rank needs any more: a rank alone can't know when that is. Collective."""
+    """Closes the optimizers' streams that no rank needs any more. All ranks call it, as none can know that alone."""
     if not stream.optimizers:
         return
     needed = torch.tensor([each.needed for each in stream.optimizers], dtype=torch.uint8, device="cpu")
@@ -100,7 +100,7 @@ def close_unneeded(stream: Calls) -> None:
 
 
 class Distributed(torch.optim.Optimizer):
-    """What DistributedOptimizer adds to a class of optimizers. Not to be made by itself."""
+    """The methods that DistributedOptimizer adds to a class of optimizers. It is not made by itself."""
 
     backward_passes_per_step: int
     _parameters: Parameters
@@ -144,7 +144,7 @@ class Distributed(torch.optim.Optimizer):
         stream.submit("DistributedOptimizer", None, Plan(kind, begin=connect)).result()
 
     def follow(self, stream: Calls) -> None:
-        """Moves to the ranks that are there now, as if it were made there anew. Without gradients. Collective."""
+        """Moves to the ranks that are there now, as if made there anew, without gradients. All ranks call it."""
         parameters = Parameters(self.param_groups, [(name, p) for p, name in self._parameters.names.items()])
         for parameter in parameters.names:
             parameter.grad = None
@@ -152,7 +152,7 @@ class Distributed(torch.optim.Optimizer):
         self._connect(stream, parameters, self._settings)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Changes how many backwards come before a step. Not between backward and step."""
+        """Changes how many backwards come before a step. Raises InvalidUsage between backward and step."""
         settings = replace(self._settings, passes=passes)
         self.check_idle("optimizer.set_backward_passes_per_step()")
         self._settings, self.backward_passes_per_step = settings, passes
@@ -160,10 +160,11 @@ class Distributed(torch.optim.Optimizer):
             self._gradients.set_passes(passes)
 
     def synchronize(self) -> None:
-        """Waits until all gradients are reduced; those that no backward has brought count as they are, or as zeros.
+        """Waits until all gradients are reduced. Gradients that no backward has brought count as they are, or as zeros.
 
-        Also takes in parameters that were unfrozen, or added to the optimizer, which all ranks do in the same step.
-        To clip or inspect gradients before `step()`, which then belongs into `skip_synchronize()`. Collective.
+        Parameters that were unfrozen, or added to the optimizer, are taken in here, on all ranks in the same step. Call
+        it to clip or inspect gradients before `step()`, which then belongs into `skip_synchronize()`. All ranks call
+        it.
         """
         if self._gradients is not None:
             self._gradients.synchronize()
@@ -174,7 +175,7 @@ class Distributed(torch.optim.Optimizer):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """In it `step()` does not synchronize: for after `synchronize()`."""
+        """A context in which `step()` does not synchronize, for use after `synchronize()`."""
         self._should_synchronize = False
         try:
             yield
@@ -182,7 +183,10 @@ class Distributed(torch.optim.Optimizer):
             self._should_synchronize = True
 
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
-        """Synchronizes, then steps. After each call of `closure`, if that is given; its loss stays this rank's."""
+        """Synchronizes, then steps.
+
+        A `closure` is followed by a synchronization each time; its loss stays this rank's.
+        """
         if self._gradients is not None:
             self._gradients.refuse_superseded()
         given: tuple[Callable[[], Any], ...] = () if closure is None else (closure,)
@@ -204,12 +208,15 @@ class Distributed(torch.optim.Optimizer):
     step.hooked = True  # type: ignore[attr-defined] # the class's own step runs torch's hooks, once
 
     def zero_grad(self, *args: Any, **options: Any) -> None:
-        """As the class's own. Raises InvalidUsage between backward and step(): gradients are being reduced."""
+        """Does as the class's own.
+
+        Raises InvalidUsage between backward and step(), when gradients are being reduced.
+        """
         self.check_idle("optimizer.zero_grad()")
         super().zero_grad(*args, **options)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As the class's own. Not between backward and step()."""
+        """Does as the class's own. Raises InvalidUsage between backward and step()."""
         self.check_idle("optimizer.load_state_dict()")
         self._synchronized, self._should_synchronize = False, True
         super().load_state_dict(state_dict)
@@ -231,7 +238,7 @@ class Distributed(torch.optim.Optimizer):
 
 @functools.cache  # a class that is dropped stays until Python looks for cycles
 def _distributed(kind: type[torch.optim.Optimizer]) -> type[Distributed]:
-    """The class of a DistributedOptimizer of a `kind`."""
+    """The class of a DistributedOptimizer that is made of an optimizer of class `kind`."""
     return type(kind.__name__, (Distributed, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
 
 
@@ -249,7 +256,7 @@ def _groups(num_groups: int, groups: Groups) -> Groups:
 
 
 def _plan(parameters: Sequence[torch.Tensor], groups: Groups) -> Buckets | None:
-    """Of the user's groups, each cut by dtype; parameters that are in none go alone. In the order of backward."""
+    """Buckets of the user's groups, cut by dtype, in the order of backward. Parameters in no group go alone."""
     if groups is None:
         return None
     count = len(parameters)

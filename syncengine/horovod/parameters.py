@@ -1,4 +1,4 @@
-"""The parameters of an optimizer: which of them need gradients, which may change, and what they are called."""
+"""The parameters of an optimizer: their names, and which of them need gradients, which may change."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Groups = Sequence[dict[str, Any]]  # of an optimizer
 
 
 class Parameters:
-    """Of the groups of one optimizer. Those that are frozen now may be unfrozen later, and others may be added.
+    """The parameters in the groups of one optimizer. Frozen ones may be unfrozen later, and others may be added.
 
     `named`: names for messages; the parameters that the groups have now must be among them.
     """
@@ -33,16 +33,19 @@ class Parameters:
 
     @property
     def names(self) -> dict[torch.Tensor, str]:
-        """Of all parameters, for other code; those without a name have a number."""
+        """The names of all parameters, for other code. A parameter without a name has a number for one."""
         return self._names
 
     def newcomers(self, groups: Groups) -> dict[torch.Tensor, str]:
-        """Those that need a gradient and were not accepted yet, with their names. Called at each step."""
+        """The parameters that need a gradient and were not accepted yet, with their names.
+
+        It is called at each step.
+        """
         unknown = [(i, p) for i, p in enumerate(_all(groups)) if id(p) not in self._accepted]
         return {p: self._names.get(p, f"parameter {i}") for i, p in unknown if p.requires_grad}
 
     def accept(self, parameters: Iterable[torch.Tensor]) -> None:
-        """They are followed from now on."""
+        """Accepts the parameters: they are no newcomers any more."""
         self._accepted.update((id(parameter), parameter) for parameter in parameters)
 
 

@@ -1,4 +1,4 @@
-"""Which process this is: init and shutdown, ranks, and what there is to run on."""
+"""init and shutdown, this process's rank, and the queries of what ranks can run on."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from syncengine.launch.local import INSTEAD
 
 
 def init(comm: object = None, process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None) -> None:
-    """Connects all ranks of this launch, as `syncengine.init` does; collective. Without a launcher there is one rank.
+    """Connects all ranks of this launch, as `syncengine.init` does; without a launcher there is one rank.
 
-    Called again it does nothing, or, if the communicator has failed, connects anew; an optimizer or process set made
-    before that must be made anew. `process_sets`, the same on all ranks, are added; they may be added later, too, so
-    "dynamic" is not needed. Settings are those of `syncengine.init`, from its variables or from a call before this one.
+    All ranks call it. A second call does nothing, or, if the communicator has failed, connects anew; an optimizer or
+    process set made before that must be made anew. `process_sets`, the same on all ranks, are added; they may be added
+    later, too, so "dynamic" is not needed. Settings are those of `syncengine.init`, from its variables or from a call
+    before this one.
     """
     if comm is not None:
         raise InvalidUsage(
@@ -42,7 +43,10 @@ def init(comm: object = None, process_sets: Sequence[ProcessSet | Sequence[int]]
 
 
 def follow(communicator: Communicator) -> bool:
-    """From now on all calls are made on this one, the default one; returns whether they were not before. Collective."""
+    """Makes all calls from now on on this default communicator.
+
+    Returns whether it is another one. All ranks call it.
+    """
     stream = global_process_set._stream
     if stream is not None and stream.communicator is communicator:
         return False
@@ -53,23 +57,23 @@ def follow(communicator: Communicator) -> bool:
 
 
 def shutdown() -> None:
-    """Disconnects in good order. Does nothing before init(); runs automatically when the process ends."""
+    """Disconnects in good order. Does nothing before init(). It runs by itself when the process ends."""
     forget_handles()
     forget()
     engine.shutdown()
 
 
 def is_initialized() -> bool:
-    """Whether init() has been called, and shutdown() not since."""
+    """Whether init() has been called, and no shutdown() since."""
     stream = global_process_set._stream
     return stream is not None and engine.is_initialized() and engine.default_communicator() is stream.communicator
 
 
 def rank() -> int:
-    """This process's rank, from 0. This and all below raise InvalidUsage before init().
+    """This process's rank, from 0. This and all functions below raise InvalidUsage before init().
 
-    A process that `syncengine run --restart` has started, and which the others have not let in yet, tells the rank in
-    whose place it comes here and in `local_rank`, and in `size` and `local_size` how many were started.
+    A process that `syncengine run --restart` has started may not have been let in yet by the others. Then this function
+    and `local_rank` return the rank in whose place it comes, and `size` and `local_size` the number that was started.
     """
     return calls().rank if (place := _coming()) is None else place[0]
 
@@ -92,7 +96,7 @@ def local_size() -> int:
 
 
 def _coming() -> tuple[int, int] | None:
-    """Of a process that is still to be let in: in whose place it comes, and among how many ranks."""
+    """The rank in whose place this process comes, and the number of ranks; None once it was let in."""
     if calls().communicator.global_ranks != [0] or INSTEAD not in os.environ:
         return None
     place, count = os.environ[INSTEAD].split("/")
@@ -100,7 +104,7 @@ def _coming() -> tuple[int, int] | None:
 
 
 def cross_rank() -> int:
-    """Among the hosts that have a rank with this local rank: this host's number, from 0."""
+    """This host's number, from 0, among the hosts that have a rank with this local rank."""
     me = calls().rank
     return _hosts_with(local_rank()).index(engine.hosts()[me]) if _coming() is None else 0
 
@@ -147,7 +151,7 @@ def cuda_built() -> bool:
 
 
 def _not_there() -> bool:
-    """False: collectives are the engine's own, and there is no side for ROCm."""
+    """Returns False, as collectives are the engine's own, and there is no side for ROCm."""
     return False
 
 

@@ -17,7 +17,7 @@ _sets: list[ProcessSet] = []  # that were added, on all ranks, whether they are 
 
 
 class ProcessSet:
-    """Some ranks, for `process_set=`. To be added by `hvd.add_process_set` or `hvd.init(process_sets=...)`."""
+    """Some ranks, for `process_set=`. `hvd.add_process_set` or `hvd.init(process_sets=...)` adds a set."""
 
     process_set_id: int | None = None  # None before it is added, and after it was removed
     _stream: Calls | None = None
@@ -28,18 +28,18 @@ class ProcessSet:
         self.ranks: list[int] = sorted(ranks)
 
     def size(self) -> int | None:
-        """The number of its ranks; None before it is added."""
+        """The number of ranks in the set; None before the set is added."""
         return None if self.process_set_id is None else len(self.ranks)
 
     def rank(self) -> int | None:
-        """This process's number among its ranks; None before it is added. Calls take ranks as hvd.rank() has them.
+        """This process's number in the set; None before the set is added. Calls take ranks as hvd.rank() has them.
 
-        Raises InvalidUsage on ranks that are not in it.
+        Raises InvalidUsage on ranks that are not in the set.
         """
         return None if self.process_set_id is None else stream_of(self, "ProcessSet.rank").rank
 
     def included(self) -> bool:
-        """Whether this process is one of its ranks."""
+        """Whether this process is a rank of the set."""
         return calls().rank in self.ranks
 
     def __repr__(self) -> str:
@@ -59,14 +59,14 @@ def _found(number: int | None, ranks: list[int]) -> ProcessSet:
 
 
 def connect(communicator: Communicator) -> None:
-    """All ranks have met: there is the global set, and no other."""
+    """Starts with the global set alone, once all ranks have met."""
     forget()
     ranks = range(communicator.size)
     global_process_set._stream, global_process_set.ranks = Calls(communicator, ranks), list(ranks)
 
 
 def forget() -> None:
-    """Of a communicator that is gone."""
+    """Forgets all sets: their communicator is gone."""
     for each in _sets:
         each.process_set_id = each._stream = None
     _sets.clear()
@@ -83,13 +83,13 @@ def calls() -> Calls:
 
 
 def streams() -> list[Stream]:
-    """All that this rank takes part in, those of DistributedOptimizers included, the global one first."""
+    """All streams in which this rank takes part, DistributedOptimizers' too; the global one is the first."""
     found = [calls(), *(each._stream for each in _sets if each._stream is not None)]
     return [*found, *(optimizer for stream in found for optimizer in stream.optimizers)]
 
 
 def stream_of(process_set: object, call: str = "") -> Calls:
-    """The stream of a set. Raises InvalidUsage if it is none, was not added, or lacks this rank."""
+    """The stream of a process set. Raises InvalidUsage if it is no set, was not added, or lacks this rank."""
     if process_set is None or process_set is global_process_set:
         return calls()
     if not isinstance(process_set, ProcessSet):
@@ -103,18 +103,18 @@ def stream_of(process_set: object, call: str = "") -> Calls:
 
 @contextmanager
 def refusing(process_set: object, call: str, name: str | None = None) -> Iterator[Calls]:
-    """In it this rank comes to announce a call on the set's stream. What it raises before, the others raise, too.
+    """A context in which this rank prepares a call on the set's stream. If it raises before the call, all ranks do.
 
-    But for what only this rank can know: that it is not in the set, say.
+    Other ranks do not raise errors that only this rank can know, such as that it is not in the set.
     """
     with stream_of(process_set if isinstance(process_set, ProcessSet) else None, call).refusing(call, name):
         yield stream_of(process_set, call)
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Makes `process_set`, or one of these ranks, ready for use. Collective over all ranks, its members or not.
+    """Makes `process_set`, or a set of these ranks, ready for use. All ranks call it, members or not.
 
-    Raises InvalidUsage if there is one of the same ranks. Returns it.
+    Raises InvalidUsage if there is a set of the same ranks. Returns the set.
     """
     with refusing(None, "add_process_set") as stream:
         added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
@@ -135,9 +135,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Ends a set's use, if it was added and is not the global one; returns whether it was so. Collective over all
-    ranks.
-    """
+    """Ends the use of a set. Returns False if it was not added, or is the global one. All ranks call it."""
     stream = calls()
     known = any(process_set is each for each in _sets)
 

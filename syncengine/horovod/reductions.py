@@ -1,4 +1,4 @@
-"""The reductions that Horovod names, as the engine does them."""
+"""The reductions that Horovod names, in terms of the engine's."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _REDUCIBLE = (
 
 
 def check_dense(call: str, tensor: Any) -> None:
-    """Raises InvalidUsage for what is no tensor whose memory is just its elements, before any rank hears of it."""
+    """Raises InvalidUsage unless `tensor` is a dense tensor, before any other rank hears of the call."""
     if not isinstance(tensor, torch.Tensor):
         raise InvalidUsage(
             f"{call} needs a tensor, not {'None' if tensor is None else type(tensor).__name__}: of numbers, lists and "
@@ -50,7 +50,7 @@ def check_dense(call: str, tensor: Any) -> None:
 
 
 def check_list(call: str, tensors: Any) -> None:
-    """Raises InvalidUsage for what is no list of tensors."""
+    """Raises InvalidUsage unless `tensors` is a list of dense tensors."""
     if not isinstance(tensors, (list, tuple)) or not tensors:
         raise InvalidUsage(f"{call} needs a list of one or more tensors")
     for tensor in tensors:
@@ -58,12 +58,12 @@ def check_list(call: str, tensors: Any) -> None:
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor row by row in memory, with no sign or conjugation still to be applied; a copy where it is not so."""
+    """The tensor row by row in memory, with signs and conjugation applied; a copy only where that is needed."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def in_order(tensors: Sequence[torch.Tensor], begin: Begin) -> Begin:
-    """`begin`, which may run on another thread, on the streams of this call."""
+    """Makes `begin`, which may run on another thread, use the CUDA streams that are current in this call."""
     streams = [torch.cuda.current_stream(device) for device in {each.device for each in tensors if each.is_cuda}]
     if not streams:
         return begin
@@ -86,14 +86,14 @@ def check_reducible(call: str, tensor: Any, op: ReduceOp) -> None:
 
 
 def engine_op(dtype: torch.dtype, word: str) -> str:
-    """What the engine is asked for: integers have no average, so theirs is a sum that `finish_average` divides."""
+    """The engine's op. Integers have no average there: they are summed, and `finish_average` divides the sum."""
     return "sum" if word == "avg" and not dtype.is_floating_point else word
 
 
-# Tensors of every mode may be written in inference mode.
+# Every tensor may be written in inference mode, whichever mode it was made in.
 @torch.inference_mode()
 def assign(target: torch.Tensor, values: torch.Tensor) -> None:
-    """Copies `values` into `target`, which may require a gradient; autograd records nothing."""
+    """Copies `values` into `target`, which may require a gradient. Autograd records nothing."""
     target.copy_(values)
 
 
@@ -105,7 +105,7 @@ def finish_average(tensor: torch.Tensor, size: int) -> None:
 
 @torch.inference_mode()
 def scale(tensor: torch.Tensor, factor: float) -> None:
-    """Multiplies in place; of integers the product is cut toward zero."""
+    """Multiplies in place. Products of integers are truncated."""
     if factor == 1.0:
         return
     if tensor.dtype.is_floating_point:
@@ -124,7 +124,7 @@ class NoneCompressor:
 
     @classmethod
     def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """`tensor` as it travels, and what `decompress` needs."""
+        """`tensor` in the dtype in which it travels, and the context that `decompress` needs."""
         return tensor.to(cls.wire(tensor.dtype)), tensor.dtype
 
     @staticmethod

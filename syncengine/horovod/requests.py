@@ -1,7 +1,7 @@
-"""What a rank is about to do, in a few bytes that all ranks exchange before they do it.
+"""Requests: a rank's next call in a few bytes, which all ranks exchange before they make it.
 
 So ranks find each other's calls by name, a mismatch is told as the script wrote it, ranks may bring different numbers
-of rows, and those who have joined know what to take part in.
+of rows, and ranks that have joined know in which operations to take part.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Request(NamedTuple):
     digest: str = ""  # of all that must be the same
 
     def encode(self) -> bytes:
-        """SIZE bytes."""
+        """The request in SIZE bytes."""
         kind, key, what, flat, how, own, _ = self
         return (f"{key}{_SEPARATOR}{own}".encode(errors="backslashreplace") + _text(kind, what, flat, how)).ljust(
             SIZE, b"\0"
@@ -42,7 +42,7 @@ class Request(NamedTuple):
 
     @classmethod
     def decode(cls, data: bytes) -> Request:
-        """What `encode` made."""
+        """The request that `encode` has made these bytes of."""
         key, own, kind, what, flat, how, digest = data.rstrip(b"\0").decode().split(_SEPARATOR)
         parts = [part.split(":") for part in flat.split(",") if part]
         return cls(kind, key, what, tuple((dtype, int(count)) for dtype, count in parts), how, int(own), digest)
@@ -60,32 +60,32 @@ WAITING = "waiting"  # the same: this rank has nothing to announce, and waits fo
 
 
 def as_told(error: Exception) -> tuple[type[SyncError], str]:
-    """What the other ranks raise for what one has raised alone: the class, and the reason in its text."""
+    """The class and the text of the error that the other ranks raise for an error of one rank alone."""
     if isinstance(error, (InvalidUsage, Mismatch)):
         return type(error), str(error)
     return Aborted, error_text(error)
 
 
 def told(rank: int, refused: Request, other: str) -> SyncError:
-    """What the others raise for a rank's refusal, which called `other`."""
+    """The error that this rank raises for the refusal of `rank`; this rank called `other`."""
     kind, _, call = refused.how.partition(" ")
     error = {"InvalidUsage": InvalidUsage, "Mismatch": Mismatch}.get(kind, Aborted)
     return error(f"rank {rank} in {call}, while {other}: {refused.what}")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As "float32"."""
+    """The dtype's name without "torch.", such as "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
 def describe(tensor: torch.Tensor, any_rows: bool = False) -> str:
-    """Dtype and shape; with `any_rows` but for the first dimension."""
+    """Dtype and shape as a text; `any_rows` leaves out the first dimension."""
     shape = f"(*, {', '.join(map(str, tensor.shape[1:]))})" if any_rows else str(tuple(tensor.shape))
     return f"{dtype_name(tensor.dtype)} {shape}"
 
 
 def key_of(kind: str, name: str) -> str:
-    """Of a call with a name: at most _TEXT bytes, another one for each name."""
+    """The key of a call with a name: at most _TEXT bytes, different for different names."""
     key = f"{kind}.{name}"
     if len(key) <= _TEXT // 4 and key.isprintable():
         return key
@@ -94,7 +94,7 @@ def key_of(kind: str, name: str) -> str:
 
 @functools.lru_cache(1024)
 def _text(kind: str, what: str, flat: Flat, how: str) -> bytes:
-    """All that must be the same, and its digest."""
+    """The parts of a request that must be the same on all ranks, and their digest."""
     parts = ",".join(f"{dtype}:{count}" for dtype, count in flat)
     digest = hashlib.blake2b(to_utf8("\0".join((kind, what, parts, how))), digest_size=8).hexdigest()
     what = _cut(what, _REASON if kind == REFUSED else 2 * _TEXT if kind == WAITING else _TEXT)

@@ -1,4 +1,4 @@
-"""reducescatter and barrier."""
+"""The collectives reducescatter and barrier."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def reducescatter_async(call: Call, tensor: torch.Tensor) -> int:
 def reducescatter(call: Call, tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of the reduction of `tensor`. Gradients of Sum and Average flow through it, as in Horovod.
 
-    Which are those of the other ranks' parts, gathered; those of a Sum times the number of ranks. Else as
+    The gradient is gathered from all ranks' parts; for a Sum it is multiplied by the number of ranks. Otherwise as
     `reducescatter_async`.
     """
     return perform(call, [tensor], _scattering, _gradient)
@@ -39,18 +39,18 @@ def reducescatter(call: Call, tensor: torch.Tensor) -> torch.Tensor:
 
 @taking(_SCATTERING)
 def grouped_reducescatter_async(call: Call, tensors: Tensors) -> int:
-    """`reducescatter_async` of several tensors; the result is a list."""
+    """Reduces several tensors as `reducescatter_async` does; the result is a list."""
     return perform(call, tensors, _scattering, _gradient)
 
 
 @taking(_SCATTERING_COMPRESSED)
 def grouped_reducescatter(call: Call, tensors: Tensors) -> list[torch.Tensor]:
-    """`reducescatter` of several tensors."""
+    """Reduces several tensors as `reducescatter` does."""
     return perform(call, tensors, _scattering, _gradient)
 
 
 def barrier(process_set: ProcessSet | None = global_process_set) -> None:
-    """Returns once every rank has called it, or has joined."""
+    """Blocks until every rank has called it, or has joined."""
     start(Call("barrier", None, process_set), lambda *_: Plan()).result()
 
 

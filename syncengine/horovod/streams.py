@@ -1,7 +1,7 @@
-"""A stream: the operations of some ranks, each of which begins when all of these have announced it, by its name.
+"""A stream: the operations of some ranks. An operation begins when all of these ranks have announced it, by its name.
 
-Ranks announce in rounds, all-gathers of one request of each. Every rank sees the same rounds, so all begin the same
-operations in the same order, whatever the order of their calls.
+Ranks announce in rounds: each is an all-gather of one request from each rank. Every rank sees the same rounds, so all
+begin the same operations in the same order, whatever the order of their calls.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Round = Sequence[Request]  # what every rank has announced for one operation
 
 
 class Plan(NamedTuple):
-    """What a call is about to do: for all ranks to compare, and here."""
+    """The plan of a call: texts for all ranks to compare, and functions for this rank."""
 
     what: str = ""  # the first four: see Request
     flat: Flat = ()
@@ -43,7 +43,7 @@ class Plan(NamedTuple):
 
 
 class Operation:
-    """A call of this rank: announced, then under way, then at its end."""
+    """A call of this rank: first announced, then begun, then ended."""
 
     __slots__ = ("__weakref__", "_finish", "_stream", "begin", "begun", "ended", "error", "request", "works", "writes")
 
@@ -64,8 +64,10 @@ class Operation:
         return self.ended
 
     def result(self) -> Any:
-        """Blocks until it has ended. Raises Mismatch if the ranks' calls differ, and what a rank has raised that can't
-        make this one; the stream goes on then.
+        """Blocks until the operation has ended; returns its result.
+
+        Raises Mismatch if the ranks' calls differ, and the error of a rank that can't make this call. The stream goes
+        on after either.
         """
         self.ended = True
         try:
@@ -79,16 +81,16 @@ class Operation:
             self.writes.clear()
 
     def tell(self, error: Exception) -> None:
-        """Ends it and its stream for all ranks by what this one has raised in it, unless the stream has failed."""
+        """Ends the operation and its stream, for all ranks, by an error of this rank, unless the stream has failed."""
         if not self._stream.has_failed():
             kind, reason = as_told(error)
             self._stream.abort(f"{own_name(self._stream.communicator)} in {self.request}: {reason}", kind.__name__)
 
 
 class Stream:
-    """The operations of one communicator. Collective.
+    """The operations of one communicator. All of its ranks make the stream together.
 
-    Announcements have a communicator of their own, so that they arrive where the operations themselves do not fit.
+    Announcements have a communicator of their own, so that they arrive even while the operations do not match.
     """
 
     in_step = False  # whether this rank has begun an operation that it must go on with itself
@@ -105,9 +107,9 @@ class Stream:
         self._lock = threading.RLock()  # of all that follows
         self._unnamed = itertools.count()
         self._submitted = 0
-        # The last of each name, as long as its script has it: its tensors are free then.
+        # The last operation of each name, as long as the script holds it: its tensors are free after that.
         self._named: weakref.WeakValueDictionary[str, Operation] = weakref.WeakValueDictionary()
-        # On their way: what this rank announces in a round, and where what all announce will be.
+        # Rounds on their way: this rank's request, its bytes, the tensor for all ranks' requests, and the work.
         self._rows: deque[tuple[Request, torch.Tensor, torch.Tensor, Work]] = deque()
         self._own: dict[str, Operation] = {}  # of this rank, that not all ranks have announced yet, by key
         self._announced: dict[str, dict[int, Request]] = {}  # the same, of all ranks
@@ -116,15 +118,16 @@ class Stream:
         self._shadows: list[Work] = []
 
     def close(self) -> None:
-        """Disconnects. No rank may still need it."""
+        """Disconnects. No rank may need the stream any more."""
         for communicator in (self.announcements, self.communicator):
             communicator.close()
 
     def submit(self, kind: str, name: str | None, plan: Plan, watched: bool = False) -> Operation:
-        """Announces an operation. It begins once all ranks have and this one looks, in any call; at once if `watched`.
+        """Announces an operation. It begins once all ranks have announced it and this rank looks, in any call.
 
-        Raises InvalidUsage, which the other ranks do not hear of, while one of this name is under way: until its
-        script has waited for it, or seen its end.
+        A `watched` operation begins at once when all have announced it. Raises InvalidUsage, of which the other ranks
+        do not hear, while another operation of this name is under way: until the script has waited for it, or seen its
+        end.
         """
         key = f"#{next(self._unnamed)}" if name is None else key_of(kind, name)
         operation = Operation(self, Request(kind, key, plan.what, plan.flat, plan.how, plan.own), plan)
@@ -156,7 +159,7 @@ class Stream:
         self.advance()
 
     def wait(self, operation: Operation) -> None:
-        """Blocks until all ranks have announced it, or it has failed. Raises the stream's failure."""
+        """Blocks until all ranks have announced the operation, or it has failed. Raises the stream's failure."""
         while True:
             with self._lock:
                 if operation.begun or operation.error is not None:
@@ -168,7 +171,7 @@ class Stream:
             self.advance()
 
     def advance(self) -> None:
-        """Begins what all ranks have announced by now."""
+        """Begins the operations that all ranks have announced by now."""
         with self._lock:
             while self._rows and self._rows[0][-1].is_completed():
                 request, own, every, work = self._rows.popleft()
@@ -211,7 +214,7 @@ class Stream:
                 operation.error = self._mismatch(waiting)
 
     def _settle(self, key: str, round: Round, agreed: bool = False) -> None:
-        """All ranks have announced it: begins, unless they differ."""
+        """Begins an operation that all ranks have announced, unless their requests differ."""
         operation = self._own.pop(key, None)
         error = None if agreed else self._objection(round)
         if operation is None:
@@ -262,7 +265,10 @@ class Stream:
 
     @contextmanager
     def refusing(self, call: str, name: str | None = None) -> Iterator[None]:
-        """In it this rank comes to announce an operation. What it raises before, the others raise, too."""
+        """A context in which this rank prepares an operation.
+
+        Other ranks raise an error before its announcement, too.
+        """
         submitted = self._submitted
         try:
             yield
@@ -272,8 +278,9 @@ class Stream:
             raise
 
     def refuse(self, error: Exception, call: str, name: str | None = None) -> None:
-        """Says in place of an operation why this rank can't begin it, without waiting: the others raise that, too,
-        unless all ranks refuse, which have lost nothing then.
+        """Announces, in place of an operation, why this rank can't begin it. Does not wait.
+
+        The other ranks raise that error, too, unless all ranks refuse: then nobody has lost anything.
         """
         told_class, reason = as_told(error)
         with suppress(SyncError, TypeError):
@@ -286,16 +293,16 @@ class Stream:
                         self._announce(request)
 
     def has_failed(self) -> bool:
-        """Whether all ranks have heard of an error, or will."""
+        """Whether the stream has failed: all ranks have heard of an error, or will."""
         return any(c.exception() is not None for c in (self.announcements, self.communicator))
 
     def abort(self, text: str, error: str = "Aborted") -> None:
-        """Every rank that waits for this one raises `error`."""
+        """Makes every rank that waits for this one raise `error`."""
         for communicator in (self.announcements, self.communicator):
             communicator.abort(text, error)
 
     def serve(self) -> int:
-        """Takes part, without data, in what the others do until all have joined; returns in how many operations."""
+        """Takes part in the other ranks' operations, without data, until all have joined. Returns in how many."""
         with self._lock:
             self._served, self._all_joined = 0, False
         ended = False
@@ -312,5 +319,5 @@ class Stream:
         return self._served
 
     def shadow(self, request: Request) -> Sequence[Work]:
-        """Begins what the others have announced, in which this rank has nothing."""
+        """Begins an operation of the others, in which this rank takes part without data."""
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""hvd.SyncBatchNorm: that of `Parallel`, whose exchanges are announced as all calls are, so that ranks may join."""
+"""hvd.SyncBatchNorm: the layer of `Parallel`, whose exchanges are announced like calls, so that ranks may join."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FORWARD, BACKWARD = "SyncBatchNorm", "backward of SyncBatchNorm"
 class SyncBatchNorm(engine.SyncBatchNorm):
     """Normalizes by the mean and variance of all ranks' batches together, each sample counting once.
 
-    A rank that has joined counts as one without samples. Every training forward and its backward are collective.
+    A rank that has joined counts as a rank without samples. All ranks run each training forward and its backward.
     The arguments are Horovod's, then torch's `device` and `dtype`.
     """
 
@@ -46,7 +46,7 @@ class SyncBatchNorm(engine.SyncBatchNorm):
 
     @classmethod
     def convert_sync_batchnorm(cls, module: torch.nn.Module, process_group: object = None) -> torch.nn.Module:
-        """As torch's, but the layers are these: torch's own would not exchange anything here, and not say so."""
+        """Converts as torch does, but into these layers: torch's own would silently exchange nothing here."""
         converted: torch.nn.Module = super().convert_sync_batchnorm(module, process_group)  # type: ignore[no-untyped-call]
         for layer in converted.modules():
             if type(layer) is torch.nn.SyncBatchNorm:
@@ -55,7 +55,7 @@ class SyncBatchNorm(engine.SyncBatchNorm):
 
     @not_compiled
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalizes; with other ranks only in training mode and on the CPU."""
+        """Normalizes the input; with other ranks only in training mode and on the CPU."""
         if not self.training or self.process_group is not None:
             return super().forward(input)  # type: ignore[no-any-return]
         with refusing(self.process_set, FORWARD):
@@ -68,7 +68,7 @@ class SyncBatchNorm(engine.SyncBatchNorm):
 
 
 class _Announcing:
-    """What the layer needs of a communicator in one forward and its backward, among the calls of the script."""
+    """The communicator of a layer in one forward and its backward: announces each exchange among the script's calls."""
 
     def __init__(self, stream: Calls) -> None:
         self._stream = stream

@@ -1,4 +1,4 @@
-"""Horovod's timeline: a trace of all ranks, in one file for ui.perfetto.dev. docs/tracing.md says what is in it."""
+"""Horovod's timeline: a trace of all ranks, in one file for ui.perfetto.dev. docs/tracing.md describes it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from syncengine.tracing.session import begin, end
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
     """Records what happens on this rank, until `stop_timeline` or the process's end; call it on every rank.
 
-    The last rank that stops makes `file_path`, by the package perfetto, of what each has written to
-    `file_path`.rings. Raises InvalidUsage before init(), if there is a timeline already, if it can't be written, and
-    for `mark_cycles`.
+    Each rank writes to the folder `file_path`.rings; the last rank that stops makes `file_path` of it, by the package
+    perfetto. Raises InvalidUsage before init(), if there is a timeline already, if it can't be written, and for
+    `mark_cycles`.
     """
     if mark_cycles:
         raise InvalidUsage("start_timeline(mark_cycles=True): this engine has no cycles; leave it out")
@@ -22,7 +22,7 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
 
 
 def stop_timeline() -> None:
-    """Ends this rank's part. Does nothing without a timeline."""
+    """Ends this rank's part of the timeline. Does nothing without one."""
     end()
 
 
