@@ -1,15 +1,16 @@
-// Moves bytes between ranks of different hosts. tcp, mpi and torch implement it; it never reduces.
+// Moves bytes between ranks of different hosts; it never reduces. tcp/ and packets/ (MPI, torch process groups)
+// implement it.
 //
-// Ownership: the memory of a transfer is the caller's, stays where it is and (sending) as it is until the transfer has
-// ended or withdraw() has returned. Messages are copied. Thread-safety: any thread may call anything but run(), which
-// belongs to one thread of the engine, and step(), which one thread at a time may call. Aliasing: transfers that run at
-// the same time do not overlap, but for several sends of one memory, and for a receive of what the peer sends only
-// after it has got the send. Matching: a send and a receive of the same pair and tag are one transfer, in whatever
-// order they were posted; a tag is used again only after both sides ended, and never if it was withdrawn. Big sends
-// stay at home until the receive is posted and go straight into place. Failure: what fails a peer (lost, silent for too
-// long, garbage) fails its transfers, now and later, with one Error that names the peer's global rank; other peers are
-// not touched. A peer that leaves in order is failed when all has come that it sent; of that, what nobody has asked for
-// yet can still be received.
+// Ownership: the memory of a transfer is the caller's, and stays where it is (when sending, also unchanged) until the
+// transfer has ended or withdraw() has returned. Messages are copied. Thread-safety: any thread may call anything but
+// run(), which belongs to one thread of the engine, and step(), which one thread at a time may call. Aliasing:
+// transfers that run at the same time do not overlap, except for several sends of the same memory, and for a receive of
+// what the peer sends only after it has got the send. Matching: a send and a receive of the same pair and tag are one
+// transfer, in whatever order they were posted; a tag is used again only after both sides have ended, and never if it
+// was withdrawn. Large sends stay with the sender until the receive is posted and go straight into place. Failure:
+// whatever fails a peer (lost, silent for too long, garbage) fails its transfers, now and later, with one Error that
+// names the peer's global rank; other peers are not touched. A peer that leaves in order is failed when everything that
+// it sent has come; what of that nobody has asked for yet can still be received.
 #pragma once
 
 #include <atomic>
@@ -28,10 +29,10 @@ namespace syncengine {
 
 class Interhost {
  public:
-  // One piece of data on its way. What is bigger than kMaxTransfer the caller cuts, so that it may be reduced while it
+  // One piece of data on its way. Callers cut data larger than kMaxTransfer, so that it can be reduced while it
   // arrives, and so that several connections share it.
   static constexpr size_t kMaxTransfer = size_t{1} << 20;
-  // What is at most that big is sent whether or not its receive is posted.
+  // Up to this size, data is sent whether or not its receive is posted.
   static constexpr size_t kMaxUnasked = size_t{16} << 10;
   static constexpr size_t kMaxMessage = size_t{64} << 10;
 
@@ -42,7 +43,7 @@ class Interhost {
     bool ended() const { return state() != State::Posted; }
     const Error& error() const { return *error_; }  // valid once state() == Failed
 
-    // For implementations.
+    // Called by implementations, to end the transfer.
     void finish() { state_.store(State::Done, std::memory_order_release); }  // release: the bytes before the state
     void fail(const Error& error) {
       error_ = error;
@@ -60,36 +61,37 @@ class Interhost {
 
   virtual ~Interhost() = default;
 
-  // `peer` is a rank of the job that lives on another host. Never block.
+  // Start a transfer with `peer`, a rank of the job that lives on another host. Never block.
   virtual std::shared_ptr<Transfer> send(int peer, uint64_t tag, const std::byte* data, size_t bytes) = 0;
   virtual std::shared_ptr<Transfer> receive(int peer, uint64_t tag, std::byte* data, size_t bytes) = 0;
 
-  // Messages of at most kMaxMessage: in order per peer, never behind transfers. `hear` gives the oldest that arrived.
+  // Messages have at most kMaxMessage bytes. They arrive in the order of each peer, and never behind transfers. hear()
+  // returns the oldest that has arrived.
   virtual void tell(int peer, const std::string& message) = 0;
   virtual std::optional<Message> hear() = 0;
 
-  // What is known to be wrong with `peer`: never before hear() has all that came from it, and its transfers fail with
-  // it.
+  // The error by which `peer` has failed, with which its transfers fail, too. It is not reported before hear() has
+  // returned all that came from the peer.
   virtual std::optional<Error> failure(int peer) const = 0;
 
-  // Whether the peer's process is known to have ended, or to have left in order; it may have failed otherwise, because
-  // it can't be reached. Only where such things are known.
+  // Whether the process of `peer` is known to have ended, or to have left in order. A peer can fail otherwise, because
+  // it can't be reached. Only some implementations can tell.
   virtual bool knows_ends() const { return false; }
   virtual bool has_ended(int) const { return false; }
 
-  // Ends the transfers under way with tags first .. last (one communicator's, with `peers` as its members; all of them
-  // will do the same, some time), here only: no byte of the callers' memory is touched after it returned. The peer
-  // stays well, and so do transfers of other tags: what was half sent goes on from a copy, what has half arrived goes
-  // nowhere.
+  // Ends the transfers under way with tags `first` to `last`, on this side only: they are one communicator's, whose
+  // members `peers` all do so at some time. No byte of the callers' memory is touched after the return. The peer stays
+  // well, and so do transfers with other tags: a send that has begun goes on from a copy, and what still arrives for a
+  // receive is dropped.
   virtual void withdraw(const std::vector<int>& peers, uint64_t first, uint64_t last, const Error& error) = 0;
 
-  // Moves bytes until stop(): sleeps when there is nothing to move. `progressed` is called, on this thread and without
-  // locks, after transfers ended, a message arrived or a peer failed.
+  // Moves bytes until stop(), and sleeps while there are none to move. Calls `progressed`, on this thread and without
+  // locks, after transfers have ended, a message has arrived or a peer has failed.
   virtual void run(const std::function<void()>& progressed) = 0;
 
-  // Where any thread may move bytes: what run() does again and again. News: `progressed` would be called; Over: after
-  // stop(), all is done. A step that finds nothing to move sleeps until there is, wake() or `at_most`. At least one a
-  // heartbeat is due.
+  // One turn of run(), for implementations in which any thread may move bytes. Returns News if run() would have called
+  // `progressed`, and Over when all is done after stop(). If there is nothing to move, a step sleeps until there is,
+  // until wake(), or for `at_most`. At least one step in each heartbeat's time is due.
   enum class Step : uint8_t { Quiet, News, Over };
   virtual bool has_steps() const { return false; }
   virtual Step step(Duration) { return Step::Quiet; }

@@ -1,10 +1,10 @@
-// What the endpoints of all transports are alike in: calls of any thread, posts on their way to peers, faults, the
-// timing of heartbeats, and leaving. How bytes move is the transport's.
+// The part that the endpoints of all transports have in common: calls of any thread, posts on their way to peers,
+// faults, the timing of heartbeats, and leaving. How bytes move is the transport's business.
 //
-// `Peer` has a session(), withdraw, take_leave, gone and fail.
+// `Peer` has session(), withdraw(), take_leave(), gone() and fail().
 //
 // Locks: a thread that holds one may take only those below it. `turn_` lets withdraw() in between two passes;
-// `progress_` guards the peers, for one pass; then the queue's.
+// `progress_` guards the peers, for one pass; then comes the queue's.
 #pragma once
 
 #include <algorithm>
@@ -51,14 +51,14 @@ class Endpoint : public SubmissionQueue {
 
   void let_others_in() { std::lock_guard turn(turn_); }
 
-  // What passes left to be said; no lock is held.
+  // Writes the lines that passes have collected; no lock is held.
   static void print(const std::string& log) {
     if (!log.empty()) say(log);
   }
 
   // The rest is for the thread that moves bytes, under `progress_`.
 
-  // What a peer throws ends that peer, and no other.
+  // Calls `call` for a peer. An error that it throws ends that peer, and no other.
   template <class Call>
   void guarded(int rank, const Call& call) {
     Peer& peer = *peers_.at(rank);
@@ -93,10 +93,10 @@ class Endpoint : public SubmissionQueue {
     }
   }
 
-  // To be asked in each pass.
+  // Whether heartbeats are to be sent and judged now. Called in each pass.
   bool is_beat_due() {
     auto now = Clock::now();
-    // Stopped, or starved of a processor: then the peers were not heard because nobody listened.
+    // This process was stopped, or starved of a processor: the peers were not heard because nobody listened.
     if (timing_.is_judged() && now - last_pass_ > seconds(timing_.pause())) {
       for (auto& [rank, peer] : peers_) peer->session().heartbeat.excuse(now);
     }
@@ -108,7 +108,8 @@ class Endpoint : public SubmissionQueue {
 
   bool is_leaving() const { return leaving_until_.has_value(); }
 
-  // After stop(): says goodbye at first. True, from then on, when everybody has answered, or there was time enough.
+  // After stop(): the first call says goodbye. Returns true, from then on, when all peers have answered, or had enough
+  // time.
   bool has_left() {
     constexpr Duration kLongestGoodbye = std::chrono::seconds(1);
     Error error(ErrorKind::PeerLost, shared_.names(shared_.rank) + " has left");
@@ -135,12 +136,12 @@ class Endpoint : public SubmissionQueue {
  private:
   bool is_peer(int rank) const override { return peers_.contains(rank); }
 
-  // The first failure counts.
+  // Ends a peer; only its first failure counts.
   void fail(int rank, const Error& error) {
     if (failure(rank)) return;
     deliver(shared_.heard);  // what it said before
     Peer& peer = *peers_.at(rank);
-    // Before the transfers: who sees one fail finds the reason.
+    // Noted before the transfers fail: whoever sees a transfer fail finds the reason.
     bool has_left = peer.session().life.has_peer_left();
     note_failure(rank, error, has_left ? peer.session().inbox.take_unexpected() : Inbox::Unexpecteds(), has_left);
     peer.fail(error);

@@ -19,7 +19,7 @@ namespace {
 
 constexpr uint32_t kPolynomial = 0x82f63b78;  // reflected
 
-// What each byte adds.
+// The CRC of each possible byte.
 constexpr auto kTable = [] {
   std::array<uint32_t, 256> table{};
   for (uint32_t byte = 0; byte < 256; ++byte) {
@@ -82,7 +82,7 @@ namespace {
 
 constexpr uint32_t kMagic = 0x636e7973;  // "sync"
 
-// What a frame of a kind may hold: bytes behind it, and a size; which of the other fields, the rest being zero.
+// The fields that a frame of a kind may have, besides limits of its payload and of `size`; all other fields are zero.
 struct Shape {
   uint32_t most_payload = 0, most_size = 0;
   bool tag = false, handle = false, offset = false, checksum = false;
@@ -127,7 +127,8 @@ Channel channel_of(Kind kind) { return kind >= Kind::Eager ? Channel::Data : Cha
 
 namespace {
 
-// The word that says that a frame begins, of what follows in the header.
+// The first word of a header, which marks the beginning of a frame, and with checksums covers `rest`, the words behind
+// it.
 uint32_t first_word(std::string_view rest, bool checksum) {
   return checksum ? kMagic ^ crc32c(reinterpret_cast<const std::byte*>(rest.data()), rest.size()) : kMagic;
 }

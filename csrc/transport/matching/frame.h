@@ -1,12 +1,12 @@
-// The wire format after the handshake: frames of a header of 40 bytes and what `payload` says. Pure functions.
+// The wire format after the handshake: frames, each a header of 40 bytes followed by its payload. Pure functions.
 //
 // Each frame has one encoding: fields that its kind does not use are zero, and decode() refuses what encode() could not
-// have written for the connection it came on. So nothing is allocated, looked up or indexed by a number that is out of
-// bounds. If the ranks agreed on checksums, a header's first word is one of the rest, and another one is of the
+// have written for that connection. So no number that is out of bounds is used to allocate, look up or index. If the
+// ranks have agreed on checksums, a header's first word covers the rest of the header, and another word covers the
 // payload.
 //
-// A small transfer (up to kEagerBytes) is sent at once, as Eager, while the receiver's credit lasts. Without credit the
-// sender Asks. What was asked for, and all larger transfers, wait for the receiver's Ready, which gives the receive's
+// A small transfer (up to kEagerBytes) is sent at once, as Eager, while the receiver's credit lasts. A sender without
+// credit Asks. What was asked for, and all larger transfers, wait for the receiver's Ready, which gives the receive's
 // handle; then they come as Chunks, over whichever data connection is free.
 //
 // A rank that leaves in order sends a Goodbye; one that gives the other up sends an Abort, with the reason in words.
@@ -46,7 +46,7 @@ class Writer {
   std::string text_;
 };
 
-// Past the end it gives zeros, and whole() is false from then on.
+// Reads what Writer has written. Behind the end it returns zeros, and whole() is false from then on.
 class Reader {
  public:
   explicit Reader(std::string_view text) : text_(text) {}
@@ -89,15 +89,15 @@ class Reader {
 // CRC-32C (Castagnoli), as in RFC 3720: by the processor's own instruction where it has one.
 
 uint32_t crc32c(const std::byte* data, size_t bytes);
-uint32_t crc32c_portable(const std::byte* data, size_t bytes);  // the same, for any processor
+uint32_t crc32c_portable(const std::byte* data, size_t bytes);  // for processors without the instruction
 
 inline constexpr size_t kFrameBytes = 40;
 inline constexpr uint32_t kChunkBytes = 256 << 10;  // at most
 inline constexpr uint32_t kChunkUnit = 64 << 10;  // chunks begin at multiples of it, and end there or with the transfer
 inline constexpr uint32_t kEagerBytes = Interhost::kMaxUnasked;
-inline constexpr uint32_t kEagerWindow = 1 << 20;  // what a receiver holds for a peer before anybody wants it
+inline constexpr uint32_t kEagerWindow = 1 << 20;  // bytes that a receiver holds for a peer before anybody wants them
 inline constexpr uint32_t kMaxAbort = 1 << 10;
-inline constexpr uint32_t kEagerCost = 64;  // that each Eager takes of it beside its bytes
+inline constexpr uint32_t kEagerCost = 64;  // bytes of that window that each Eager costs beside its payload
 
 constexpr uint32_t window_cost(uint32_t bytes) { return bytes + kEagerCost; }
 
@@ -112,16 +112,16 @@ struct Frame {
   uint64_t tag = 0;       // Ready, Ask, Eager; Withdrawn: the first
   uint64_t handle = 0;    // Ready, Chunk: names a receive, from 1; Withdrawn: the last tag
   uint32_t offset = 0;    // Chunk: where in the transfer
-  // Ready: bytes of the receive; Credit: bytes given back; Abort: the kind of error; Withdrawn: Eagers sent.
+  // Ready: bytes of the receive. Credit: bytes given back. Abort: the kind of error. Withdrawn: number of Eagers sent.
   uint32_t size = 0;
 
   bool operator==(const Frame&) const = default;
 };
 
-// `checksum`: whether the ranks agreed on checksums.
+// `checksum` is whether the ranks have agreed on checksums.
 std::string encode(const Frame& frame, bool checksum);
 
-// Nothing if the bytes (kFrameBytes of them) are no frame of ours for such a connection.
+// Returns nothing if the kFrameBytes `bytes` are no valid frame on such a connection.
 std::optional<Frame> decode(std::string_view bytes, Channel channel, bool checksum);
 
 }  // namespace syncengine::matching

@@ -1,4 +1,4 @@
-// When a peer was last heard, and what follows from its silence: a line on stderr, later the peer's loss.
+// Watches when a peer was last heard. Silence leads to a line on stderr, later to the peer's loss.
 //
 // Thread-safety: under the endpoint's progress lock.
 #pragma once
@@ -15,15 +15,15 @@
 
 namespace syncengine::matching {
 
-// Seconds. Where `silence` is 0 there are no heartbeats, and nothing follows.
+// Periods in seconds. If `silence` is 0, there are no heartbeats, and no peer is ever lost for its silence.
 struct HeartbeatTiming {
   static constexpr double kNotice = 2.0;
-  double heartbeat = 0.25;  // a sign of life is sent so often
-  double silence = 30.0;    // without one from a peer, after which it is lost
-  double notice = kNotice;  // after which a line says so
+  double heartbeat = 0.25;  // period in which a sign of life is sent
+  double silence = 30.0;    // time without a sign of life after which a peer is lost
+  double notice = kNotice;  // time without one after which a line says so
 
   bool is_judged() const { return silence > 0; }
-  // A rank that did not run for so long has heard nobody because it did not listen.
+  // If this process has not run for that long, it has heard nobody because it did not listen.
   double pause() const { return std::min(silence, notice) / 2; }
 };
 
@@ -38,12 +38,12 @@ class HeartbeatMonitor {
     log(" is heard again, after " + seconds_text(*last_ - *noticed_));
     noticed_.reset();
   }
-  // This process did not run: silence proves nothing.
+  // Counts the peer as heard, since this process did not run: the peer's silence proves nothing.
   void excuse(Clock::time_point now) {
     if (last_) last_ = now;
     noticed_.reset();
   }
-  // Throws PeerLost.
+  // Throws PeerLost if the peer has been silent for too long.
   void judge(Clock::time_point now) {
     if (!timing_.is_judged() || !last_) return;
     const double silent = std::chrono::duration<double>(now - *last_).count();
@@ -68,8 +68,8 @@ class HeartbeatMonitor {
   Shared& shared_;
   HeartbeatTiming timing_;
   int peer_;
-  std::optional<Clock::time_point> last_;     // nothing before its first sign of life: it may still be connecting
-  std::optional<Clock::time_point> noticed_;  // since when it had been silent, when the line was written
+  std::optional<Clock::time_point> last_;     // empty before its first sign of life: it may still be connecting
+  std::optional<Clock::time_point> noticed_;  // when the silence began about which a line was written
 };
 
 }  // namespace syncengine::matching

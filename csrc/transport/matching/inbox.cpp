@@ -10,7 +10,7 @@ namespace {
 
 constexpr size_t kMostAsked = 1 << 14;
 
-// A bit for each unit that a chunk fills, wholly or in part; for a chunk of no bytes, one.
+// A bit for each kChunkUnit that a chunk fills, wholly or in part; one bit for a chunk of no bytes.
 static_assert(Interhost::kMaxTransfer / kChunkUnit < 32);
 uint32_t units_of(const Frame& chunk) {
   uint32_t count = std::max(1u, (chunk.payload + kChunkUnit - 1) / kChunkUnit);
@@ -62,7 +62,7 @@ Arrival Inbox::begin(const Frame& frame) {
     auto found = by_handle_.find(frame.handle);
     if (found == by_handle_.end()) {
       if (frame.handle > handles_) throw garbage(shared_, peer_, "data that nobody asked for");
-      return arrival;  // withdrawn meanwhile
+      return arrival;  // the receive was withdrawn meanwhile
     }
     Receive& receive = *found->second;
     bool fits = frame.offset <= receive.bytes && frame.payload <= receive.bytes - frame.offset &&
@@ -93,7 +93,8 @@ Arrival Inbox::begin(const Frame& frame) {
 
 void Inbox::end(Arrival& arrival) {
   const Frame& frame = arrival.frame;
-  const bool withdrawn = withdrawals_.is_withdrawn(frame.tag);  // which is forgotten if this is the last one to come
+  const bool withdrawn = withdrawals_.is_withdrawn(frame.tag);  // asked before the range may be forgotten, with this
+                                                                // last Eager
   if (frame.kind == Kind::Eager) withdrawals_.count_eager();
   if (arrival.receive) {
     Receive& receive = *arrival.receive;
@@ -101,13 +102,13 @@ void Inbox::end(Arrival& arrival) {
     if (receive.left == 0 && receive.transfer) finish(receive);
   } else if (arrival.unasked) {
     Unexpected unexpected{std::move(arrival.unasked), frame.payload};
-    auto posted = posted_.find(frame.tag);  // while it came
+    auto posted = posted_.find(frame.tag);  // the receive may have been posted while the payload came
     if (posted != posted_.end()) {
       take(posted->second, unexpected);
     } else if (!withdrawn) {
       if (!unexpected_.emplace(frame.tag, std::move(unexpected)).second)
         throw garbage(shared_, peer_, "one transfer twice");
-      return;  // its credit is given back when it is taken
+      return;  // its credit is given back when a receive takes it
     } else {
       give_credit(window_cost(frame.payload));
     }
@@ -131,7 +132,7 @@ void Inbox::finish(Receive& receive) {
   receive.transfer.reset();
   shared_.news = true;
   if (receive.handle) by_handle_.erase(receive.handle);
-  posted_.erase(receive.tag);  // last: it may be what keeps the receive
+  posted_.erase(receive.tag);  // last, as the map may hold the last reference to `receive`
 }
 
 void Inbox::give_credit(uint32_t bytes) {

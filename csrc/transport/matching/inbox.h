@@ -1,7 +1,7 @@
 // The receiving half of a peer: where the bytes of a frame go. No sockets.
 //
-// Ownership: as Interhost has it. Thread-safety: under the endpoint's progress lock. Failure: throws what is wrong with
-// the peer; nothing that it sends makes this side hold more than kEagerWindow bytes that nobody asked for.
+// Ownership: as in Interhost. Thread-safety: under the endpoint's progress lock. Failure: throws what is wrong with the
+// peer; whatever the peer sends, this side never holds more than kEagerWindow bytes that nobody asked for.
 #pragma once
 
 #include <cstddef>
@@ -21,7 +21,7 @@ struct Receive {
   std::byte* data;  // null once it has ended
   uint32_t bytes;
   std::shared_ptr<Interhost::Transfer> transfer;
-  uint64_t handle = 0;  // that the peer was told; 0: it comes as Eager
+  uint64_t handle = 0;  // the handle that the peer was told; 0: the data comes as Eager
   uint32_t left = 0;    // bytes that are still to come
   uint32_t units = 0;   // a bit for each kChunkUnit that has begun to come
 
@@ -31,10 +31,10 @@ struct Receive {
 // A frame whose payload is being read.
 struct Arrival {
   Frame frame;
-  std::shared_ptr<Receive> receive;      // whom it is for; or
-  std::unique_ptr<std::byte[]> unasked;  // nobody wants it yet; or neither: it goes nowhere
+  std::shared_ptr<Receive> receive;      // the receive that it is for, or
+  std::unique_ptr<std::byte[]> unasked;  // memory, if nobody wants it yet; if neither, the payload is dropped
 
-  // Where it goes; null: nowhere.
+  // The address where the payload goes; null if it is dropped.
   std::byte* place() const {
     if (unasked) return unasked.get();
     return receive && receive->data ? receive->data + frame.offset : nullptr;
@@ -43,7 +43,7 @@ struct Arrival {
 
 class Inbox {
  public:
-  // What came whole before it was asked for.
+  // A transfer that has arrived completely before its receive was posted.
   struct Unexpected {
     std::unique_ptr<std::byte[]> bytes;
     uint32_t size;
@@ -59,7 +59,7 @@ class Inbox {
   Arrival begin(const Frame& frame);  // an Eager or Chunk
   void end(Arrival& arrival);         // its payload is in place
 
-  // An arrival that has begun notices by itself that it has no place any more.
+  // Ends the receives of these tags. An arrival that has begun finds by itself that it has no place any more.
   void withdraw(uint64_t first, uint64_t last, const Error& error);
   void fail(const Error& error);
   Unexpecteds take_unexpected() { return std::move(unexpected_); }
@@ -75,12 +75,12 @@ class Inbox {
   std::string& control_;
   Withdrawals& withdrawals_;
   uint64_t handles_ = 0;  // given so far
-  uint32_t held_ = 0;     // of the window: what has come and was not given back
-  uint32_t owed_ = 0;     // of it: what may be given back
+  uint32_t held_ = 0;     // bytes of the window whose credit has not been given back
+  uint32_t owed_ = 0;     // those of them whose credit may be given back
   std::unordered_map<uint64_t, std::shared_ptr<Receive>> posted_;     // by tag
-  std::unordered_map<uint64_t, std::shared_ptr<Receive>> by_handle_;  // those of them that the peer was told
+  std::unordered_map<uint64_t, std::shared_ptr<Receive>> by_handle_;  // of these, the ones whose handle the peer knows
   Unexpecteds unexpected_;
-  std::unordered_set<uint64_t> asked_;  // tags
+  std::unordered_set<uint64_t> asked_;  // tags for which the peer has sent Ask
 };
 
 }  // namespace syncengine::matching

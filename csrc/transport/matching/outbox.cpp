@@ -10,7 +10,7 @@ namespace syncengine::matching {
 
 namespace {
 
-constexpr size_t kMostReady = 1 << 14;  // receives that a peer has posted and we know nothing of
+constexpr size_t kMostReady = 1 << 14;  // receives that a peer may announce before this rank has a send for them
 
 }  // namespace
 

@@ -1,6 +1,6 @@
 // The sending half of a peer: which bytes may go, and in which frames. No sockets.
 //
-// Ownership: as Interhost has it: the data is the caller's until its transfer ends. Thread-safety: under the endpoint's
+// Ownership: as in Interhost: the data is the caller's until its transfer ends. Thread-safety: under the endpoint's
 // progress lock. Failure: throws what is wrong with the peer.
 #pragma once
 
@@ -21,13 +21,13 @@ struct Send {
   const std::byte* data;
   uint32_t bytes;
   std::shared_ptr<Interhost::Transfer> transfer;  // none once it was withdrawn
-  uint64_t handle = 0;                            // of the peer's receive; 0 while it has none, and for Eager
-  uint32_t given = 0;                             // bytes given to connections
-  uint32_t left = 0;                              // bytes that the kernel has not taken
-  std::unique_ptr<std::byte[]> copy;              // of what was withdrawn half-way
+  uint64_t handle = 0;                // handle of the peer's receive; 0 as long as none is known, and for Eager
+  uint32_t given = 0;                 // bytes given to connections
+  uint32_t left = 0;                  // bytes that the kernel has not taken
+  std::unique_ptr<std::byte[]> copy;  // copy of the data, if the transfer was withdrawn half-way
 
   void fail(const Error& error);
-  // Gives the caller's memory back: what is still to be sent comes from a copy.
+  // Gives the caller's memory back: what is still to be sent then comes from a copy.
   void detach(const Error& error);
 };
 
@@ -40,7 +40,7 @@ struct Piece {
 
 class Outbox {
  public:
-  // Frames for the control connection are appended to `control`.
+  // Appends frames for the control connection to `control`.
   Outbox(Shared& shared, int peer, std::string& control, const Withdrawals& withdrawals)
       : shared_(shared), peer_(peer), control_(control), withdrawals_(withdrawals) {}
 
@@ -52,10 +52,11 @@ class Outbox {
   Piece next(uint32_t most = kChunkBytes);  // `most`: bytes of a chunk, a multiple of kChunkUnit
   void written(const Piece& piece);
 
-  // Tells the peer. Pieces that were given out are their holder's to detach or fail.
+  // Ends the sends of these tags, and tells the peer. Pieces that were given out are for their holder to detach or
+  // fail.
   void withdraw(uint64_t first, uint64_t last, const Error& error);
   void fail(const Error& error);
-  void fail_unready(const Error& error);  // those that the peer has not asked for
+  void fail_unready(const Error& error);  // sends that the peer has not asked for
 
  private:
   struct Ready {
@@ -71,9 +72,9 @@ class Outbox {
   const Withdrawals& withdrawals_;
   uint32_t eagers_ = 0;  // given to connections
   uint32_t credit_ = kEagerWindow;
-  std::deque<std::shared_ptr<Send>> queue_;                      // may go; the first may be half gone
-  std::unordered_map<uint64_t, std::shared_ptr<Send>> unready_;  // by tag: the peer has to be ready first
-  std::unordered_map<uint64_t, Ready> ready_;                    // by tag: the peer is, the send is still to come
+  std::deque<std::shared_ptr<Send>> queue_;                      // may be sent; the first may be half sent
+  std::unordered_map<uint64_t, std::shared_ptr<Send>> unready_;  // by tag: waits for the peer's Ready
+  std::unordered_map<uint64_t, Ready> ready_;                    // by tag: the peer's Ready, which waits for a send
 };
 
 }  // namespace syncengine::matching

@@ -35,7 +35,7 @@ void Session::on_control(const Frame& frame, std::string_view text) {
     case Kind::Abort:
       throw Error(mismatch ? ErrorKind::Mismatch : ErrorKind::PeerLost,
                   name() + " closed its connection to " + shared.names(shared.rank) + ": " + std::string(text));
-    default: break;  // a heartbeat: that it came is all
+    default: break;  // a heartbeat: its arrival is all that it says
   }
 }
 

@@ -1,5 +1,5 @@
-// What every transport has for each peer, whatever carries the frames: matching in both directions, how long the peer
-// has been silent, and how far its connection's end is.
+// Everything that each transport keeps for one peer, whatever carries the frames: matching in both directions, how long
+// the peer has been silent, and how far its connection's end is.
 //
 // Thread-safety: under the endpoint's progress lock. Failure: on_control() throws what ends the peer.
 #pragma once
@@ -72,8 +72,8 @@ struct Session {
 
   std::string name() const { return shared.names(rank); }
   void tell(const std::string& message) { add({.kind = Kind::Message}, message); }
-  void add_abort(const Error& error);                 // what the peer is to know of its end
-  void add(Frame frame, std::string_view text = {});  // of control
+  void add_abort(const Error& error);                 // tells the peer why it is given up
+  void add(Frame frame, std::string_view text = {});  // a frame for the control connection
   void on_control(const Frame& frame, std::string_view text);
   uint32_t checksum_of(std::string_view text) const;  // 0 without checksums
   void withdraw(uint64_t first, uint64_t last, const Error& error);

@@ -1,4 +1,4 @@
-// What the parts of an endpoint share. All of it is touched under the endpoint's progress lock only.
+// State that the parts of an endpoint share, touched only under the endpoint's progress lock.
 #pragma once
 
 #include <cstddef>
@@ -19,11 +19,11 @@ namespace syncengine::matching {
 struct Shared {
   int rank = -1;
   RankNames names = {};
-  bool checksum = false;                                              // CRC-32C of all that is sent
+  bool checksum = false;                                              // CRC-32C of everything that is sent
   bool news = false;                                                  // the engine is to be told
-  std::vector<Interhost::Message> heard;                              // on their way to it
+  std::vector<Interhost::Message> heard;                              // messages on their way to the engine
   std::string log;                                                    // lines for stderr, once no lock is held
-  std::vector<std::byte> scratch = std::vector<std::byte>(64 << 10);  // where bytes go that nobody wants any more
+  std::vector<std::byte> scratch = std::vector<std::byte>(64 << 10);  // takes bytes that nobody wants any more
 };
 
 inline Error garbage(const Shared& shared, int peer, const std::string& what) {
@@ -36,11 +36,12 @@ inline Error size_mismatch(const RankNames& names, int from, uint64_t sent, int 
                                    " expects " + std::to_string(wanted)};
 }
 
-// Ranges of tags that were withdrawn here, and those that the peer has withdrawn: what still comes for them is dropped.
+// Ranges of tags that were withdrawn here, and ranges that the peer has withdrawn: what still comes for them is
+// dropped.
 //
-// A range is forgotten once both sides have withdrawn it and all that the peer had sent unasked before has come. So
-// only those are kept that one side still uses. Ranges are equal or disjoint. Thread-safety: under the endpoint's
-// progress lock.
+// A range is forgotten once both sides have withdrawn it and everything has come that the peer had sent without being
+// asked. So only ranges are kept that one side still uses. Ranges are equal or disjoint. Thread-safety: under the
+// endpoint's progress lock.
 
 class Withdrawals {
  public:
@@ -49,22 +50,22 @@ class Withdrawals {
   bool is_withdrawn(uint64_t tag) const;
   void withdraw(uint64_t first, uint64_t last);
   void hear(const Frame& frame);  // the peer's Withdrawn
-  void count_eager();             // one more of the peer's has come whole
+  void count_eager();             // another Eager of the peer's has come whole
   size_t size() const { return ranges_.size(); }
 
  private:
   struct Range {
     uint64_t last = 0;
     bool here = false, there = false;
-    uint32_t eagers = 0;  // that the peer had sent, if `there`
+    uint32_t eagers = 0;  // Eagers that the peer had sent, if `there`
   };
   bool is_over(const Range& range) const;
 
   const Shared& shared_;
   int peer_;
-  uint32_t eagers_ = 0;               // that have come; only differences matter
+  uint32_t eagers_ = 0;               // Eagers that have come; only differences matter
   std::map<uint64_t, Range> ranges_;  // by first tag
-  size_t awaited_ = 0;                // of them: withdrawn on both sides, with Eagers still to come
+  size_t awaited_ = 0;                // ranges withdrawn on both sides, with Eagers still to come
 };
 
 }  // namespace syncengine::matching

@@ -24,7 +24,7 @@ std::shared_ptr<Interhost::Transfer> SubmissionQueue::post(Post post) {
     first = posts_.empty();
     posts_.push_back(std::move(post));
   }
-  if (first) wake();  // nothing waited to be taken
+  if (first) wake();  // later posts find the thread awake already
   return transfer;
 }
 
@@ -98,7 +98,7 @@ bool SubmissionQueue::post_too_late(Post& post) {
   return true;
 }
 
-// Under the lock.
+// Ends a post for a peer that has failed. Called under the lock.
 void SubmissionQueue::end_late(Post& post) {
   if (!post.transfer) return;
   auto& sent_by_peer = left_behind_.at(post.peer);

@@ -1,4 +1,4 @@
-// Where the threads of an endpoint meet: what callers hand to the thread that moves the bytes, and what it hands back.
+// The queue between callers and the thread that moves the bytes: posts one way, messages and failures the other.
 //
 // Thread-safety: any thread; one lock, held for a few stores. Failure: InvalidUsage for what is too large.
 #pragma once
@@ -47,16 +47,16 @@ class SubmissionQueue : public Interhost {
   virtual bool is_peer(int rank) const = 0;
   bool has_posts() const;
 
-  // For the thread that runs. What is posted for a peer after note_failure() fails at once.
+  // Called by the thread that moves the bytes. Posts for a peer after note_failure() fail at once.
   std::deque<Post> take();
   void deliver(std::vector<Message>& heard);  // leaves it empty
-  // `sent`: what it sent before it left in order and nobody has asked for yet; a receive still gets it.
-  // `ended`: as Interhost::has_ended().
+  // `sent` is what the peer sent before it left in order and nobody has asked for yet: a receive still gets it. `ended`
+  // is the answer of Interhost::has_ended().
   void note_failure(int peer, const Error& error, Inbox::Unexpecteds sent, bool ended);
-  void note_end(int peer);         // the same, later
-  bool post_too_late(Post& post);  // false: it is not, no failure of the peer was noted
+  void note_end(int peer);         // `ended`, found out after note_failure()
+  bool post_too_late(Post& post);  // ends it if a failure of the peer was noted, else returns false
 
-  Shared shared_;  // names and rank: any thread, since they stay as they are
+  Shared shared_;  // any thread may read names and rank, which never change
 
  private:
   std::shared_ptr<Transfer> post(Post post);
@@ -66,7 +66,7 @@ class SubmissionQueue : public Interhost {
   std::deque<Post> posts_;
   std::deque<Message> heard_;
   std::map<int, Error> failures_;
-  std::set<int> ended_;  // of them
+  std::set<int> ended_;  // failed peers whose processes have ended
   std::map<int, Inbox::Unexpecteds> left_behind_;
 };
 

@@ -9,7 +9,7 @@ namespace {
 
 constexpr Duration kShortestPause = std::chrono::microseconds(20), kLongestPause = std::chrono::milliseconds(5);
 constexpr int kPatience =
-    8;  // a pause is this part of the time in which nothing has moved: polling adds so much to a wait
+    8;  // a pause is 1/8 of the time in which nothing has moved, so polling prolongs a wait by at most that
 
 }  // namespace
 
@@ -73,7 +73,7 @@ void Endpoint::rest() {
   woken_ = false;
 }
 
-// False when all is over.
+// Makes one pass; returns false when all peers are done with.
 bool Endpoint::pass() {
   take_posts();
   if (is_beat_due()) {
@@ -84,7 +84,7 @@ bool Endpoint::pass() {
       });
     }
   }
-  // Also those that have failed: they are owed a Goodbye.
+  // Peers that have failed make steps, too: a Goodbye is owed to them.
   for (auto& item : peers_) guarded(item.first, [](Peer& peer) { peer.step(); });
   if (stopping_ && !is_leaving()) last_moved_ = Clock::now();
   bool running = !stopping_ || !has_left();

@@ -1,8 +1,8 @@
-// Interhost by packets: one thread, in run(), hands them to the transport, which it asks again and again where that
-// does not call.
+// An Interhost that consists of packets: one thread, in run(), hands them to the transport. If the transport does not
+// call back, the thread polls it.
 //
 // Locks: as in matching::Endpoint. None is held while the transport works: it may take the GIL, whose holder may wait
-// for one.
+// for one of these locks.
 #pragma once
 
 #include <condition_variable>
@@ -28,7 +28,7 @@ class Endpoint : public matching::Endpoint<Peer> {
  private:
   void rest();
 
-  // Of the thread that runs, under the progress lock.
+  // Called by the thread in run(), under the progress lock.
   bool pass();
   void on_end(const PacketTransport::End& end);
 

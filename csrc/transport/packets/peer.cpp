@@ -39,9 +39,9 @@ using matching::encode, matching::garbage, matching::kFrameBytes;
 namespace {
 
 constexpr size_t kRoom = kControlBytes - sizeof(uint32_t);  // behind the count of the bytes that are used
-constexpr uint32_t kInlineBytes = 512;                      // of a payload that needs no packet of its own
-constexpr int kMostAnnounced = 4;                           // payloads a packet of frames: more would hold up messages
-constexpr size_t kMostOutgoing = 16;                        // packets under way
+constexpr uint32_t kInlineBytes = 512;  // up to which a payload travels with its frame, without a packet of its own
+constexpr int kMostAnnounced = 4;       // payloads announced by one packet of frames; more would hold up messages
+constexpr size_t kMostOutgoing = 16;    // packets under way
 
 bool is_inline(const Frame& frame) { return frame.payload <= kInlineBytes; }
 
@@ -69,7 +69,7 @@ void Peer::step() {
   }
 }
 
-// Frames of `session_.out` first, so that no message waits behind more than the payloads that are announced already.
+// Sends frames of `session_.out` first, so that no message waits behind more payloads than those already announced.
 void Peer::send_packet() {
   Buffer packet = memory_of(kControlBytes);
   auto* start = reinterpret_cast<char*>(packet.get()) + sizeof(uint32_t);
@@ -94,7 +94,7 @@ void Peer::send_packet() {
   }
   auto count = static_cast<uint32_t>(used);
   std::memcpy(packet.get(), &count, sizeof(count));
-  std::memset(start + used, 0, kRoom - used);  // nothing of this process's memory that nobody asked for
+  std::memset(start + used, 0, kRoom - used);  // other memory of this process must not leave it
   send(std::move(packet), kControlBytes);
   for (auto& [buffer, bytes] : payloads) send(std::move(buffer), bytes);
 }
@@ -146,7 +146,8 @@ void Peer::take_incoming(Incoming incoming) {
     on_frames(incoming.buffer.get());
 }
 
-// Whatever a frame is worth, the payloads behind it come, and the Goodbye: the first fault is thrown last.
+// Reads all frames of a packet even if one is faulty, since the payloads that they announce are sent anyway, and so is
+// the Goodbye. The first fault is thrown at the end.
 void Peer::on_frames(const std::byte* packet) {
   uint32_t used;
   std::memcpy(&used, packet, sizeof(used));
@@ -168,7 +169,7 @@ void Peer::on_frames(const std::byte* packet) {
   if (fault) throw Error(*fault);
 }
 
-// With its payload, unless that is a packet of its own.
+// Takes the next frame, with its payload unless that is a packet of its own.
 std::optional<Frame> Peer::next_frame(std::string& payload) {
   if (in_.size() < kFrameBytes) return {};
   std::string_view header(in_.data(), kFrameBytes);
@@ -191,7 +192,7 @@ void Peer::on_frame(const Frame& frame, const std::string& payload) {
     try {
       if (session_.life.is_in_use()) arrival = session_.inbox.begin(frame);
     } catch (const Error& error) {
-      fault = error;  // its payload comes all the same
+      fault = error;  // its payload is sent anyway
     }
     if (!is_inline(frame))
       receive(frame.payload, std::move(arrival));
@@ -215,7 +216,7 @@ void Peer::take_data(Arrival& arrival, const std::byte* payload) {
   session_.inbox.end(arrival);
 }
 
-// What comes next can't be received: nobody knows what it is.
+// Gives the peer up: a stream that is no sequence of frames can't be received further.
 void Peer::throw_out_of_step() {
   session_.life.on(Lifecycle::Break);
   throw garbage(session_.shared, session_.rank, "something that is no frame of syncengine's");

@@ -1,8 +1,8 @@
 // A rank on another host, reached by packets.
 //
-// Each way is one sequence: packets of frames, of kControlBytes, and behind each of them the payloads that its frames
+// Each direction is one sequence: packets of frames, of kControlBytes, each followed by the payloads that its frames
 // announce, as packets of their own. So every receive can be posted before its packet comes, with the right size. All
-// of it goes by way of the endpoint's own memory: callers have theirs back at once, and a transport that can't be
+// data passes through the endpoint's own memory: callers have theirs back at once, and a transport that can't be
 // stopped touches none of it.
 //
 // Both sides end with a Goodbye, their last packet: after both nothing is under way.
@@ -31,10 +31,10 @@ namespace syncengine::packets {
 
 // The packets under way, and their memory.
 //
-// Ownership: owns the memory; what is under way when it goes is kept for ever, since the transport may still touch it.
-// Thread-safety: under the endpoint's progress lock.
+// Ownership: owns the memory. When it is destroyed, memory of packets still under way is kept for ever, since the
+// transport may still touch it. Thread-safety: under the endpoint's progress lock.
 
-inline constexpr size_t kControlBytes = 2 << 10;  // of a packet of frames: MPI sends that much without asking
+inline constexpr size_t kControlBytes = 2 << 10;  // size of a packet of frames: MPI sends that much eagerly
 
 using Buffer = std::unique_ptr<std::byte[]>;
 
@@ -69,20 +69,20 @@ class Peer {
   matching::Session& session() { return session_; }
   void withdraw(uint64_t first, uint64_t last, const Error& error) { session_.withdraw(first, last, error); }
 
-  // Posts what may go.
+  // Posts the packets that may be sent now.
   void step();
-  // One of its packets has ended.
+  // Handles the end of one of this peer's packets.
   void on_end(uint64_t id, Buffer buffer, const std::string& error);
 
   void beat();                            // says that this rank is alive
-  void look_at_clock(Clock::time_point);  // is the peer?
+  void look_at_clock(Clock::time_point);  // checks whether the peer is
   void fail(const Error& error);
-  // Ends it in order: what is under way is sent, then the Goodbye.
+  // Leaves the peer in order: what is under way is sent, then the Goodbye.
   void take_leave(const Error& error) { session_.take_leave(error); }
   bool gone() const;  // nothing is under way, and nothing will be
 
  private:
-  // A receive, in the order in which they were posted.
+  // A posted receive; they are kept in the order of posting.
   struct Incoming {
     uint64_t id;
     std::optional<matching::Arrival> arrival = {};  // none: a packet of frames
@@ -105,8 +105,8 @@ class Peer {
   const Options& options_;
   size_t outgoing_ = 0;  // packets under way
   std::deque<Incoming> incoming_;
-  std::string in_;     // of a frame that is not whole
-  int announced_ = 0;  // payloads, in the packet of frames that is being read
+  std::string in_;     // the beginning of a frame that is not whole yet
+  int announced_ = 0;  // payloads announced by the packet of frames that is being read
 };
 
 }  // namespace syncengine::packets

@@ -40,7 +40,8 @@ bool has_addresses(size_t bytes) {
 constexpr char kExposed[] =
     "this process can't go on: the kernel refused (mmap) to take memory of syncengine.empty, or gradients, away from a "
     "rank that may still write to them; the limit of mappings (vm.max_map_count) may be too low";
-std::atomic<bool> exposed = false;  // this process has such memory
+std::atomic<bool> exposed = false;  // this process has memory that a peer may still write to although it was to be
+                                    // severed
 
 }  // namespace
 
@@ -49,8 +50,9 @@ void throw_if_exposed() {
 }
 
 size_t default_arena_bytes(size_t memory, int ranks) {
-  constexpr size_t kMost = size_t{1} << 45;    // of all together; a process of x86-64 has four times as many
-  constexpr size_t kLeast = size_t{64} << 20;  // hardly anything fits into less: rather an error
+  constexpr size_t kMost = size_t{1} << 45;    // for all arenas together; a process of x86-64 has four times as many
+                                               // addresses
+  constexpr size_t kLeast = size_t{64} << 20;  // hardly anything fits into less, so an error is better
   const auto count = static_cast<size_t>(ranks);
   size_t bytes = std::min(memory, kMost / count);
   while (bytes > kLeast && !has_addresses(2 * count * bytes)) bytes /= 2;
@@ -59,7 +61,7 @@ size_t default_arena_bytes(size_t memory, int ranks) {
 
 PeerArena::PeerArena(int fd, size_t bytes) {
   struct stat status{};
-  // Sealed, or the peer could shrink it under us: a SIGBUS instead of an error.
+  // An unsealed file could be shrunk by the peer, which would mean a SIGBUS here instead of an error.
   bool sound = has_fixed_size(fd) && fstat(fd, &status) == 0 && static_cast<size_t>(status.st_size) == bytes &&
                bytes > kHeapBegin;
   if (!sound) throw Error(ErrorKind::InvalidUsage, "a peer sent shared memory of another size, or unsealed");
@@ -137,7 +139,7 @@ std::shared_ptr<void> Arena::allocate_tensor(size_t bytes) {
 
 void Arena::discard(std::byte* data, size_t bytes) const {
   if (madvise(data, bytes, forked_ ? MADV_DONTNEED : MADV_REMOVE) == 0) return;
-  // Pages that somebody has locked (mlockall) are spared: by the file they go all the same.
+  // The kernel spares pages that are locked (mlockall); punching a hole into the file frees them all the same.
   const auto offset = static_cast<size_t>(data - mapping_.data());
   if (forked_ || !discard_from_file({offset, offset + bytes})) std::memset(data, 0, bytes);
 }
@@ -241,7 +243,7 @@ void Arena::sever_tensor(size_t offset, size_t bytes) {
   for (Range part : unsevered({round_down(offset, kPage), round_up(offset + bytes, kPage)})) {
     PrivateCopy copy(part.bytes());
     for (Range pages : file_.pages_in(part)) copy.fill(pages.begin - part.begin, at(pages.begin), pages.bytes());
-    // Short of memory: better no content than somebody else's.
+    // Memory is short: content that is gone is better than content that a peer may change.
     if (!copy.put(at(part.begin)) && !make_inaccessible(at(part.begin), part.bytes())) {
       const int code = errno;
       exposed = true;

@@ -1,9 +1,9 @@
-// This rank's shared memory: one sealed memfd without a name, which goes with the last process that maps it.
+// This rank's shared memory: one sealed memfd without a name, which disappears with the last process that maps it.
 //
 // Ownership: shared_ptr; each Block keeps its arena mapped. Thread-safety: any thread. Aliasing: peers read and write
-// what layout.h says. Failure: throws InvalidUsage with the numbers when memory is short. A forked child maps it
-// copy-on-write, as a Region, and does not map the peers' arenas; `forked()` says so. What it frees of its copies goes
-// back to the system.
+// what layout.h says. Failure: throws InvalidUsage with the numbers when memory is short. A forked child maps the arena
+// copy-on-write, as it does a Region, and does not map the peers' arenas; forked() says so. Copies that the child frees
+// go back to the system.
 #pragma once
 
 #include <atomic>
@@ -30,11 +30,11 @@ class PeerArena {
   PeerArena(const PeerArena&) = delete;
 
   ArenaHeader& header() const { return *reinterpret_cast<ArenaHeader*>(mapping_.data()); }
-  // The memory at `offset`, which came from a peer: throws InvalidUsage if [offset, offset + bytes) is not inside,
-  // behind the header, or `offset` is no multiple of `alignment`.
+  // The memory at `offset`, a number that came from a peer. Throws InvalidUsage if [offset, offset + bytes) is not
+  // inside the arena and behind its header, or if `offset` is no multiple of `alignment`.
   std::byte* at(uint64_t offset, size_t bytes, size_t alignment = 1) const;
-  // Gives back the pages of its gradients, for all who map them: the owner is dead, and nobody reads them any more. If
-  // the kernel refuses, they go with the last process that maps them.
+  // Gives the pages of a dead owner's gradients back to the system, for all who map them, once nobody reads them any
+  // more. If the kernel refuses, they go with the last process that maps them.
   void discard_pool() const;
 
  private:
@@ -43,17 +43,16 @@ class PeerArena {
   Mapping mapping_;
 };
 
-// Of each rank's arena where the user chose nothing: the machine's memory, or less, so that the arenas of all ranks, of
-// which each process maps every one, leave half of the addresses that it may still take (ulimit -v, other
-// reservations).
+// The size of each rank's arena if the user has not chosen one: the machine's memory, or less. Every process maps the
+// arenas of all ranks, which together may take half of the addresses that it has left (ulimit -v, other reservations).
 size_t default_arena_bytes(size_t memory, int ranks);
 
-// Throws InvalidUsage if memory of this process could not be severed: it might change under the program's hands.
+// Throws InvalidUsage if severing memory of this process has failed: a peer may still change that memory.
 void throw_if_exposed();
 
 class Arena : public std::enable_shared_from_this<Arena> {
  public:
-  // `bytes` of address space; pages are taken when they are touched.
+  // Reserves `bytes` of addresses; pages are allocated when they are touched.
   static std::shared_ptr<Arena> create(size_t bytes);
   ~Arena();
 
@@ -62,24 +61,24 @@ class Arena : public std::enable_shared_from_this<Arena> {
   int fd() const { return file_.get(); }
 
   std::byte* at(size_t offset) const { return mapping_.data() + offset; }
-  // Offset of [data, data + bytes) in this arena, or -1 if it lies elsewhere or was severed.
+  // The offset of [data, data + bytes) in this arena, or -1 if that lies elsewhere or was severed.
   int64_t offset_of(const void* data, size_t bytes) const;
 
-  // Whole pages. Checks the machine's and the cgroup's free memory before it hands them out.
+  // Allocates whole pages, after checking how much memory the machine and the cgroup have left.
   std::shared_ptr<void> allocate_tensor(size_t bytes);
-  // Zeroed memory for a communicator.
+  // Allocates zeroed memory for a communicator.
   size_t allocate_group(size_t bytes);
-  // Gives it back, some time after `is_unused` says that no peer will touch it any more.
+  // Gives a communicator's memory back, some time after `is_unused` says that no peer will touch it any more.
   void retire_group(size_t offset, size_t bytes, std::function<bool()> is_unused);
 
-  // Cuts the pages of [offset, offset + bytes), which lie in one tensor, loose from the peers: a private copy at the
-  // same addresses. A rank that was stopped in the middle of a collective can write into them no more. Nobody may write
-  // to them meanwhile. Where the kernel refuses it throws Aborted: what it has not cut loose is not severed, and from
-  // then on throw_if_exposed() throws.
+  // Severs [offset, offset + bytes), which lie in one tensor, from the peers: their pages are replaced by a private
+  // copy at the same addresses, so that a rank that was stopped in the middle of a collective can't write into them any
+  // more. Nobody may write to the pages meanwhile. If the kernel refuses, throws Aborted; the rest is then not severed,
+  // and throw_if_exposed() throws from then on.
   void sever_tensor(size_t offset, size_t bytes);
-  bool is_severed(size_t offset, size_t bytes = 1) const;  // any of it
+  bool is_severed(size_t offset, size_t bytes = 1) const;  // whether any of these bytes are
 
-  // Half of the arena's addresses for gradients; null if there is no room. Once.
+  // Makes a pool for gradients of half of the arena's addresses; null if there is no room. Called once.
   Pool* create_pool();
 
   bool forked() const { return forked_; }
@@ -88,10 +87,10 @@ class Arena : public std::enable_shared_from_this<Arena> {
   friend class ForkGuard;
   Arena(UniqueFd fd, size_t bytes);
   void release_tensor(size_t offset, size_t bytes);
-  void discard(std::byte* data, size_t bytes) const;  // gives whole pages back; what is read there then is zero
+  void discard(std::byte* data, size_t bytes) const;  // gives whole pages back, which read as zeros afterwards
   bool discard_from_file(Range range) const;
-  // Discards all of it. Returns what may be used again: not what is severed, since a rank that was stopped may write
-  // there whenever it goes on. Under mutex_.
+  // Discards all pages in `range`. Returns what may be allocated again: not what is severed, since a rank that was
+  // stopped may write there whenever it goes on. Under mutex_.
   std::vector<Range> give_back(Range range) const;
 
   MappedFile file_;
@@ -103,7 +102,7 @@ class Arena : public std::enable_shared_from_this<Arena> {
   void become_forked();                             // in the child; async-signal-safe
 
   mutable std::mutex mutex_;
-  std::map<size_t, size_t> tensors_;  // bytes by offset; of the pool those that it has taken
+  std::map<size_t, size_t> tensors_;  // bytes by offset; in the pool, those of the blocks that are taken
   struct RetiredGroup {
     size_t offset, bytes;
     std::function<bool()> is_unused;
@@ -111,30 +110,32 @@ class Arena : public std::enable_shared_from_this<Arena> {
   void reclaim_groups();
   std::vector<RetiredGroup> retired_;
   std::vector<Range> severed_;
-  std::atomic<bool> any_severed_ = false;  // spares offset_of() the lock
-  std::vector<Range> inherited_;           // by a forked child: what is not severed; nothing is allocated in a fork
+  std::atomic<bool> any_severed_ = false;  // lets offset_of() do without the lock
+  std::vector<Range> inherited_;           // in a forked child: what is not severed; nothing is allocated there
   bool forked_ = false;
 };
 
-// Death notice between processes of one host: robust mutexes, which the kernel marks within milliseconds of a process's
-// death, before its memory is torn down (sockets and pidfds speak up only after that: seconds for a large process).
+// Notices of death between processes of one host, by robust mutexes. The kernel marks these within milliseconds of a
+// process's death, before it tears down the process's memory. Sockets and pidfds tell only after that, which takes
+// seconds for a large process.
 //
 // Thread-safety: hold_all/release_all belong to one thread, which must live as long as the rank; found_dead() to one
 // thread at a time.
 
-// Whether the kernel does this for the threads of this process, as one that ended with a mutex has shown once. A
-// sandbox may refuse it.
+// Whether the kernel gives such notices to the threads of this process, tried once with a thread that ended while it
+// held a mutex. A sandbox may refuse them.
 bool tells_of_deaths();
 
-// Initializes `header.alive`; before any peer maps it.
+// Initializes `header.alive`, before any peer maps it.
 void prepare_liveness(ArenaHeader& header);
 
-// Called by the rank's longest-lived thread: its death is the rank's death.
+// Take and release the mutexes that the peers watch. Called by the rank's longest-lived thread, whose death is the
+// rank's.
 void hold_all(ArenaHeader& header, int watchers);
 void release_all(ArenaHeader& header, int watchers);
 
-// Whether the owner of `header` died without release_all(). It may still be dying: other threads of it may run for a
-// moment. `me` is the watcher's local rank. True once, the caller remembers it.
+// Whether the owner of `header` died without release_all(). Other threads of that process may still run for a moment.
+// `me` is the watcher's local rank. Returns true only once; the caller remembers it.
 bool found_dead(ArenaHeader& header, int me);
 
 }  // namespace syncengine::shm

@@ -1,10 +1,9 @@
-// The shared memory of one rank: what lies where in its arena, and who may write it.
+// The layout of one rank's shared memory: what lies where in its arena, and who may write it.
 //
-// Everything here is written by the arena's owner alone, except Doorbell::rings, GroupBlock::gone and
-// Succession::decision (anybody), and
-// staging slots and tensors of `allocate` (by the owner of a slice, during an all-reduce). Counters never reset, so a
-// reader can never mistake an old round for a new one. Fresh pages of a memfd are zero, which is the valid first state
-// of all of it.
+// The arena's owner alone writes everything here, with two exceptions. Anybody writes Doorbell::rings, GroupBlock::gone
+// and Succession::decision; the owner of a slice writes into staging slots and tensors of `allocate` during an
+// all-reduce. Counters never reset, so a reader can never mistake an old round for a new one. Fresh pages of a memfd
+// are zero, which is the valid first state of everything here.
 #pragma once
 
 #include <pthread.h>
@@ -18,11 +17,11 @@
 
 namespace syncengine::shm {
 
-// The shared memory through which two ranks of a communicator exchange messages.
+// Shared memory through which two ranks of a communicator exchange messages.
 //
-// A sender announces each message by a header, in order. Few bytes are in the header itself; others stay where they are
-// until the receiver wants them staged, so any number of messages may wait in any order. Each word has one writer, as
-// in layout.h.
+// A sender announces each message by a header, in order. Few bytes fit into the header itself; others stay where they
+// are until the receiver wants them staged, so any number of messages may wait in any order. Each word has one writer,
+// as everywhere in this file.
 
 inline constexpr int kMailboxes = 64;   // as many as a communicator may have members
 inline constexpr size_t kHeaders = 32;  // announced and not yet heard
@@ -36,7 +35,7 @@ struct alignas(64) MessageHeader {
 };
 static_assert(sizeof(MessageHeader) == 1024);
 
-// Written by the sender, one for each receiver.
+// The sender's words of a mailbox, one for each receiver.
 struct alignas(64) Outbox {
   std::atomic<uint64_t> announced;  // headers written
   std::atomic<uint64_t> staged;     // fragments written
@@ -45,11 +44,11 @@ struct alignas(64) Outbox {
   MessageHeader headers[kHeaders];
 };
 
-// Written by the receiver, one for each sender.
+// The receiver's words of a mailbox, one for each sender.
 struct alignas(64) Inbox {
   std::atomic<uint64_t> heard;    // headers read
-  std::atomic<uint64_t> number;   // of the header that is wanted
-  std::atomic<uint64_t> wanted;   // how many were wanted so far, one after the other
+  std::atomic<uint64_t> number;   // number of the header that is wanted
+  std::atomic<uint64_t> wanted;   // headers wanted so far, one after the other
   std::atomic<uint64_t> emptied;  // fragments read
 };
 
@@ -63,7 +62,7 @@ inline constexpr size_t kRecords = 64;     // operations in flight per lane
 inline constexpr size_t kSlots = 4;        // staging slots per lane
 inline constexpr size_t kSlotBytes =
     256 << 10;                             // four of them and the data that they stage fit a core's share of the cache
-inline constexpr size_t kBoardWaits = 15;  // sleeping threads of a rank that its peers hear of
+inline constexpr size_t kBoardWaits = 15;  // sleeping threads of a rank that are visible to its peers
 inline constexpr size_t kLogEntries = 1024;     // scheduled and not yet opened by every rank
 inline constexpr size_t kReadySlots = 1 << 20;  // announcement slots per communicator; sparse
 inline constexpr size_t kMaxSpans = 512;        // of an operation on the direct path
@@ -76,13 +75,14 @@ inline constexpr int kMessages = 2;  // no lane: messages between two ranks
 static_assert(kMailboxes == kMaxLocalRanks);
 static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free);
 
-// Where the threads of a rank sleep. A peer rings after it published something, if its bit is in `interest`.
+// The futex on which the threads of a rank sleep. A peer rings after it has published something, if its bit is in
+// `interest`.
 struct alignas(64) Doorbell {
   std::atomic<uint32_t> rings;     // futex word
   std::atomic<uint64_t> interest;  // peers (by local rank) whose next step a sleeping thread needs
 };
 
-// How far this rank is in one lane. `called`, `opened` and `compared` count operations, the others count chunks.
+// A rank's progress in one lane. `called`, `opened` and `compared` count operations, the others count chunks.
 struct alignas(64) LaneProgress {
   std::atomic<uint64_t> called;    // user lane: calls made, of which only so many are open
   std::atomic<uint64_t> opened;    // its OpRecord is published
@@ -92,13 +92,13 @@ struct alignas(64) LaneProgress {
   std::atomic<uint64_t> compared;  // it needs nobody's OpRecord any more; in steps of kRecords / 4
 };
 
-// What this rank believes the operation to be. Compared with every peer's before a byte is used.
+// A rank's description of an operation, which is compared with every peer's before any of its bytes is used.
 struct alignas(64) OpRecord {
   uint64_t key;    // announcement slot, or ~0
   uint64_t bytes;  // of the operation's block
   uint64_t layout_hash;
-  // How many the input has and how long each is, as one number: all in the owner's arena at LaneBlock::span_offsets. Or
-  // -1: ordinary memory.
+  // Describes the input's spans, whose offsets in the owner's arena are in LaneBlock::span_offsets: 1 for a single
+  // span, else a hash of their number and lengths. -1 if the input lies in ordinary memory.
   int64_t spans;
   double prescale, postscale;
   int32_t root;
@@ -109,7 +109,7 @@ static_assert(sizeof(OpRecord) == 64);
 
 enum class Standing : uint32_t { Member, Failed, Left };
 
-// How this rank ended: the text is complete before `standing` changes.
+// How a rank has ended. The text is complete before `standing` changes.
 struct alignas(64) EndRecord {
   std::atomic<uint32_t> standing;
   uint32_t kind;
@@ -123,7 +123,7 @@ struct LaneBlock {
   OpRecord records[kRecords];
   alignas(kSmallestPage) int64_t span_offsets[kRecords][kMaxSpans];
   alignas(kSmallestPage) uint64_t flags[kRecords][kFlagWords];  // sparse
-  // 1: this rank has noted something that is not finite. Complete with the count of chunks that it has reduced.
+  // 1 if this rank has noted a value that is not finite. Valid for the chunks that LaneProgress::reduced counts.
   std::atomic<uint64_t> noted[kRecords];
 };
 
@@ -133,17 +133,17 @@ struct Schedule {
   alignas(64) uint64_t slots[kLogEntries];
 };
 
-// What comes after the communicator when it has failed and its members shrink it (engine/hosts/succession.h).
+// Words with which the members of a failed communicator agree on its successor (engine/hosts/succession.h).
 struct alignas(64) Succession {
-  // Of this rank: where its block in the next communicator lies, once it takes part in the shrink; kNeverComes once it
-  // never will. Written once.
+  // Where this rank's block in the next communicator lies, as soon as the rank takes part in the shrink; kNeverComes
+  // when it never will. Written once.
   std::atomic<uint64_t> arrived;
-  // In the block of the host's first member, by any member: see HostVerdict.
+  // Written by any member, into the block of the host's first member: see HostVerdict.
   std::atomic<uint64_t> members, word;
 };
-inline constexpr uint64_t kNeverComes = 1;  // no block's offset
+inline constexpr uint64_t kNeverComes = 1;  // no valid offset of a block
 
-// One communicator's part of one member's arena.
+// The part of one member's arena that belongs to one communicator.
 struct GroupBlock {
   EndRecord end_record;
   Succession succession;
@@ -158,7 +158,7 @@ struct GroupBlock {
   alignas(kSmallestPage) std::byte staging[kLanes][kSlots][kSlotBytes];
 };
 
-// What a sleeping thread waits for.
+// The operation that a sleeping thread waits for.
 struct Waiting {
   std::atomic<uint64_t> group;  // offset of the communicator's block in this arena
   std::atomic<uint64_t> lane;
@@ -166,10 +166,10 @@ struct Waiting {
   std::atomic<uint64_t> missing;  // local ranks that have not made this call
 };
 
-// What all of a rank's sleeping threads wait for: lets peers see that nobody can go on.
+// The operations that all sleeping threads of a rank wait for, so that peers can see that nobody can go on.
 struct alignas(64) WaitBoard {
-  std::atomic<uint64_t> version;    // changes with everything below but `looks`; odd meanwhile
-  std::atomic<uint64_t> looks;      // how often the owner has looked whether it is still so
+  std::atomic<uint64_t> version;    // changes with everything below except `looks`; odd during a change
+  std::atomic<uint64_t> looks;      // how often the owner has confirmed what is written here
   std::atomic<uint64_t> everybody;  // 1: the process has no other thread that could make a call
   std::atomic<uint64_t> count;
   Waiting waits[kBoardWaits];
@@ -181,12 +181,12 @@ struct ArenaHeader {
   std::atomic<uint64_t> pool_offset, pool_bytes;  // of the gradients, once there is a pool
   Doorbell doorbell;
   WaitBoard board;
-  // alive[w] is held by the owner as long as its process lives; local rank w watches it. One per watcher, since a
-  // watcher that holds a dead owner's mutex would hide the death from the others.
+  // The owner holds alive[w] as long as its process lives, and local rank w watches it. Each watcher has its own mutex,
+  // since a watcher that has taken over a dead owner's mutex would hide the death from the others.
   pthread_mutex_t alive[kMaxLocalRanks];
 };
 
-// Of an arena: whoever maps it has the same layouts.
+// The first word of an arena, which tells that its owner has the same layouts as this build.
 inline uint64_t arena_magic() { return build_id(); }
 
 }  // namespace syncengine::shm

@@ -1,5 +1,6 @@
-// The kernel's pages, of which all that is mapped, given back, severed or inherited by a fork is a whole number: 4 KiB
-// on x86; 4, 16 or 64 KiB on ARM, as the kernel was built. The ranks of a host have one kernel, and so one size.
+// Sizes of the kernel's pages. What is mapped, given back, severed or inherited by a fork is a whole number of pages:
+// of 4 KiB on x86; of 4, 16 or 64 KiB on ARM, as the kernel was built. The ranks of a host have one kernel, and so one
+// size.
 //
 // Thread-safety: any thread. Failure: check_page_size() throws InvalidUsage.
 #pragma once
@@ -18,9 +19,10 @@ namespace syncengine::shm {
 
 inline const size_t kPage = static_cast<size_t>(sysconf(_SC_PAGESIZE));
 
-// Layouts (layout.h) separate by the smallest page what is touched seldom. No range of theirs is given back or severed.
+// layout.h aligns what is seldom touched to the smallest page, whatever the kernel's page is. None of these parts is
+// given back or severed on its own.
 inline constexpr size_t kSmallestPage = 4096, kLargestPage = 64 << 10;
-inline constexpr size_t kHugePage = 2 << 20;  // of kernels whose pages are of 4 KiB
+inline constexpr size_t kHugePage = 2 << 20;  // if the kernel's pages are 4 KiB
 
 inline void check_page_size() {
   if (std::has_single_bit(kPage) && kPage >= kSmallestPage && kPage <= kLargestPage) return;
@@ -29,7 +31,8 @@ inline void check_page_size() {
                                            "start this machine with a kernel that has such pages");
 }
 
-// Not with larger pages, whose huge pages are of 32 or 512 MiB: the first byte would take so much.
+// Asks for huge pages, but only with pages of 4 KiB: with larger ones a huge page has 32 or 512 MiB, which the first
+// byte touched would cost.
 inline void advise_huge_pages(void* data, size_t bytes) {
   if (kPage == kSmallestPage && bytes >= kHugePage) advise(data, bytes, MADV_HUGEPAGE);
 }

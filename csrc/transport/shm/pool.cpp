@@ -14,7 +14,7 @@ namespace {
 
 constexpr size_t kStep = 4 << 20;  // committed at a time
 
-unsigned forks = 0;  // between this process and the one that loaded the library, since the first pool
+unsigned forks = 0;  // forks between this process and the one that loaded the library, since the first pool
 std::mutex create_mutex;
 std::atomic<Pool*> first{nullptr};
 
@@ -55,7 +55,7 @@ Pool& Pool::create(Memory memory) {
   [[maybe_unused]] static int once = pthread_atfork(nullptr, nullptr, [] { ++forks; });
   std::lock_guard lock(create_mutex);
   Pool* pool = first.load();
-  while (pool && pool->extent_.load() != nullptr) pool = pool->next_;  // an abandoned one serves again
+  while (pool && pool->extent_.load() != nullptr) pool = pool->next_;  // a pool that was given up is used again
   bool fresh = pool == nullptr;
   if (fresh) pool = new Pool;
   {
@@ -108,7 +108,8 @@ void* Pool::take(size_t bytes) {
   }
   auto offset = heap_->allocate(bytes, kPage);
   if (!offset || *offset + bytes > used_) {
-    // Nothing free is large enough, unless that of its neighbors is, too; what is free in pieces gives its pages back.
+    // No free range is large enough. Together with its neighbors one may be, so all that is free is merged first, and
+    // its pages are given back.
     if (offset) heap_->release(*offset, bytes);
     flush();
     offset = heap_->allocate(bytes, kPage);
@@ -179,7 +180,7 @@ void Pool::trim() {
 void Pool::release(void* block) {
   size_t offset = static_cast<std::byte*>(block) - memory_.data;
   if (forked()) return memory_.discard(block, sizes_.at(offset));
-  Memory last;  // goes after the lock
+  Memory last;  // destroyed after the lock is released
   std::lock_guard lock(mutex_);
   auto size = sizes_.find(offset);
   const size_t bytes = size->second;
@@ -204,7 +205,7 @@ void Pool::close() {
   last = take_if_over();
 }
 
-// The memory, once nothing more will be handed out of it and nothing is.
+// Takes the memory out of the pool if no block is in use and none will be handed out any more.
 Pool::Memory Pool::take_if_over() {
   if (open_ || live_ > 0) return {};
   extent_.store(nullptr);

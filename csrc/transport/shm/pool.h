@@ -1,9 +1,9 @@
-// Blocks of whole pages for gradients, in the arena, where peers reach them. Released ones keep their pages for the
-// next step: until their addresses are needed for blocks of other sizes, trim(), or the last model has left.
+// Blocks of whole pages for gradients, in the arena, where peers reach them. A released block keeps its pages for the
+// next step, until its addresses are needed for blocks of other sizes, until trim(), or until the last model has left.
 //
 // Ownership: pools are never destroyed, so that a block may be released at any time: also after close(), when the last
-// one lets go of the memory, and in forked children, where it frees their copy. Thread-safety: any thread; find() takes
-// no lock. Failure: allocate() returns null when the pool is closed, forked or full, or memory is short.
+// block lets go of the memory, and in forked children, where releasing frees their copy. Thread-safety: any thread;
+// find() takes no lock. Failure: allocate() returns null when the pool is closed, forked or full, or memory is short.
 #pragma once
 
 #include <atomic>
@@ -41,36 +41,37 @@ class Heap {
 
 class Pool {
  public:
-  // Where a pool has its memory. `commit` is asked before pages beyond the given count of bytes are handed out, and
-  // says why they are not.
+  // The memory of a pool, and what it asks of the arena. `commit` is called before pages beyond the given count of
+  // bytes are handed out, and returns the reason if they must not be.
   struct Memory {
     std::byte* data = nullptr;
     size_t bytes = 0;
     std::shared_ptr<void> keepalive = {};
     std::function<std::string(size_t bytes)> commit = {};
-    // True: the block's pages are gone, and it is never to be handed out again.
+    // Returns true if the block's pages are severed, so that the block must never be handed out again.
     std::function<bool(const void* block, size_t bytes)> lost = {};
     std::function<void(void* data, size_t bytes)> discard = {};  // gives pages back; their content is lost
   };
-  static Pool& create(Memory memory);  // of at least a page
+  static Pool& create(Memory memory);  // `memory` has at least a page
 
   static Pool* find(const void* block);
   bool owns(const void* data, size_t bytes) const;
 
-  bool forked() const;  // this process is a child of the one that created it
+  bool forked() const;  // this process is a child of the one that created the pool
 
   void* allocate(size_t bytes);
   void release(void* block);
-  // Why it could not grow when it last had to; empty: it could.
+  // The reason why the pool could not grow when it last had to; empty if it could.
   std::string shortage() const;
   void close();
-  // A model takes its gradients from here, until it leaves: as often, but for forked children. Leaving trims.
+  // Called by a model that begins, or ends, to take its gradients from here. Each join() is followed by a leave(),
+  // except in forked children. leave() trims.
   void join();
   void leave();
-  // Gives back the pages of all that is released.
+  // Gives back the pages of all released blocks.
   void trim();
 
-  // Around a fork: no block comes or goes, anywhere. Before the arenas' locks.
+  // Called around a fork: no block of any pool is taken or released in between. Locked before the arenas' locks.
   static void lock_all();
   static void unlock_all();
 
@@ -84,10 +85,10 @@ class Pool {
   struct Extent {
     const std::byte *begin, *end;
   };
-  std::atomic<const Extent*> extent_{nullptr};  // null: it serves nobody
-  std::deque<Extent> extents_;                  // all that it ever had: a thread may still look at an earlier one
+  std::atomic<const Extent*> extent_{nullptr};  // null: this pool serves nobody
+  std::deque<Extent> extents_;                  // all extents so far, since a thread may still look at an earlier one
   Pool* next_ = nullptr;
-  unsigned forks_ = 0;  // of this process when it was created
+  unsigned forks_ = 0;  // the value of `forks` when the pool was created
 
   mutable std::mutex mutex_;
   Memory memory_;
@@ -95,10 +96,10 @@ class Pool {
   bool open_ = false;
   size_t used_ = 0;  // bytes from the beginning that were handed out so far
   size_t committed_ = 0, live_ = 0;
-  size_t models_ = 0;  // also those of an engine before this one's, which may live longer than their memory
-  std::unordered_map<size_t, size_t> sizes_;                // of each block, handed out or recent, by offset
+  size_t models_ = 0;                         // includes models of an earlier engine, which may outlive their memory
+  std::unordered_map<size_t, size_t> sizes_;  // of each block, handed out or recent, by offset
   std::unordered_map<size_t, std::vector<size_t>> recent_;  // released blocks by size, the warmest last
-  std::optional<Heap> heap_;                                // of what is neither
+  std::optional<Heap> heap_;                                // of what is neither handed out nor recent
 };
 
 }  // namespace syncengine::shm

@@ -29,7 +29,7 @@ bool MappedFile::is_there() const {
   return fstat(fd_.get(), &status) == 0 && status.st_ino == number_ && status.st_size == bytes_;
 }
 
-// Neither mincore() nor the page map will do: both take what was swapped out for a hole.
+// Neither mincore() nor the page map would do: both report swapped-out pages as holes.
 std::vector<Range> MappedFile::pages_in(Range range) const {
   if (!is_there()) return {range};
   std::vector<Range> pages;
@@ -47,7 +47,7 @@ std::vector<Range> MappedFile::pages_in(Range range) const {
 
 namespace {
 
-// In a forked child, which ends if the kernel refuses: it would write to its parent's memory.
+// Closes memory in a forked child. If the kernel refuses, the child ends, as it would write to its parent's memory.
 void close_in_child(void* data, size_t bytes) {
   if (make_inaccessible(data, bytes)) return;
   constexpr std::string_view kText =
@@ -119,7 +119,7 @@ void ForkGuard::remove(Memory memory) {
   registry().memories.erase(memory);
 }
 
-// Locks in the order of docs/threads.md.
+// Locks in the order that docs/threads.md gives.
 void ForkGuard::before() {
   registry().mutex.lock();
   Pool::lock_all();
@@ -132,7 +132,7 @@ void ForkGuard::in_parent() {
   registry().mutex.unlock();
 }
 
-// Only async-signal-safe calls here: other threads' locks are lost in the child.
+// Makes async-signal-safe calls only: other threads' locks are lost in the child.
 void ForkGuard::in_child() {
   for_each<Arena>([](Arena& arena) {
     arena.become_forked();

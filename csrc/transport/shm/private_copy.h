@@ -1,8 +1,8 @@
-// Takes memory out of a shared mapping: a private copy of its present content is put in its place; in a forked child
-// the kernel copies what is written.
+// Takes memory out of a shared mapping, by putting a private copy of its present content in its place, or, in a forked
+// child, by having the kernel copy what is written.
 //
-// Ownership: the copy's memory is its own until it is put. Thread-safety: one thread. Failure: returns false where
-// memory is short.
+// Ownership: the copy owns its memory until it is put. Thread-safety: one thread. Failure: returns false where memory
+// is short.
 #pragma once
 
 #include <sys/types.h>
@@ -15,21 +15,21 @@
 
 namespace syncengine::shm {
 
-// The file behind a mapping, kept for what it tells about pages.
+// The file behind a mapping, which is kept open since it knows which pages exist.
 class MappedFile {
  public:
   explicit MappedFile(UniqueFd fd);
 
   int get() const { return fd_.get(); }
   void reset() { fd_.reset(); }
-  // Not if somebody has closed all descriptors of this process, and opened others.
+  // False if somebody has closed this process's descriptors and opened others.
   bool is_there() const;
-  // Of `range`, what it has pages for, swapped out or not; nothing else of it was ever written. All of it if the file
-  // does not tell.
+  // The parts of `range` that have pages, swapped out or not; no other part was ever written. Returns all of `range` if
+  // the file can't tell.
   std::vector<Range> pages_in(Range range) const;
-  // In a forked child: from now on what is written to `range` of the mapping at `base` is its own; it sees what others
-  // write elsewhere. Where there is no room for that, it may only read, or not even that; if the kernel refuses this,
-  // too, the child ends. Async-signal-safe.
+  // In a forked child, makes `range` of the mapping at `base` copy-on-write: what the child writes there is its own,
+  // and it still sees what others write elsewhere. If there is no room for that, the range becomes read-only or
+  // inaccessible; if the kernel refuses even this, the child ends. Async-signal-safe.
   void keep_writes(std::byte* base, Range range) const;
 
  private:
@@ -40,7 +40,7 @@ class MappedFile {
 
 class PrivateCopy {
  public:
-  explicit PrivateCopy(size_t bytes);  // addresses; it takes memory where it is filled
+  explicit PrivateCopy(size_t bytes);  // reserves addresses; memory is allocated when it is filled
   PrivateCopy(const PrivateCopy&) = delete;
   ~PrivateCopy();
 
@@ -50,7 +50,7 @@ class PrivateCopy {
   bool put(std::byte* address);
 
  private:
-  std::byte* data_;  // null: there were no addresses, or it has been put
+  std::byte* data_;  // null: there were no addresses left, or the copy has been put
   size_t bytes_;
 };
 

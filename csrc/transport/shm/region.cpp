@@ -32,7 +32,7 @@ std::shared_ptr<Region> Region::create(size_t bytes) {
 
 std::shared_ptr<Region> Region::open(UniqueFd fd) {
   struct stat status{};
-  // Sealed, or the peer could shrink it under us: a SIGBUS instead of an error.
+  // An unsealed file could be shrunk by the peer, which would mean a SIGBUS here instead of an error.
   const bool sealed =
       has_fixed_size(fd.get()) && fstat(fd.get(), &status) == 0 && static_cast<size_t>(status.st_size) >= kHead;
   if (sealed) {
@@ -67,7 +67,7 @@ bool Region::decide(uint64_t number, bool proceeds) {
   return current == 2 * number + 1;
 }
 
-// Release: what this rank wrote. Acquire, in completed(): who finds it complete reads that.
+// The store releases what this rank has written; completed() acquires it for whoever finds the update complete.
 void Region::complete(int rank, uint64_t number) {
   header().done[rank].update.store(number, std::memory_order_release);
 }

@@ -1,9 +1,9 @@
-// Memory that the ranks of a host have in common, for as long as any of them maps it: a sealed memfd of its own, made
-// by one of them. In front of the users' bytes lies what the ranks say about updates of them.
+// Memory that the ranks of a host have in common, for as long as any of them maps it: a sealed memfd that one of them
+// has made. A header in front of the users' bytes says how far the ranks are with updates of them.
 //
 // Ownership: shared_ptr; every tensor in it holds it. Thread-safety: any thread. Aliasing: who may write which bytes,
 // and when, is up to the users. Failure: throws InvalidUsage with the numbers when memory is short. A forked child maps
-// it copy-on-write: nothing is copied at the fork, it reads what is there, what it writes is its own.
+// it copy-on-write: nothing is copied at the fork, the child reads what is there, and what it writes is its own.
 #pragma once
 
 #include <atomic>
@@ -20,13 +20,13 @@
 
 namespace syncengine::shm {
 
-// What the ranks say about updates, which are numbered from 1. An update begins when all ranks have agreed to it; if
-// some of them can't know that any more, the first to say so decides for all.
+// The ranks' progress with updates, which are numbered from 1. An update begins when all ranks have agreed to it. If
+// some of them can no longer find that out, the first rank to record a decision decides for all.
 struct RegionHeader {
   uint64_t magic;
-  uint64_t bytes;                              // behind this header; for who opens it
-  alignas(64) std::atomic<uint64_t> decision;  // of the last update: twice its number, and 1 if it takes place
-  alignas(64) std::atomic<uint64_t> torn;      // the update that will never be complete; 0: none
+  uint64_t bytes;                              // bytes behind this header, for ranks that open the region
+  alignas(64) std::atomic<uint64_t> decision;  // on the last update: twice its number, plus 1 if it takes place
+  alignas(64) std::atomic<uint64_t> torn;      // the update that will never be complete, or 0
   struct alignas(64) Done {
     std::atomic<uint64_t> update;  // the last that this rank has completed
   } done[kMaxLocalRanks];
@@ -34,9 +34,9 @@ struct RegionHeader {
 
 class Region : public std::enable_shared_from_this<Region> {
  public:
-  // `bytes` of zeros; pages are taken when they are touched.
+  // Creates `bytes` of zeros; pages are allocated when they are touched.
   static std::shared_ptr<Region> create(size_t bytes);
-  // What another rank has created. Throws InvalidUsage if it is something else.
+  // Opens a region that another rank has created. Throws InvalidUsage if `fd` is anything else.
   static std::shared_ptr<Region> open(UniqueFd fd);
   ~Region();
   Region(const Region&) = delete;
@@ -46,15 +46,15 @@ class Region : public std::enable_shared_from_this<Region> {
   // Throws InvalidUsage if [offset, offset + bytes) is outside.
   std::byte* at(size_t offset, size_t bytes) const;
 
-  // The decision on update `number`: `proceeds`, if nobody was first to say otherwise.
+  // Returns the decision on update `number`: `proceeds`, unless another rank has decided otherwise before.
   bool decide(uint64_t number, bool proceeds);
   void complete(int rank, uint64_t number);
   std::vector<uint64_t> completed(int ranks) const;  // by rank
-  void tear(uint64_t number);                        // the first counts
+  void tear(uint64_t number);                        // later calls change nothing
   uint64_t torn() const;
 
-  // From now on a private copy at the same addresses. Nobody here may write meanwhile. False, and nothing happens, if
-  // memory is short.
+  // Replaces the mapping by a private copy at the same addresses. Nobody in this process may write meanwhile. Returns
+  // false, and changes nothing, if memory is short.
   bool detach();
   bool is_shared() const { return shared_; }
 
@@ -64,10 +64,10 @@ class Region : public std::enable_shared_from_this<Region> {
   RegionHeader& header() const { return *reinterpret_cast<RegionHeader*>(mapping_.data()); }
   void become_forked();  // in the child; async-signal-safe
 
-  MappedFile file_;  // for children, too
+  MappedFile file_;  // kept for forked children, too
   Mapping mapping_;
   const size_t bytes_;  // behind the header
-  std::mutex mutex_;    // one detaches
+  std::mutex mutex_;    // held while detaching
   std::atomic<bool> shared_ = true;
 };
 

@@ -54,7 +54,7 @@ std::vector<std::string> split(const std::string& text) {
   return parts;
 }
 
-// What `wanted` asks for, in two flags and names.
+// A parsed `wanted`: names of interfaces, and two flags that say how they are meant.
 struct Selection {
   bool except = false;
   bool exactly = false;
@@ -67,7 +67,7 @@ struct Selection {
     names = split(wanted);
   }
 
-  // Lower is better; nothing if the interface is not meant.
+  // The rank of an interface: lower is better, nothing if the interface is not wanted.
   std::optional<int> rank(const Interface& interface) const {
     std::optional<int> best;
     int count = static_cast<int>(names.size());
@@ -139,7 +139,7 @@ Ip choose_ip(const std::string& wanted, const std::vector<Interface>& interfaces
   Selection selection(wanted);
   const Interface* best = nullptr;
   auto order = [&](const Interface& interface) {
-    // An address that its peers can't use without naming a link comes last, IPv4 first.
+    // An address that peers can't use without naming a link comes last; IPv4 comes before IPv6.
     return std::tuple(*selection.rank(interface), interface.ip.is_link_local(), interface.ip.v6);
   };
   for (const Interface& interface : interfaces) {

@@ -1,7 +1,8 @@
-// What a rank tells the others so that they can reach it: opaque bytes, which travel through the launcher's exchange.
+// The address that a rank gives the others so that they can reach it: opaque bytes, which travel through the launcher's
+// exchange.
 //
-// They hold a random key of the rank. Whoever reads the exchange has it, so that by itself it stops accidents (jobs
-// that meet on a port), not attackers: that takes a secret that does not travel (secret.h).
+// The bytes hold a random key of the rank. Whoever reads the exchange has the key, so by itself it stops accidents
+// (jobs that meet on a port), not attackers: that takes a secret that does not travel (secret.h).
 #pragma once
 
 #include <sys/socket.h>
@@ -15,16 +16,16 @@
 
 namespace syncengine::tcp {
 
-// IPv4 and IPv6 addresses, and which of this machine's to listen on.
+// IPv4 and IPv6 addresses, and the choice of the one to listen on.
 //
 // Thread-safety: pure, but for local_interfaces(). Failure: throws InvalidUsage, naming what there is.
 
 struct Ip {
   bool v6 = false;
-  std::array<uint8_t, 16> bytes{};  // of IPv4 the first 4
+  std::array<uint8_t, 16> bytes{};  // the first 4 for IPv4
 
   bool is_loopback() const;
-  bool is_link_local() const;  // means something on one link only
+  bool is_link_local() const;  // valid on one link only
   std::string text() const;
   bool operator==(const Ip&) const = default;
 };
@@ -44,12 +45,12 @@ struct Interface {
   Ip ip;
 };
 
-// Those that are up, as the kernel lists them.
+// The interfaces of this machine that are up, as the kernel lists them.
 std::vector<Interface> local_interfaces();
 
-// `wanted` as in NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME: "" is loopback; "eth,ib" those whose names begin so, an
-// exact name first; "=eth0" exactly that; "^docker,lo" and "^=eth0" any but those. Or one of this machine's addresses.
-// Earlier names win; then IPv4 before IPv6.
+// Chooses by `wanted`, in the syntax of NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME: "" is loopback; "eth,ib" are
+// interfaces whose names begin so, an exact name first; "=eth0" is exactly that one; "^docker,lo" and "^=eth0" are all
+// but those. Or `wanted` is one of this machine's addresses. Earlier names win; then IPv4 before IPv6.
 Ip choose_ip(const std::string& wanted, const std::vector<Interface>& interfaces);
 
 using namespace matching;  // frames and what is under way: the same for all transports
@@ -61,7 +62,7 @@ struct Address {
   Ip ip;
   uint16_t port = 0;
   bool has_secret = false;
-  std::string network;  // 32 bytes; the same on two ranks whose loopback is the same
+  std::string network;  // 32 bytes, equal on two ranks that share a loopback interface
   std::string key;      // 32 random bytes
 
   bool operator==(const Address&) const = default;
@@ -69,11 +70,11 @@ struct Address {
 
 std::string encode(const Address& address);
 
-// Throws InvalidUsage if rank `peer` gave something else.
+// Throws InvalidUsage if the bytes that rank `peer` gave are no address.
 Address decode_address(int peer, const std::string& bytes);
 
-// Throws InvalidUsage if one of two ranks (`own_rank` and `peer`) alone has a secret, or if `peer` can't be reached
-// under its address. Settings that must be the same have been compared before, with those of all transports.
+// Throws InvalidUsage if only one of two ranks (`own_rank` and `peer`) has a secret, or if `peer` can't be reached at
+// its address. Settings that must agree have been compared before, with those of all transports.
 void check_fit(int own_rank, const Address& own, int peer, const Address& other);
 
 std::string random_bytes(size_t count);

@@ -19,14 +19,14 @@
 
 namespace syncengine::tcp {
 
-// Interhost over TCP: one thread at a time, in step(), moves everything; it sleeps in epoll, and calls from other
+// An Interhost over TCP: one thread at a time, in step(), moves everything. It sleeps in epoll, and calls from other
 // threads wake it.
 //
-// Locks: as in matching::Endpoint. A pass makes at most a system call each way on each connection.
+// Locks: as in matching::Endpoint. A pass makes at most one system call each way on each connection.
 
 class Endpoint : public matching::Endpoint<Peer> {
  public:
-  // `sockets` by peer: the first for control, the others for data. `listener` stays open: see probe.h.
+  // `sockets` are by peer: the first for control, the others for data. `listener` stays open: see probe.h.
   Endpoint(const Options& options, int rank, const Ip& own, const std::map<int, Address>& peers,
            std::map<int, Sockets> sockets, ParentFd listener);
 
@@ -38,7 +38,7 @@ class Endpoint : public matching::Endpoint<Peer> {
   bool has_unsent() const override;
 
  private:
-  // Of the thread that makes the step, under the progress lock.
+  // Called by the thread that makes the step, under the progress lock.
   void on_event(uint64_t key, uint32_t events);
   bool pass();
   void dismiss_callers();
@@ -47,13 +47,13 @@ class Endpoint : public matching::Endpoint<Peer> {
   ParentFd listener_;
   ParentFd epoll_;
   ParentFd alarm_;
-  bool busy_ = true;  // there may be more to do at once
+  bool busy_ = true;  // another pass may have more to do at once
 };
 
 namespace {
 
 constexpr int kEvents = 64;
-constexpr int kDismissed = 64;  // callers at a time
+constexpr int kDismissed = 64;  // callers dismissed in one pass
 
 uint64_t event_key(int peer, size_t connection) { return static_cast<uint64_t>(peer) << 8 | connection; }
 
@@ -134,7 +134,7 @@ void Endpoint::on_event(uint64_t key, uint32_t events) {
   if (!peer.session().life.is_broken()) peer.on_event(key & 255, events);
 }
 
-// False when all is over.
+// Makes one pass; returns false when all peers are done with.
 bool Endpoint::pass() {
   take_posts();
   bool beat_due = is_beat_due();
@@ -148,23 +148,23 @@ bool Endpoint::pass() {
   if (beat_due) dismiss_callers();
   for (auto& [rank, peer] : peers_)
     if (peer->has_just_ended(epoll_.get())) note_end(rank);
-  busy_ |= stopping_ && !is_leaving();  // there will be a goodbye to send
+  busy_ |= stopping_ && !is_leaving();  // a goodbye is to be sent soon
   bool running = !stopping_ || !has_left() ||
                  std::any_of(peers_.begin(), peers_.end(), [](const auto& item) { return item.second->is_missed(); });
   deliver(shared_.heard);
   return running;
 }
 
-// Nobody is heard who calls now. That the kernel has answered is all that a rank asks which has lost this one; the
-// queue must have room for the next.
+// Accepts and drops whoever calls now. A rank that has lost this one only asks whether the kernel answers, and the
+// queue must have room for the next such call.
 void Endpoint::dismiss_callers() {
   for (int i = 0; i < kDismissed && accept_on(listener_.get()); ++i) continue;
 }
 
 namespace {
 
-constexpr size_t kOwn = 3;     // the listener, and what the endpoint waits on
-constexpr size_t kSpare = 16;  // for what else a process opens meanwhile
+constexpr size_t kOwn = 3;     // the listener, and the descriptors on which the endpoint waits
+constexpr size_t kSpare = 16;  // for descriptors that the process opens meanwhile
 
 void require_room(const Options& options, int peers) {
   require_descriptors("this rank, with connections to " + std::to_string(peers) + " ranks of other hosts, " +

@@ -53,7 +53,7 @@ std::string ClientHandshake::receive(std::string_view message) {
   if (!reader.whole() || magic != kHandshakeMagic) return end(HandshakeResult::Stranger);
   std::string said = said_ + challenge_head(nonce);
   if (!equal_digests(proof, proof_of("server", keys_, said)))
-    return end(HandshakeResult::Secret, std::string(kDigestBytes, '\0'));  // no proof: so the server knows, too
+    return end(HandshakeResult::Secret, std::string(kDigestBytes, '\0'));  // no proof, which tells the server, too
   said_ = said + proof;
   answered_ = true;
   wanted_ = kWelcomeBytes;

@@ -28,7 +28,7 @@ bool would_block(int code) { return code == EAGAIN || code == EWOULDBLOCK || cod
 bool DataChannel::read(std::vector<std::byte>& scratch) {
   iovec parts[2];
   size_t count = 0, wanted = 0, payload = arrival_ ? arrival_->frame.payload - payload_got_ : 0;
-  bool whole = true;  // the call may reach behind the payload
+  bool whole = true;  // whether the call may read beyond the payload
   if (payload > 0) {
     std::byte* place = arrival_->place();
     if (!place) whole = payload <= scratch.size(), payload = std::min(payload, scratch.size());
@@ -54,7 +54,7 @@ bool DataChannel::read(std::vector<std::byte>& scratch) {
     return false;
   }
   auto bytes = static_cast<size_t>(got);
-  if (bytes < wanted && !hung_up) readable = false;  // that was all; the kernel will tell of more
+  if (bytes < wanted && !hung_up) readable = false;  // the socket is drained; the kernel will say when more has come
   size_t of_payload = std::min(bytes, payload);
   payload_got_ += of_payload;
   header_got_ += bytes - of_payload;
@@ -107,8 +107,8 @@ std::optional<Piece> DataChannel::write() {
   return std::exchange(piece_, std::nullopt);
 }
 
-// Over several pieces: the kernel takes the first ones at once, and a single one may wait for this thread's turn on a
-// core. Pieces that are too small for a quick connection would make it slow, and so stay small.
+// Measures the speed over several pieces: the kernel takes the first ones at once, and a single one may wait for this
+// thread's turn on a core. While a connection is quick, small pieces would slow it down, and would then stay small.
 void DataChannel::measure(size_t bytes) {
   ended_ = Clock::now();
   busy_bytes_ += bytes;
@@ -131,8 +131,9 @@ constexpr size_t kReadBytes = 16 << 10;    // of control frames at a time
 constexpr size_t kKeepWritten = 64 << 10;  // of `out` before it is moved to its front
 constexpr Duration kGoodbyeDelay = std::chrono::milliseconds(500);
 
-// In heartbeats: how long after a peer was last heard a refusal says that it was killed; and how long a port stays open
-// after a peer was lost, so that no refusal says so of a rank that has gone on without that peer and ended.
+// Both in heartbeats. kBelieved: how long after a peer was last heard a refused connection proves that it was killed.
+// kMissed: how long a port stays open after a peer was lost, so that no peer takes a refused connection for the death
+// of a rank that has gone on without that peer and ended.
 constexpr int kBelieved = 20, kMissed = 24;
 
 Duration boot_time() {
@@ -299,7 +300,7 @@ void Peer::write_data(DataChannel& channel) {
   if (channel.status == Status::Broken) on_end(channel);
 }
 
-// Of one data connection. If the peer left in order, the control connection knows, or will in a moment.
+// Handles the end of one data connection. If the peer has left in order, the control connection says so, or will soon.
 void Peer::on_end(DataChannel& channel) {
   if (channel.status == Status::Broken && how_broken_.empty()) how_broken_ = std::strerror(errno);
   if (!broken_) broken_ = Clock::now();
@@ -321,7 +322,7 @@ void Peer::throw_lost(const std::string& how) const {
 }
 
 void Peer::fail(const Error& error) {
-  if (session_.life.state() == Lifecycle::Open) {  // if there is anybody to hear it, and room for it at once
+  if (session_.life.state() == Lifecycle::Open) {  // if anybody may hear it, and if it fits at once
     session_.add_abort(error);
     (void)!send(control_.fd.get(), session_.out.data() + control_.written, session_.out.size() - control_.written,
                 MSG_NOSIGNAL);
@@ -343,7 +344,7 @@ void Peer::take_leave(const Error& error) {
   session_.add({.kind = Kind::Goodbye});
 }
 
-// The connections' ends follow what is still to go out on them.
+// Ends the connections once everything that was to be sent on them has been.
 void Peer::say_goodbye() {
   if (has_unsent()) return;
   shutdown(control_.fd.get(), SHUT_WR);

@@ -20,9 +20,11 @@
 
 namespace syncengine::tcp {
 
-// One data connection: frames and their payloads, in and out, by scatter and gather straight from and to their places.
+// One data connection: frames and their payloads, in and out, by scatter and gather, directly between the socket and
+// the payloads' final places.
 //
-// Thread-safety: under the endpoint's progress lock. Failure: a Status; what the bytes mean is others' business.
+// Thread-safety: under the endpoint's progress lock. Failure: a Status; what the bytes mean is not this class's
+// business.
 
 using namespace matching;
 
@@ -38,14 +40,15 @@ class DataChannel {
 
   int fd() const { return fd_.get(); }
 
-  // Edge-triggered: set by the kernel's events, cleared by a call that met the end.
+  // Edge-triggered: set by the kernel's events, cleared by a call that found nothing more to read, or no more room.
   bool readable = true;
   bool writable = true;
   bool hung_up = false;
   Status status = Status::Open;
 
-  // One system call; true if bytes came. Afterwards: while there is an ended_frame(), receive() nothing; while there is
-  // a begun_frame(), receive() what becomes of it.
+  // Makes one system call; returns true if bytes came. Afterwards the caller takes an ended_frame(), if there is one,
+  // and calls receive({}); then, if there is a begun_frame(), it calls receive() with the arrival for that frame's
+  // payload.
   bool read(std::vector<std::byte>& scratch);
   Arrival* ended_frame();                         // its payload is whole
   std::optional<std::string_view> begun_frame();  // its header is whole
@@ -54,14 +57,14 @@ class DataChannel {
 
   bool is_writing() const { return piece_.has_value(); }
   void start(Piece piece, bool checksum);
-  // One system call. The piece, once it is out.
+  // Makes one system call. Returns the piece when all of it has been written.
   std::optional<Piece> write();
-  // How much to give it at a time: what it sends in about two milliseconds. What a slow connection has been given early
-  // can't go by another one any more.
+  // Bytes to give the connection at a time: what it sends in about two milliseconds. Whatever a slow connection has
+  // been given too early can't go over another one any more.
   uint32_t piece_bytes() const { return piece_bytes_; }
   Send* writing() { return piece_ ? piece_->send.get() : nullptr; }
 
-  void end_writing();  // the other side sees the end
+  void end_writing();  // the other side then reads the end
   void close() { fd_.reset(); }
 
  private:
@@ -69,18 +72,18 @@ class DataChannel {
   void give_at_a_time(uint32_t bytes);
 
   ParentFd fd_;
-  // In: a header, then its payload.
+  // State of reading: a header, then its payload.
   std::array<char, kFrameBytes> header_in_;
   size_t header_got_ = 0;
   std::optional<Arrival> arrival_;
   size_t payload_got_ = 0;
-  // Out.
+  // State of writing a frame.
   std::optional<Piece> piece_;
   std::string header_out_;
-  size_t sent_ = 0;                 // of header and payload
-  Clock::time_point ended_{};       // the last piece
-  Clock::time_point busy_since_{};  // it has hardly rested since, or was measured then
-  size_t busy_bytes_ = 0;           // sent since
+  size_t sent_ = 0;                 // of header and payload together
+  Clock::time_point ended_{};       // when the last piece was out
+  Clock::time_point busy_since_{};  // beginning of the time being measured, without long pauses since
+  size_t busy_bytes_ = 0;           // bytes sent since
   uint32_t piece_bytes_ = 0;
 };
 
@@ -91,31 +94,32 @@ class Peer {
   matching::Session& session() { return session_; }
   void withdraw(uint64_t first, uint64_t last, const Error& error);
 
-  // Descriptors and what the kernel says of them; the first is for control.
+  // The descriptors, the first of which is for control, and events that the kernel reports for them.
   std::vector<int> descriptors() const;
   void on_event(size_t connection, uint32_t events);
 
-  // Writes what is to be said: before any peer is given data, behind which it would wait in the host's queue.
+  // Writes control frames. Called for all peers before any is given data, behind which control would wait in the host's
+  // queue.
   void speak();
 
-  // At most one system call each way on each connection. True if there may be more to do at once.
+  // Makes at most one system call each way on each connection. Returns true if there may be more to do at once.
   bool step();
-  bool has_unsent() const;  // that only needs more steps
+  bool has_unsent() const;  // bytes that need nothing but more steps
 
   void beat();                            // says that this rank is alive
-  void look_at_clock(Clock::time_point);  // is the peer?
+  void look_at_clock(Clock::time_point);  // checks whether the peer is
   void fail(const Error& error);
 
-  // Ends it in order: what is under way is sent, then a goodbye, then the connections' ends; gone() once the peer has
-  // answered with its own, or has failed.
+  // Leaves in order: what is under way is sent, then a goodbye, then the connections are closed. gone() is true once
+  // the peer has answered with its own goodbye, or has failed.
   void take_leave(const Error& error);
   bool gone() const;
 
-  // Whether the peer was lost not long ago, and its process may live: then it must not find this one's port closed, and
-  // think that this one has died rather than gone on without it.
+  // Whether the peer was lost not long ago, and its process may still live. Such a peer must not find this process's
+  // port closed, which it would take for a death, although this rank may only have gone on without it and ended.
   bool is_missed() const;
-  // In each pass: whether the process of a peer that is missed has just been found to have ended, so soon after it was
-  // last heard that it can't have gone on without this one first.
+  // Whether the process of a missed peer has just been found to have ended, so soon after it was last heard that it
+  // can't have gone on without this rank first. Called in each pass.
   bool has_just_ended(int epoll);
 
  private:
@@ -125,7 +129,7 @@ class Peer {
     bool writable = true;
     bool ended = false;
     std::string in;
-    size_t written = 0;  // of the session's frames
+    size_t written = 0;  // of the session's frames for control
   };
 
   void read_control();
@@ -140,14 +144,14 @@ class Peer {
   matching::Session session_;
   const Duration heartbeat_;
   Probe probe_;
-  // By boot_time(), which goes on while the machine sleeps: when nothing was left to read on the control connection,
-  // and when that was so last before the last bytes came. So they came later than `heard_`, however long this process
-  // slept before it read them.
+  // Times of boot_time(), which goes on while the machine sleeps. `emptied_`: when the control connection last had
+  // nothing left to read. `heard_`: the value of `emptied_` before the last bytes came, which therefore came later than
+  // `heard_`, however long this process slept before it read them.
   Duration emptied_, heard_;
-  std::optional<Duration> lost_;  // since when it is missed
+  std::optional<Duration> lost_;  // when the peer was lost, while it is missed
   Control control_;
   std::vector<DataChannel> data_;
-  std::optional<Clock::time_point> broken_;  // a data connection ended without a goodbye, which may be on its way
+  std::optional<Clock::time_point> broken_;  // when a data connection ended without a goodbye, which may be on its way
   std::string how_broken_;
 };
 

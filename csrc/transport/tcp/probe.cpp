@@ -11,7 +11,7 @@ namespace syncengine::tcp {
 namespace {
 
 constexpr Duration kAgain =
-    std::chrono::milliseconds(100);  // at the soonest: its kernel may be about to close the port
+    std::chrono::milliseconds(100);  // between two tries: the peer's kernel may be about to close the port
 
 }  // namespace
 
@@ -28,7 +28,7 @@ bool Probe::is_refused(int epoll) {
     if (!fd_) return errno == ECONNREFUSED;
     note_icmp(fd_);
     epoll_event event{.events = EPOLLOUT | EPOLLET, .data = {.u64 = kAlarm}};
-    (void)epoll_ctl(epoll, EPOLL_CTL_ADD, fd_.get(), &event);  // else the next heartbeat wakes the loop
+    (void)epoll_ctl(epoll, EPOLL_CTL_ADD, fd_.get(), &event);  // if it fails, the next heartbeat wakes the loop
   }
   if (!is_decided(fd_)) return false;
   const bool refused = connect_error(fd_) == ECONNREFUSED && !has_icmp(fd_);

@@ -1,6 +1,7 @@
-// Finds out whether the process of a lost peer has ended: then the kernel of its host refuses a connection to the port
-// that the process has listened on since before init(), and keeps as long as it may be taken for dead wrongly (peer.h).
-// A connection that comes about says that the process lives, and anything else says nothing: the probe asks again.
+// Finds out whether the process of a lost peer has ended. If so, its host's kernel refuses connections to the port on
+// which the process has listened since before init(), and which a live process keeps open as long as peers may wrongly
+// take it for dead (peer.h). A connection that is accepted proves that the process lives. Any other outcome proves
+// nothing, and the probe tries again.
 //
 // Ownership: owns its socket. Thread-safety: under the endpoint's progress lock. Failure: never throws.
 #pragma once
@@ -13,15 +14,15 @@
 
 namespace syncengine::tcp {
 
-inline constexpr uint64_t kAlarm = ~uint64_t{0};  // the epoll event of what only wakes the loop
+inline constexpr uint64_t kAlarm = ~uint64_t{0};  // an epoll event that only wakes the loop
 
 class Probe {
  public:
   Probe(const Ip& from, const Ip& to, uint16_t port) : from_(from), to_(to), port_(port) {}
 
-  // To be called in each pass: whether the port has refused by now. `epoll` is woken once there is an answer.
+  // Whether the port has refused a connection by now. Called in each pass. An answer wakes `epoll`.
   bool is_refused(int epoll);
-  void end() { fd_.reset(); }  // what is under way
+  void end() { fd_.reset(); }  // drops the try that is under way
 
  private:
   const Ip from_, to_;

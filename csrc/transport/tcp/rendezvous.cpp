@@ -41,7 +41,8 @@ Rendezvous::Rendezvous(const Options& options, int rank, const Address& own, std
 std::map<int, Sockets> Rendezvous::run(Deadline deadline, const std::function<void()>& interrupted) {
   sync_point("tcp_rendezvous");
   while (missing_ > 0) {
-    std::vector<pollfd> waits{{has_room() ? listener_ : -1, POLLIN, 0}};  // else it would be readable again and again
+    std::vector<pollfd> waits{{has_room() ? listener_ : -1, POLLIN, 0}};  // if there is no room, polling the listener
+                                                                          // would return at once, again and again
     for (const Call& call : calls_) {
       if (call.fd) waits.push_back({call.fd.get(), static_cast<short>(call.connecting ? POLLOUT : POLLIN), 0});
     }
@@ -90,7 +91,9 @@ void Rendezvous::accept_callers() {
     if (is_short && oldest == unauthenticated_.end())
       throw_descriptor_error(options_.names(rank_) + " can't accept the connections of " + missing_names(), errno);
     if (!fd && !is_short) return;
-    if (full || is_short) unauthenticated_.erase(oldest);  // whoever has been silent longest; a rank would call again
+    if (full || is_short)
+      unauthenticated_.erase(oldest);  // the caller that has been silent longest; a rank calls
+                                       // again
     if (is_short) continue;
     unauthenticated_.emplace_back();
     Call& call = unauthenticated_.back();
@@ -161,14 +164,16 @@ void Rendezvous::greet(Call& call) {
   call.connecting = false;
   call.client = std::make_unique<ClientHandshake>(hello, keys_.at(call.peer));
   const std::string& words = call.client->first_words();
-  (void)!send(call.fd.get(), words.data(), words.size(), MSG_NOSIGNAL);  // fits into an empty queue; else it breaks off
+  (void)!send(call.fd.get(), words.data(), words.size(), MSG_NOSIGNAL);  // always fits into an empty queue; an error
+                                                                         // shows at the next read
 }
 
-// True once the handshake is over; else `code` says why not: EAGAIN for now, 0 if the other side closed.
+// Returns true when the handshake is over. Otherwise `code` says why not: EAGAIN means not yet, 0 that the other side
+// has closed.
 bool Rendezvous::talk(Call& call, int& code) {
   Handshake& handshake = call.handshake();
   while (handshake.wanted() > 0) {
-    // Never more than the handshake: what follows is for the connection's next owner.
+    // Never reads beyond the handshake: what follows is for the connection's next owner.
     char buffer[256];
     ssize_t got = recv(call.fd.get(), buffer, handshake.wanted() - call.read.size(), 0);
     if (got <= 0) {
@@ -196,7 +201,7 @@ bool Rendezvous::settle(Call& call) {
     case HandshakeResult::Fine: {
       ParentFd& place = sockets_.at(peer)[handshake.hello().connection];
       if (!place) --missing_;
-      place = std::move(call.fd);  // called again: the first attempt broke off unseen
+      place = std::move(call.fd);  // a second call: the first broke off without this side's noticing
       return true;
     }
     case HandshakeResult::Secret:
@@ -208,7 +213,7 @@ bool Rendezvous::settle(Call& call) {
       break;
     case HandshakeResult::Stranger: break;
   }
-  if (call.server) return true;  // nobody of ours
+  if (call.server) return true;  // the caller is no rank of this job
   const bool is_changed = handshake.result() == HandshakeResult::Secret;
   reasons_[peer] =
       text(peers_.at(peer).ip, peers_.at(peer).port) +
@@ -218,8 +223,9 @@ bool Rendezvous::settle(Call& call) {
   return false;
 }
 
-// A rank's name with a valid ticket and nothing behind it: that rank has another secret, and its own init() says so; or
-// somebody has read the addresses in the launcher's exchange. He must not end the job, so the rank may still come.
+// Notes a caller with a rank's name and a valid ticket, but no proof. Either the rank has another secret, which its own
+// init() says; or a stranger has read the addresses in the launcher's exchange. A stranger must not end the job, so
+// this rank keeps waiting for the real one.
 void Rendezvous::doubt(int peer) {
   const bool has_secret = !options_.secret.empty();
   const std::string text = "somebody called as " + options_.names(peer) +

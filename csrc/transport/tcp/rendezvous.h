@@ -1,5 +1,5 @@
-// Opens the connections between a rank and its peers: of each pair the higher rank calls the lower. Whoever else calls
-// is dropped and disturbs nobody.
+// Opens the connections between a rank and its peers: of each pair the higher rank calls the lower. Any other caller is
+// dropped and disturbs nobody.
 //
 // Ownership: the listener is the caller's. Thread-safety: one thread. Failure: throws, naming the ranks.
 #pragma once
@@ -49,8 +49,8 @@ struct Hello {
   std::string nonce;  // 32 bytes
 };
 
-// What both sides have in common. Messages have fixed sizes: read wanted() bytes, give them to receive(), send what it
-// returns, until wanted() is 0.
+// The part of a handshake that both sides have in common. Messages have fixed sizes: read wanted() bytes, give them to
+// receive(), send what it returns, until wanted() is 0.
 class Handshake {
  public:
   size_t wanted() const { return wanted_; }
@@ -66,7 +66,7 @@ class Handshake {
 
   Hello hello_;
   PairKeys keys_;
-  std::string said_;  // hello, then challenge: what proofs are about
+  std::string said_;  // hello, then challenge: the bytes that the proofs cover
   size_t wanted_ = 0;
   HandshakeResult result_ = HandshakeResult::Stranger;
 };
@@ -84,13 +84,13 @@ class ClientHandshake : public Handshake {
 
 class ServerHandshake : public Handshake {
  public:
-  // `admit` looks up the keys for a hello, or finds that nobody of that name is expected here.
+  // Looks up the keys for a hello; returns nothing if no rank of that name is expected here.
   using Admit = std::function<std::optional<PairKeys>(const Hello&)>;
   ServerHandshake(std::string nonce, Admit admit);
 
   std::string receive(std::string_view message);
 
-  // The client has the addresses of this job: what the result says of it can be believed.
+  // Whether the client knows the addresses of this job. Only then does the result say anything about a rank.
   bool has_ticket() const { return has_ticket_; }
 
  private:
@@ -106,22 +106,22 @@ using Sockets = std::vector<ParentFd>;
 
 class Rendezvous {
  public:
-  // `peers` by rank; the own rank is not among them.
+  // `peers` are by rank, without this rank.
   Rendezvous(const Options& options, int rank, const Address& own, std::map<int, Address> peers, int listener);
 
   std::map<int, Sockets> run(Deadline deadline, const std::function<void()>& interrupted);
 
  private:
-  // One side of a connection that is being opened.
+  // One side of a connection that is being opened: `client` or `server` is set.
   struct Call {
     int peer = -1;
     int connection = 0;
     ParentFd fd;
-    std::unique_ptr<ClientHandshake> client;  // or
+    std::unique_ptr<ClientHandshake> client;  // in calls to lower ranks
     std::unique_ptr<ServerHandshake> server;
     bool connecting = false;
     std::string read;
-    Clock::time_point limit = Clock::time_point::max();  // when it is dropped
+    Clock::time_point limit = Clock::time_point::max();  // when the call is dropped
     Clock::time_point again{};                           // when a call that broke off is tried anew
     Handshake& handshake() { return client ? static_cast<Handshake&>(*client) : *server; }
   };
@@ -148,10 +148,10 @@ class Rendezvous {
   std::map<int, Sockets> sockets_;
   size_t missing_ = 0;                  // connections
   std::list<Call> calls_;               // to lower ranks
-  std::list<Call> unauthenticated_;     // from whoever calls
-  std::set<std::string> nonces_;        // of hellos with a ticket: none is good twice
+  std::list<Call> unauthenticated_;     // calls from anybody
+  std::set<std::string> nonces_;        // of hellos with a ticket, so that none is accepted twice
   std::map<int, std::string> reasons_;  // why the last call to or from a peer failed
-  std::set<int> doubted_;               // ranks in whose names somebody has called who could not prove it
+  std::set<int> doubted_;               // ranks whose name a caller has used without proof
 };
 
 }  // namespace syncengine::tcp

@@ -21,8 +21,8 @@ namespace {
 
 constexpr size_t kBlockBytes = 64;
 
-// The first 32 bits of the fractional parts of the cube roots of the first 64 primes, and of the square roots of the
-// first 8.
+// SHA-256's constants: the first 32 bits of the fractional parts of the cube roots of the first 64 primes, and of the
+// square roots of the first 8.
 constexpr std::array<uint32_t, 64> kRound = {
     0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5,
     0xd807aa98, 0x12835b01, 0x243185be, 0x550c7dc3, 0x72be5d74, 0x80deb1fe, 0x9bdc06a7, 0xc19bf174,
@@ -70,7 +70,7 @@ std::string sha256(std::string_view message) {
   size_t whole = message.size() / kBlockBytes * kBlockBytes;
   for (size_t i = 0; i < whole; i += kBlockBytes) compress(state, message.data() + i);
 
-  // A one bit, zeros, and the length in bits fill up the last block.
+  // The last block is filled up with a one bit, zeros, and the length in bits.
   std::string rest(message.substr(whole));
   rest += '\x80';
   while (rest.size() % kBlockBytes != kBlockBytes - 8) rest += '\0';

@@ -28,7 +28,7 @@ ParentFd open_socket(const Ip& ip) {
 }
 
 void set(int socket, int level, int option, int value) {
-  setsockopt(socket, level, option, &value, sizeof(value));  // best effort: none changes what is right
+  setsockopt(socket, level, option, &value, sizeof(value));  // best effort: no option changes what is correct
 }
 
 }  // namespace
@@ -63,8 +63,8 @@ ParentFd accept_on(int listener) {
 ParentFd begin_connect(const Ip& from, const Ip& to, uint16_t port) {
   ParentFd fd = open_socket(to);
   SocketAddress own = socket_address(from, 0), address = socket_address(to, port);
-  // From the interface that was chosen, if the two addresses go together at all; many connections may share a port
-  // then.
+  // Binds to the interface that was chosen, if the two addresses go together at all. Many connections may then share a
+  // port.
   if (from.v6 == to.v6 && from.is_loopback() == to.is_loopback()) {
     set(fd.get(), IPPROTO_IP, IP_BIND_ADDRESS_NO_PORT, 1);
     if (bind(fd.get(), own.get(), own.length) != 0) throw_system_error("can't connect from " + from.text(), errno);
@@ -115,7 +115,7 @@ Registry& registry() {
 void before_fork() { registry().mutex.lock(); }
 void in_parent() { registry().mutex.unlock(); }
 
-// Only async-signal-safe calls here: other threads' locks are lost in the child.
+// Makes async-signal-safe calls only: other threads' locks are lost in the child.
 void in_child() {
   int nothing = open("/dev/null", O_RDWR | O_CLOEXEC);
   for (int descriptor : registry().descriptors) {
@@ -136,7 +136,8 @@ ParentFd::ParentFd(const std::function<int()>& open) {
 
 void ParentFd::reset() {
   if (!fd_) return;
-  std::lock_guard lock(registry().mutex);  // until it is closed: the number is another's from then on
+  std::lock_guard lock(registry().mutex);  // held until the descriptor is closed: afterwards its number may be
+                                           // another's
   registry().descriptors.erase(fd_.get());
   fd_.reset();
 }

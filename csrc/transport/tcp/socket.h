@@ -1,4 +1,4 @@
-// The few things done with TCP sockets. All are non-blocking and closed on exec.
+// The few operations on TCP sockets that are needed. All sockets are non-blocking and closed on exec.
 #pragma once
 
 #include <cstddef>
@@ -11,11 +11,12 @@
 
 namespace syncengine::tcp {
 
-// A descriptor that forked children (DataLoader workers) do not keep: one that outlived its parent would hold the
-// parent's connections open, and its port, and the peers would take it for alive. No fork by another thread comes
+// A descriptor that forked children (DataLoader workers) do not keep. A child that outlived its parent would hold the
+// parent's connections and port open, and the peers would take the parent for alive. No fork by another thread comes
 // between `open` and the note of what it has opened.
 //
-// Thread-safety: any thread. In the child the number stays taken, by /dev/null, so that nobody closes somebody else's.
+// Thread-safety: any thread. In the child the number stays taken, by /dev/null, so that nobody closes a stranger's
+// descriptor.
 
 class ParentFd {
  public:
@@ -36,21 +37,22 @@ class ParentFd {
   UniqueFd fd_;
 };
 
-// On this address only. Throws InvalidUsage.
+// Listens on this address only. Throws InvalidUsage.
 ParentFd listen_on(const Ip& ip);
 uint16_t port_of(const ParentFd& listener);
 ParentFd accept_on(int listener);
 
-// A connection that has begun; it is writable once it has succeeded or failed.
+// Begins to connect; the socket becomes writable once that has succeeded or failed.
 ParentFd begin_connect(const Ip& from, const Ip& to, uint16_t port);
-bool is_decided(const ParentFd& socket);    // whether it has
+bool is_decided(const ParentFd& socket);    // whether it has succeeded or failed
 int connect_error(const ParentFd& socket);  // 0 if it has succeeded
 
-// Whether ICMP was the answer, which anything on the way may send: once note_icmp() has told the kernel to say so.
+// Whether the connection was refused by ICMP, which any machine on the way may send. Known only if note_icmp() has told
+// the kernel to report it.
 void note_icmp(const ParentFd& socket);
 bool has_icmp(const ParentFd& socket);
 
-void send_at_once(const ParentFd& socket);     // nothing is held back to fill a packet
-void keep_short_queue(int socket, int bytes);  // writable only while less than that is unsent
+void send_at_once(const ParentFd& socket);     // the kernel holds nothing back to fill a packet
+void keep_short_queue(int socket, int bytes);  // `socket` is writable only while less than `bytes` are unsent
 
 }  // namespace syncengine::tcp

@@ -1,9 +1,5 @@
-// Data between hosts over TCP: from settings to a connected Interhost.
-//
-// What is protected, and what is not, is said in SECURITY.md: ranks are authenticated when they connect; what they send
+// SECURITY.md says what is protected and what is not: ranks are authenticated when they connect; what they send
 // afterwards is neither encrypted nor signed.
-//
-// Thread-safety: one thread. Failure: throws InvalidUsage, Mismatch, PeerLost or Timeout, naming the ranks.
 #pragma once
 
 #include <functional>
@@ -26,8 +22,8 @@ struct Options {
   bool checksum = false;     // CRC-32C of all data, beside TCP's own weak sum; the same on all ranks
   double heartbeat = 0.25;   // seconds
   double silence = 30.0;     // seconds without a sign of life after which a peer is lost
-  double handshake = 5.0;    // seconds that a caller has to prove who it is
-  int unauthenticated = 64;  // connections that have not proved it yet, at most, beside those that are expected
+  double handshake = 5.0;    // seconds that a caller has to prove its identity
+  int unauthenticated = 64;  // limit of connections without that proof, beside those that are expected
   std::string secret;        // see load_secret()
   RankNames names;           // of the ranks of the job
 };
@@ -51,9 +47,9 @@ class Listener {
   ParentFd fd_;
 };
 
-// Connects with every rank that has an address (none: it is no peer; the own does not matter). The port stays open as
-// long as the Interhost lives (probe.h), but nobody who calls later is heard. `interrupted` is called now and then and
-// may throw. Then run() must follow soon: nothing moves before.
+// Connects with every rank of `addresses`; an empty address is no peer's, and this rank's own is ignored. The port
+// stays open as long as the Interhost lives (probe.h), but later callers are dropped. `interrupted` is called now and
+// then and may throw. run() must follow soon, as nothing moves before.
 std::unique_ptr<Interhost> connect(Listener listener, int rank, const std::vector<std::string>& addresses,
                                    Deadline deadline, const std::function<void()>& interrupted = {});
 
