@@ -22,7 +22,7 @@ def instruction_set() -> str:
     """The instruction set of the reduction kernels: "scalar", "avx2" or "avx512" (SYNCENGINE_ISA chooses)."""
 
 def machine() -> dict[str, Any]:
-    """What this process may use, as the engine sees it.
+    """The resources that this process may use, as the engine sees them.
 
     `available_cores` (affinity and the cgroups' quotas); `available_memory` (without the OOM killer: the machine's and
     the cgroups' limits) and `total_memory`, in bytes; `open_descriptors` and `most_descriptors` (`ulimit -n`);
@@ -32,39 +32,42 @@ def machine() -> dict[str, Any]:
 def start_trace(path: str, events: int, about: str, steps: int) -> None:
     """Records what happens on this rank into a ring of that many `events`, a file that outlives this process.
 
-    `about`: its first text. After so many `steps` it stops by itself; 0: it does not. Raises `InvalidUsage` if this
-    process is traced already, or if the file can't be made.
+    `about` is the ring's first text. After so many `steps` the trace stops by itself; with 0 it does not. Raises
+    `InvalidUsage` if this process is traced already, or if the file can't be made.
     """
 
 def stop_trace() -> None:
-    """Says in the file that this rank has ended its part. Does nothing without a trace."""
+    """Writes into the file that this rank has ended its part. Does nothing without a trace."""
 
 def trace_path() -> str:
-    """The file, also after its `steps`; empty without a trace."""
+    """The path of the trace's file, also after its `steps`; empty without a trace."""
 
 def trace_now() -> int:
     """The time as traces have it: nanoseconds of a clock that all processes of a machine share."""
 
 def begin_optimizer(*args: Any) -> None:
-    """A step of an optimizer begins; whatever the arguments."""
+    """Notes that a step of an optimizer begins. The arguments do not matter, since torch's hooks differ in theirs."""
 
 def end_optimizer(*args: Any) -> None:
-    """It has ended."""
+    """Notes that the step of an optimizer has ended."""
 
 def network_interfaces() -> list[tuple[str, str]]:
     """Name and address of each network interface that is up, as the kernel lists them."""
 
 def host_key(host_id: str) -> str:
-    """Equal on ranks that share a host, and so memory. `host_id`: SYNCENGINE_HOST_ID, or ""."""
+    """A key that is equal on ranks that share a host, and so memory. `host_id`: SYNCENGINE_HOST_ID, or ""."""
 
 def death_notices() -> list[str]:
-    """How ranks of this machine notice each other's deaths, the quickest way first. A sandbox may refuse any."""
+    """The ways in which ranks of this machine notice each other's deaths, the quickest first.
+
+    A sandbox may refuse any.
+    """
 
 def probe_shared_memory(bytes: int) -> None:
-    """Makes and maps shared memory as ranks do, and lets go of it. Raises what they would."""
+    """Makes and maps shared memory as ranks do, and frees it. Raises the error that ranks would raise."""
 
 class JobOptions:
-    """How a communicator works: the settings of `syncengine.config` that are no matter of how ranks meet."""
+    """The settings of a communicator: those of `syncengine.config`, but for the ones about how ranks meet."""
 
     def __init__(self) -> None: ...
     numerics: str
@@ -77,7 +80,7 @@ class JobOptions:
     host_id: str  # makes several hosts of one; "" for one
 
 class NetworkOptions:
-    """Where to listen for ranks of other hosts, and how to talk to them."""
+    """The settings of TCP: where to listen for ranks of other hosts, and how to talk to them."""
 
     def __init__(self) -> None: ...
     interface: str  # name, prefix or address; "" is loopback
@@ -94,7 +97,7 @@ def backend_communicators() -> list[Communicator]:
     """The communicators below all backends of this process that have not been shut down."""
 
 def end_backends() -> None:
-    """Closes these, and completes their remaining futures. Called before the interpreter ends."""
+    """Closes the communicators of all backends, and completes their futures. It runs before the interpreter ends."""
 
 class Work:
     """The future of one asynchronous collective. Dropping it does not cancel the collective."""
@@ -106,21 +109,21 @@ class Work:
         """
 
     def is_completed(self) -> bool:
-        """Whether it has ended, well or not.
+        """Whether the collective has ended, well or not.
 
-        If a tensor is copied to be reduced (because it has gaps, say), it has the result once somebody has waited, or
-        has been told here that the collective has ended.
+        A tensor that is copied to be reduced (because it has gaps, say) has the result once somebody has waited, or
+        this method has said that the collective has ended.
         """
 
     def exception(self) -> Exception | None:
-        """The error it ended with; None if it ended well or has not ended."""
+        """The error with which the collective ended; None if it ended well or has not ended."""
 
 class Communicator:
     """A group of ranks that run collectives together.
 
-    Made by `syncengine.init` and `split`. May be used from any thread; all ranks must make the same calls in the same
-    order. After an error in a collective (except InvalidUsage, which is raised before it begins) it stays
-    failed: each later call raises the first error.
+    `syncengine.init` and `split` make communicators. They may be used from any thread; all ranks must make the same
+    calls in the same order. A communicator stays failed after an error in a collective (except InvalidUsage, which is
+    raised before the collective begins): each later call raises the first error.
     """
 
     @property
@@ -133,7 +136,7 @@ class Communicator:
 
     @property
     def global_ranks(self) -> list[int]:
-        """Of each member, its rank in the whole job."""
+        """The rank of each member in the whole job."""
 
     @property
     def numerics(self) -> str:
@@ -145,7 +148,7 @@ class Communicator:
 
     @property
     def links(self) -> str:
-        """Between hosts: which algorithm collectives use. Empty on one host."""
+        """A text that says which algorithm collectives use between hosts. Empty on one host."""
 
     @overload
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum", async_op: Literal[False] = False) -> None: ...
@@ -164,7 +167,7 @@ class Communicator:
     def broadcast(self, tensor: torch.Tensor, src: int, async_op: Literal[True], layout: str = "") -> Work: ...
     @overload
     def broadcast(self, tensor: torch.Tensor, src: int, async_op: bool = False, layout: str = "") -> Work | None:
-        """Overwrites `tensor` on every rank with that of rank `src` of the group.
+        """Overwrites `tensor` on every rank with the tensor of rank `src` of the group.
 
         `layout`, if any, describes the bytes: it must be the same on all ranks, and names this call in errors.
         """
@@ -197,7 +200,7 @@ class Communicator:
     def barrier(self, async_op: Literal[True], device: torch.device | None = None) -> Work: ...
     @overload
     def barrier(self, async_op: bool = False, device: torch.device | None = None) -> Work | None:
-        """Returns when every rank has called it; with a CUDA `device`, its current stream waits instead."""
+        """Blocks until every rank has called it; with a CUDA `device`, its current stream waits instead."""
 
     def split(self, ranks: Sequence[int]) -> Communicator | None:
         """A communicator of `ranks` of this one, this rank among them; None for an empty list.
@@ -206,13 +209,14 @@ class Communicator:
         """
 
     def shrink(self, patience: float = 30.0) -> Communicator:
-        """After a failure: a communicator of the members that are left, in their order; this one has failed for good.
+        """Makes a communicator of the members that are left after a failure, in their order.
 
-        Each member that is left must call it, whether it has noticed the failure or not; pending calls of others end
-        with ``Aborted``. Nothing is connected anew, and no launcher's store is needed. Members that have not called it
-        after ``patience`` seconds, because they are stopped, are left out: they raise ``Aborted`` when they do.
+        The communicator itself has failed for good. Each member that is left must call this, whether it has noticed the
+        failure or not; pending calls of others end with ``Aborted``. Nothing is connected anew, and no launcher's store
+        is needed. Members that have not called it after ``patience`` seconds, because they are stopped, are left out:
+        they raise ``Aborted`` when they do.
 
-        Over several hosts: raises ``PeerLost`` on members that are too few to go on without those that can't be
+        Over several hosts it raises ``PeerLost`` on members that are too few to go on without those that can't be
         reached, and ``InvalidUsage`` where tcp does not connect the hosts. Raises ``InvalidUsage`` on a communicator
         that was closed or has been shrunk before.
         """
@@ -220,7 +224,7 @@ class Communicator:
     def empty(self, sizes: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
         """An uninitialized tensor in memory that the local peers read and write: collectives on it copy nothing.
 
-        On a CUDA `device` a collective call: all ranks make the same tensors in the same order.
+        With a CUDA `device`, all ranks make the same tensors in the same order.
         """
 
     def abort(self, text: str, error: str = "Aborted") -> None:
@@ -234,42 +238,43 @@ class Communicator:
 
     @property
     def hosts(self) -> list[int]:
-        """Of each member, its host, numbered from 0."""
+        """The host of each member, numbered from 0."""
 
     def dead(self) -> list[int]:
-        """Of the members on this host, counted among themselves, those whose processes have died."""
+        """The members on this host whose processes have died, counted among the members on this host."""
 
     def ended(self) -> list[int]:
-        """The other members, by their ranks in the job, whose processes are known to have ended."""
+        """Ranks in the job of the members whose processes are known to have ended."""
 
     def close_devices(self) -> None:
-        """Releases its CUDA devices, which would keep it alive: once it has failed."""
+        """Releases the CUDA devices of a failed communicator, which would keep the communicator alive."""
 
     def exception(self) -> BaseException | None:
-        """The error with which it has failed, which each later call raises, or None."""
+        """The error with which the communicator has failed, and which each later call raises; None if it has not."""
 
     def close(self) -> None:
-        """Disconnects in good order; a peer that still waits for this rank gets PeerLost. Later calls raise
+        """Disconnects in good order. A peer that still waits for this rank gets PeerLost; later calls here raise
         InvalidUsage."""
 
     def counters(self) -> dict[str, int]:
-        """What this rank has done so far.
+        """Counts of this rank's operations, bytes and messages so far.
 
         `operations`; with several ranks also `staged_bytes`, `direct_bytes` and `one_shot_bytes` (of inputs, by path),
         `messages` that have succeeded, `interhost_bytes` (sent to other hosts, without the transport's own) and
-        `sleeps` (of all communicators of this process). What concerns CUDA tensors begins with `cuda_`.
+        `sleeps` (of all communicators of this process). Counts of CUDA tensors begin with `cuda_`.
         """
 
 class LocalBootstrap:
-    """How the ranks of a job find each other: exchange addresses, then, if there are several hosts, what listen()
-    returns, then connect.
+    """The way in which the ranks of a job find each other.
+
+    They exchange addresses; then, if there are several hosts, the bytes that listen() returns; then they connect.
     """
 
     def __init__(self, rank: int, size: int, options: JobOptions, global_ranks: Sequence[int] | None = None) -> None:
-        """`global_ranks` is what messages call the ranks; None: their ranks here."""
+        """Messages call the ranks by `global_ranks`; None: by their numbers here."""
 
     def address(self) -> bytes:
-        """Opaque bytes, less than 4 KiB, that every other rank needs."""
+        """The address of this rank, for every other rank: opaque, less than 4 KiB."""
 
     def hosts(self, addresses: Sequence[bytes]) -> list[int]:
         """The host of each rank, numbered from 0 in the order of ranks. `addresses` by rank."""
@@ -278,7 +283,7 @@ class LocalBootstrap:
         """Whether the hosts are parts of one machine, whose loopback interface reaches them all."""
 
     def listen(self, options: NetworkOptions) -> bytes:
-        """Listens for ranks of other hosts. Opaque bytes, at most 256, that every other rank needs."""
+        """Listens for ranks of other hosts. Returns an address for every other rank: opaque, at most 256 bytes."""
 
     def connect(
         self,
@@ -288,25 +293,26 @@ class LocalBootstrap:
         transport: PacketTransport | None = None,
         lost: Callable[[], str] | None = None,
     ) -> Communicator:
-        """The communicator of all ranks. `addresses` by rank, this rank's included; `timeout` in seconds. Called once.
+        """Connects all ranks; called once. `addresses` are by rank, this rank's included; `timeout` is in seconds.
 
-        With several hosts it needs either `network_addresses`, what listen() returned, by rank, or a `transport`.
-        `lost` is asked now and then, and says why some of them will not come: PeerLost then.
+        With several hosts it needs either `network_addresses`, which listen() has returned, by rank, or a `transport`.
+        `lost` is asked now and then; a text that it returns says why some ranks will not come, and ends the wait by
+        PeerLost.
         """
 
 class PacketTransport:
-    """What moves packets between hosts, for one LocalBootstrap.connect()."""
+    """A transport that moves packets between hosts, for one LocalBootstrap.connect()."""
 
 def python_packet_transport(transport: object, by: str, checksum: bool) -> PacketTransport:
-    """Made of an object with two methods, called on one of the engine's threads; if they raise, all peers are lost.
+    """Makes a packet transport of an object with two methods, which one of the engine's threads calls.
 
     `step(posts: list[tuple[int, int, bool, memoryview]]) -> list[tuple[int, str]]` posts packets, each with its number,
-    the peer's rank in the job, whether it is sent (else received), and its memory; and returns which of all posted
-    packets have completed, with an error or "". It never blocks. Packets between two ranks stay in order; a send and
-    its receive have the same size. `close(in_order: bool)` is the last call; if not `in_order`, packets are still in
-    flight.
+    the peer's rank in the job, whether it is sent (else received), and its memory; and returns the numbers of all
+    posted packets that have completed, with an error or "". It never blocks. Packets between two ranks stay in order; a
+    send and its receive have the same size. `close(in_order: bool)` is the last call; if not `in_order`, packets are
+    still in flight. If either method raises, all peers are lost.
 
-    `by` names the transport in errors. `checksum`: of all data.
+    `by` names the transport in errors. `checksum` adds checksums to all data.
     """
 
 def torch_packet_transport(
@@ -318,26 +324,26 @@ def torch_packet_transport(
     checksum: bool,
     silence: float,
 ) -> PacketTransport:
-    """Made of a process group whose send and recv take CPU tensors.
+    """Makes a packet transport of a process group whose send and recv take CPU tensors.
 
-    `ranks`: in the group, of each rank of the job. `tag` must not be used by others there. `closed` is called once the
-    transport is not needed any more. `silence`: seconds without a heartbeat after which a rank is lost; 0: never. Else
-    as python_packet_transport.
+    `ranks` has the number in the group of each rank of the job. Nobody else may use `tag` there. `closed` is called
+    once the transport is not needed any more. `silence`: seconds without a heartbeat after which a rank is lost; 0:
+    never. `by` and `checksum` are as in python_packet_transport.
     """
 
 def end_packet_transports() -> None:
-    """Disconnects from all ranks that packet transports reach, within a second. Called before the interpreter ends."""
+    """Disconnects from all ranks that packet transports reach, within a second. It runs before the interpreter ends."""
 
 class Backend(_Backend):
     """The torch.distributed backend "syncengine": a communicator with c10d's interface. Made by init_process_group.
 
-    What c10d offers of a backend is inherited: monitored_barrier(), abort(), shutdown(), set_timeout(), ...
+    c10d's own methods are inherited: monitored_barrier(), abort(), shutdown(), set_timeout(), ...
     """
 
     def __init__(self, communicator: Communicator) -> None: ...
     @property
     def communicator(self) -> Communicator:
-        """The engine's communicator that it uses."""
+        """The engine's communicator below this backend."""
 
     def split(self, ranks: Sequence[int]) -> Backend | None:
         """The backend of `ranks` of this group, in ascending order; None on a rank that is not among them.
@@ -350,10 +356,10 @@ class Backend(_Backend):
 
     @property
     def options(self) -> _Backend.Options:
-        """What torch keeps of its settings."""
+        """The settings that torch keeps of this backend."""
 
 class ReducerOptions:
-    """What a Reducer is asked for: the options of DDP, then our own."""
+    """The options of a Reducer: DDP's options first, then our own."""
 
     def __init__(self) -> None: ...
     find_unused_parameters: bool
@@ -367,145 +373,155 @@ class ReducerOptions:
     flat_buckets: bool  # on the CPU, too, as on CUDA: for tests, in a build with test hooks
 
 class StepTimes:
-    """How long the steps of one model take. It may outlive the model."""
+    """The times of one model's steps. They may outlive the model."""
 
     def __init__(self) -> None: ...
     def summary(self) -> tuple[int, int, NDArray[Any], list[list[int]]]:
-        """How many synchronized backwards have ended well, and the bytes that they have reduced.
+        """A tuple of two counts, a table of times, and stamps (csrc/reducer/backward/step_times.h).
 
-        A row for each of the last 1024, in no order, of when things were, by `trace_now()`, 0 for what was not: the
-        last one ended; its forward, its backward, its first bucket, its wait for averages began; it ended. And the
-        stamps of all ranks in the last 100 that can be compared (csrc/reducer/backward/step_times.h).
+        The counts are of synchronized backwards that have ended well, and of bytes that they have reduced. The table
+        has a row for each of the last 1024 of these, in no order, of times by `trace_now()`: when the step before
+        ended; when the forward, the backward, the first bucket and the wait for averages began; when the step ended. A
+        time is 0 if there was no such moment. The stamps are those of all ranks in the last 100 steps that can be
+        compared.
         """
 
 class CommonMemory:
-    """Memory that the ranks of a host have in common, and what they say about updates of it.
+    """Memory that the ranks of a host have in common, and their words about updates of it.
 
-    A forked child maps it copy-on-write: it reads what is there, and what it writes is its own. Updates are numbered
-    from 1.
+    A forked child maps the memory copy-on-write: it reads the ranks' bytes, and its own writes stay its own. Updates
+    are numbered from 1.
     """
 
     @property
     def bytes(self) -> int:
-        """How many there are for tensors."""
+        """How many bytes there are for tensors."""
 
     @property
     def is_shared(self) -> bool:
-        """Whether it has not been detached."""
+        """Whether the memory is still shared: it has not been detached."""
 
     def tensor(self, offset: int, sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """The tensor at `offset` (bytes), with a storage of its own. InvalidUsage if it is not inside."""
+        """The tensor at `offset` (bytes), with a storage of its own. Raises InvalidUsage if it is not inside."""
 
     def decide(self, number: int, proceeds: bool) -> bool:
         """Whether update `number` takes place: `proceeds`, if no rank was first to say otherwise."""
 
     def complete(self, rank: int, number: int) -> None:
-        """Rank `rank` of this host has made its part of update `number`."""
+        """Says that rank `rank` of this host has made its part of update `number`."""
 
     def completed(self, ranks: int) -> list[int]:
-        """Of each of the host's `ranks`, the last update it has completed."""
+        """The last update that each of the host's `ranks` has completed."""
 
     def tear(self, number: int) -> None:
-        """Update `number` will never be complete."""
+        """Says that update `number` will never be complete."""
 
     @property
     def torn(self) -> int:
         """The update that will never be complete; 0: none."""
 
     def detach(self) -> bool:
-        """From now on a private copy, at the same addresses. Nobody may write meanwhile. False if memory is short."""
+        """Makes the memory a private copy, at the same addresses.
+
+        Nobody may write meanwhile. False if memory is short.
+        """
 
 class MemoryExchange:
-    """How the ranks of a host come to have memory in common: one makes it, all exchange addresses, then call exchange.
+    """The way in which the ranks of a host come to have memory in common.
 
-    `bytes`: on the rank that makes it; 0 on the others. InvalidUsage, with the numbers, if memory is short.
+    One rank makes the memory, all exchange addresses, then all call exchange(). `bytes` is 0 on all ranks but the
+    maker. Raises InvalidUsage, with the numbers, if memory is short.
     """
 
     def __init__(self, bytes: int) -> None: ...
     def address(self) -> bytes:
-        """Less than 144 bytes, with a secret, for the others."""
+        """The address of this rank, with a secret, for the others: less than 144 bytes."""
 
     def exchange(
         self, rank: int, addresses: Sequence[bytes], maker: int, timeout: float, global_ranks: Sequence[int]
     ) -> CommonMemory:
-        """What rank `maker` has made. `addresses` by rank, empty for those of other hosts; `global_ranks` is what
-        messages call the ranks. Collective, once.
+        """The memory that rank `maker` has made. All ranks of the host call it, once.
+
+        `addresses` are by rank, empty for ranks of other hosts. Messages call the ranks by `global_ranks`.
         """
 
 def storage_references(tensor: torch.Tensor) -> int:
-    """How many tensors, views and others hold this tensor's memory."""
+    """How many tensors, views and other objects hold this tensor's memory."""
 
 def is_borrowed(tensor: torch.Tensor) -> bool:
     """Whether other code than torch has made this tensor's memory, and may hold it: numpy, DLPack, a buffer."""
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements lie without gaps and do not share memory."""
+    """Whether the tensor's elements lie without gaps and do not share memory."""
 
 def return_free_memory() -> None:
-    """Gives the machine what malloc keeps of what was freed, where the C library can do that."""
+    """Gives freed memory that malloc keeps back to the machine, where the C library can do that."""
 
 def say(lines: str) -> None:
     """Has `lines`, each with its newline, written to stderr by a thread that nobody waits for."""
 
 def await_said() -> None:
-    """Waits until what was said is written, a second at most."""
+    """Waits until the lines given to say() are written to stderr, a second at most."""
 
 def fault_point(name: str) -> None:
     """A point where tests of faults can interfere, in a build for them."""
 
 class WatchedWeights:
-    """What parameters were like when this rank last looked; all of them with one call."""
+    """The addresses and versions of parameters when this rank last looked, at all of them by one call."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Notes where they lie, for good, and their versions."""
+        """Notes the parameters' addresses, for good, and their versions."""
 
     def note(self) -> None:
-        """Their versions are as they should be."""
+        """Notes the parameters' versions: they are as they should be."""
 
     def note_update(self) -> None:
-        """All ranks have updated them: raises their versions, and notes these."""
+        """Raises the parameters' versions after an update by all ranks, and notes them."""
 
     def moved(self) -> int | None:
-        """The first that lies in other memory than at first, or has another shape or strides."""
+        """The first parameter that lies in other memory than at first, or has another shape or strides."""
 
     def written(self) -> int | None:
-        """The first that has another version than noted."""
+        """The first parameter that has another version than noted."""
 
     def gradients(self) -> bytes:
-        """Of each parameter: 0, it has no gradient; 1, a dense one; 2, another."""
+        """A byte for each parameter: 0 if it has no gradient, 1 if it has a dense one, 2 if another."""
 
 class WeightSlices:
     """Parts of parameters, as the tensors that an optimizer updates."""
 
     def __init__(self, slices: Sequence[tuple[torch.Tensor, torch.Tensor, int]]) -> None:
-        """Each: a parameter; a tensor, all its elements or a vector of those from `begin` on; and `begin`."""
+        """A slice is a parameter; a tensor of all its elements, or a vector of those from `begin` on; and `begin`."""
 
     def take_gradients(self) -> None:
-        """Each tensor's gradient becomes its part of the parameter's, copied where that is laid out otherwise."""
+        """Gives each tensor its part of the parameter's gradient, copied where that is laid out otherwise."""
 
     def drop_gradients(self) -> None:
-        """They belong to the parameters alone."""
+        """Takes the gradients from the tensors: they belong to the parameters alone."""
 
 def note_incoming(parameters: Sequence[torch.Tensor]) -> None:
-    """From now on notes which tensors autograd brings to these leaves, until somebody adds a hook to one by
-    `register_hook`. To be called between backwards; more than once does no harm."""
+    """Notes, from now on, which tensors autograd brings to these leaves.
+
+    It ends for a leaf to which somebody adds a hook by `register_hook`. Call it between backwards; a second call does
+    no harm.
+    """
 
 def owns_gradient(parameter: torch.Tensor) -> bool:
-    """Whether nobody else can read or write the memory of its dense `.grad`: in a post-accumulate hook, or later.
+    """Whether nobody else can read or write the memory of the dense `.grad`, in a post-accumulate hook or later.
 
     False where something holds that memory which `note_incoming` has not noted, or which may live on.
     """
 
 class NodeNumber:
-    """Which autograd nodes this thread has made by now."""
+    """A moment on this thread: tells autograd nodes that it has made before from those that it makes later."""
 
     def __init__(self) -> None: ...
 
 def cut_tree(leaves: int, ranks: int) -> tuple[list[int], list[int]]:
-    """The tree over micro-batches, cut into one node a rank: where each begins, and all end; and how they are added.
+    """Cuts the tree over micro-batches into one node a rank. Returns where each node begins (and all end), and merges.
 
-    On a stack: each is put on it, and then that many times the two at the top become their sum. Raises InvalidUsage for
-    fewer micro-batches than ranks.
+    The nodes are added on a stack: each node is put on it, and then as many times as its merges say, the two sums at
+    the top become their sum. Raises InvalidUsage for fewer micro-batches than ranks.
     """
 
 class TreeSums:
@@ -519,7 +535,7 @@ class TreeSums:
         """
 
     def deliver(self, divisor: float) -> None:
-        """There is one sum: puts it, divided by `divisor`, into `.grad`."""
+        """Puts the one sum that is left, divided by `divisor`, into `.grad`."""
 
 class Reducer:
     """Averages the gradients of one model while its backward still runs. Used by `Parallel`.
@@ -538,110 +554,119 @@ class Reducer:
         options: ReducerOptions,
     ) -> None: ...
     def begin_forward(self, synchronize: bool) -> bool:
-        """A forward with gradients enabled begins; `synchronize`: its backward will average.
+        """Begins a forward with gradients enabled. `synchronize`: its backward will average.
 
-        True if a plan must be installed before such a forward runs.
+        Returns True if a plan must be installed before such a forward runs.
         """
 
     def follow_parameters(self) -> bool:
-        """The module was called. True if another plan must be installed before its backward, since parameters were
-        frozen, unfrozen or changed within it."""
+        """Follows parameters that the module has frozen, unfrozen or changed within its forward.
+
+        Returns True if another plan must be installed before the backward.
+        """
 
     def prepare_for_backward(
         self, outputs: Sequence[torch.Tensor], began: NodeNumber | None = None
     ) -> list[torch.Tensor]:
-        """The forward has ended with these outputs; what has a graph from before it `began` is none of its own.
+        """Takes the outputs with which the forward has ended. Outputs with a graph older than `began` are not its own.
 
-        If one is unused, and unused parameters are looked for or the last backward has brought no gradient: returns the
-        leaves that the outputs depend on and that are not among the parameters.
+        If a parameter is unused, and unused parameters are looked for or the last backward has brought no gradient, it
+        returns the leaves on which the outputs depend and which are not among the parameters.
         """
 
     def prepare_for_local_backward(self, outputs: Sequence[torch.Tensor], began: NodeNumber) -> None:
-        """A forward whose backward will not average has ended with these outputs."""
+        """Takes the outputs of a forward whose backward will not average."""
 
     def knows_order(self) -> bool:
-        """Whether the plan was provisional, and there was a backward since: the same on all ranks."""
+        """Whether the plan is provisional, and there was a backward since: the same on all ranks."""
 
     def refuse_forward(self, text: str) -> None:
-        """The forward raised, as `text` says ("raised in forward: ..."), or its backward must not average.
+        """Refuses the forward: it raised, as `text` says ("raised in forward: ..."), or its backward must not average.
 
         The other ranks lose this step of the model, too: they raise `Aborted` with `text` where they wait for it.
         """
 
     def can_refuse(self) -> bool:
-        """Whether a forward can be refused without the end of the communicator."""
+        """Whether a forward can be refused without failing the communicator."""
 
     def vote_on_forward(self) -> None:
-        """Raises `Aborted` if a rank has refused this forward. Collective, behind a forward; blocks."""
+        """Raises `Aborted` if a rank has refused this forward. All ranks call it behind a forward; it blocks."""
 
     def is_undecided(self) -> bool:
-        """Whether it depends on the other ranks what becomes of .grad, since this rank has refused a forward."""
+        """Whether the other ranks still decide what becomes of .grad, since this rank has refused a forward."""
 
     def decide(self) -> None:
-        """Blocks until that is known. Then .grad is None, unless all ranks have raised in that forward."""
+        """Blocks until the ranks have decided. Then .grad is None, unless all ranks have raised in that forward."""
 
     def reserve_slots(self, copy_of: int | None = None) -> int:
-        """Agrees with the other ranks on a number for each bucket. Collective, once; before the first plan.
+        """Agrees with the other ranks on a slot for each bucket. All ranks call it once, before the first plan.
 
-        Returns the first number; `copy_of` is that of the model that this one is a copy of.
+        Returns the first slot's number. `copy_of`: the number of the model of which this one is a copy.
         """
 
     def wanted(self) -> list[int]:
         """Parameters that a plan is to cover: those that require a gradient, and, where unused ones are looked for,
-        those that have ever required one. The same on all ranks."""
+        those that have ever required one. All ranks have the same."""
 
     def install_plan(self, buckets: Sequence[Sequence[int]], provisional: bool) -> None:
         """Sets the buckets: indices of parameters, in the order in which they are expected to be ready.
 
-        `provisional`: to be replaced once the order of readiness is known.
+        A `provisional` plan is replaced once the order of readiness is known.
         """
 
     def ready_order(self) -> list[int]:
         """Parameters in the order in which their gradients became ready in the last synchronized backward."""
 
     def average_over(self, divisor: float, weight: float) -> None:
-        """Of the forward that has begun: its backward gives the sum over ranks of weight * gradient, over `divisor`.
+        """Sets the mean that the backward of the forward that has begun makes.
 
-        The sum of weight * gradient over all ranks, divided by `divisor`: the same on all ranks, by default their
-        number.
+        It is the sum of weight * gradient over all ranks, divided by `divisor`. The divisor is the same on all ranks,
+        by default their number.
         """
 
     def expect_shadows(self) -> None:
-        """In the backward of the forward that has begun some rank has no batch: no bucket is skipped."""
+        """Says that some rank has no batch in the backward of the forward that has begun, so no bucket is skipped."""
 
     def shadow_backward(self) -> None:
         """Takes part in a synchronized backward of the others without a gradient of its own."""
 
     def set_comm_hook(self, state: Any, hook: Any) -> None:
-        """All buckets go through `hook(state, bucket)` instead of the engine. At most one of these three, once."""
+        """Sends all buckets through `hook(state, bucket)` instead of the engine.
+
+        Only one of set_comm_hook, set_compression and set_all_reduce_hook may be called, once.
+        """
 
     def set_compression(self, dtype: torch.dtype, divides_first: bool = True) -> None:
         """Averages gradients in `dtype`, float16 or bfloat16; each is divided by the number of ranks, or their sum
         is."""
 
     def set_all_reduce_hook(self) -> None:
-        """As without a hook, but rounded as torch's all-reduce hook does, which divides."""
+        """Averages as without a hook, but rounds as torch's all-reduce hook, which divides first."""
 
     def set_static_graph(self) -> None:
-        """As the option; before the first backward."""
+        """Makes the graph static, as the option `static_graph` does. Call it before the first backward."""
 
     def complete_step(self, sums: TreeSums, total: int, number: int) -> None:
         """The next synchronized backward brings this rank's last micro-batch of step `number`, of `total` of them.
 
-        Its averages are of the tree over all: what `sums` has of this rank's other ones is added while it runs.
+        The averages are of the tree over all micro-batches: the `sums` of this rank's other ones are added while that
+        backward runs.
         """
 
     def end_step(self) -> bool:
-        """Whether a backward has completed the step. If none has, which parameters were used in it is forgotten."""
+        """Whether a backward has completed the step.
+
+        If none has, the reducer forgets which parameters the step used.
+        """
 
     def drop_step(self) -> None:
-        """Drops the step: a backward of its last forward, if there was one, does not come."""
+        """Drops the step. No backward of its last forward will come."""
 
     def backwards(self) -> int:
-        """How many have begun through outputs of this model, averaged or this rank's own."""
+        """How many backwards have begun through outputs of this model, averaged or this rank's own."""
 
     def install_futures(self, futures: Sequence[torch.futures.Future[Any]]) -> None:
-        """Waited for at the end of the next synchronized backward."""
+        """Gives futures for which the end of the next synchronized backward waits."""
 
     def has_averaged(self) -> bool:
         """Whether users' hooks on parameters run now, on averages."""
@@ -653,7 +678,7 @@ class Reducer:
         """Whether each synchronized backward so far has brought the same gradients on this rank."""
 
     def last_error(self) -> str:
-        """Of the last forward or backward that was given up; empty if there was none."""
+        """The error of the last forward or backward that was given up; empty if there was none."""
 
     def not_averaged(self) -> str:
         """Why `.grad` does not hold the averages of the last backward; empty if it does."""
@@ -662,10 +687,10 @@ class Reducer:
         """Stops listening to autograd."""
 
     def step_times(self) -> StepTimes:
-        """The times of all its steps."""
+        """The times of the model's steps."""
 
     def statistics(self) -> dict[str, Any]:
-        """What the last synchronized backward moved.
+        """Counts of the last synchronized backward.
 
         `backwards` (so far), `buckets`, `reduced_bytes`; `copied_bytes` and `staged_bytes`: dicts by reason; and
         `shortage`: why the memory for gradients could not grow, or "".

@@ -95,7 +95,7 @@ class TorchState:
     def check_host_updates(self) -> None:
         """Raises HostsUpdatedInterrupt, on all ranks, if a process waits to be let in.
 
-        The launcher looks for such processes twice a second; without one that lets others come, nothing happens. All
+        Rank 0 looks for such processes twice a second; under a launcher that lets nobody come, nothing happens. All
         ranks call it.
         """
         door = None if self._elastic is None else self._elastic._door
