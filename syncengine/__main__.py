@@ -1,4 +1,4 @@
-"""The command `syncengine`, which `python -m syncengine` is, too."""
+"""The command `syncengine`, also as `python -m syncengine`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from syncengine.tracing.perfetto import add_trace
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one of the commands; returns its exit code: 2 for one that can't run, with the error on stderr."""
+    """Runs one of the commands. Returns its exit code: 2 if it can't run, with the error on stderr."""
     parser = argparse.ArgumentParser(prog="syncengine", description="Gradient synchronization for PyTorch.")
     commands = parser.add_subparsers(title="commands", required=True, dest="command", metavar="COMMAND")
     add_doctor(commands)

@@ -1,6 +1,6 @@
-"""What the strategies for ``lightning`` and for ``pytorch_lightning`` have in common; imports neither.
+"""The common part of the strategies for ``lightning`` and for ``pytorch_lightning``; imports neither.
 
-Those are separate trees of the same classes, so each mixin here is put before the DDPStrategy of either.
+These two are separate trees of the same classes, so each mixin here is put before the DDPStrategy of either.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ UNUSED = f"{NAME}_find_unused_parameters_true"
 
 
 class InPlaceOfDDP:
-    """The process group's backend, and the wrapper."""
+    """A mixin that replaces the process group's backend, and DDP as the wrapper."""
 
     root_device: torch.device
     _process_group_backend: str | None
@@ -49,25 +49,25 @@ class InPlaceOfDDP:
 
 
 class BeforeAverages:
-    """A callback for Lightning's that write averages of the weights into the model, by ``.data``, on each rank.
+    """A callback that runs before Lightning's own that write averages of the weights, by ``.data``, on each rank.
 
-    Shared weights are brought into private memory before, as for ``load_state_dict``; the next step shares them again.
+    It brings shared weights into private memory, as for ``load_state_dict``; the next step shares them again.
     """
 
     def on_train_epoch_start(self, trainer: Any, module: torch.nn.Module) -> None:
-        """StochasticWeightAveraging writes in its last epoch, which is for batch norms alone."""
+        """Brings the weights into private memory for the last epoch of StochasticWeightAveraging, which writes them."""
         if any(trainer.current_epoch > getattr(each, "swa_end", trainer.current_epoch) for each in trainer.callbacks):
             unload(module)
 
     def on_validation_epoch_start(self, trainer: Any, module: torch.nn.Module) -> None:
-        """WeightAveraging puts the averages there; at the end it takes them away, but for that of training."""
+        """Brings the weights into private memory: WeightAveraging writes averages, and at the end the weights again."""
         unload(module)
 
     on_validation_epoch_end = on_train_end = on_validation_epoch_start
 
 
 class TrainerSeam(InPlaceOfDDP):
-    """For ``Trainer``."""
+    """The mixin for the strategy of Lightning's ``Trainer``."""
 
     averaging: tuple[type, ...]  # Lightning's callbacks that average weights
     before_averages: type  # BeforeAverages, as one of its callbacks
@@ -80,7 +80,7 @@ class TrainerSeam(InPlaceOfDDP):
     _ddp_comm_wrapper: Callable[..., Any] | None
 
     def setup(self, trainer: Any) -> None:
-        """Makes room for callbacks that write to weights."""
+        """Puts a callback before those that write averages of the weights, if a ShardedOptimizer shares the weights."""
         super().setup(trainer)  # type: ignore[misc] # of the DDPStrategy behind
         callbacks = trainer.callbacks
         shares = any(isinstance(optimizer, ShardedOptimizer) for optimizer in trainer.optimizers)
@@ -89,7 +89,7 @@ class TrainerSeam(InPlaceOfDDP):
             callbacks.insert(0, self.before_averages())
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """The trainer's loggers get who is late, as often as they get anything."""
+        """Gives the trainer's loggers the times of steps and the latest rank, as often as they get anything."""
         super().on_train_batch_start(batch, batch_idx)  # type: ignore[misc] # of the DDPStrategy behind
         trainer = self.lightning_module.trainer
         step, every = trainer.global_step, trainer.log_every_n_steps
@@ -103,14 +103,17 @@ class TrainerSeam(InPlaceOfDDP):
         return self._wrap(model)
 
     def _register_ddp_hooks(self) -> None:
-        """On CPUs, too, where Lightning would leave them out without a word."""
+        """Registers communication hooks on CPUs, too, where Lightning would silently leave them out."""
         hook = self._ddp_comm_hook
         if hook is not None:
             wrapper = self._ddp_comm_wrapper
             self.model.register_comm_hook(self._ddp_comm_state, hook if wrapper is None else wrapper(hook))
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """A ShardedOptimizer's is whole on every rank; Lightning would take it for one that gathers it on rank 0."""
+        """The state dict of an optimizer.
+
+        A ShardedOptimizer's is whole on every rank; Lightning would take the optimizer for one that gathers on rank 0.
+        """
         plain = getattr(optimizer, "_optimizer", optimizer)  # of a LightningOptimizer
         if isinstance(plain, ShardedOptimizer):
             return plain.state_dict()
@@ -118,7 +121,7 @@ class TrainerSeam(InPlaceOfDDP):
         return state
 
     def on_exception(self, exception: BaseException) -> None:
-        """Lightning would name a strategy that goes back to DDP."""
+        """Names this strategy in the advice about unused parameters, where Lightning would name one of DDP."""
         text = str(exception.args[0]) if exception.args else ""
         if "Expected to have finished reduction in the prior iteration" in text:
             remedy = (
@@ -130,14 +133,14 @@ class TrainerSeam(InPlaceOfDDP):
 
 
 class FabricSeam(InPlaceOfDDP):
-    """For ``Fabric``."""
+    """The mixin for the strategy of Lightning's ``Fabric``."""
 
     def setup_module(self, module: torch.nn.Module) -> Parallel:
         """Wraps the model."""
         return self._wrap(module)
 
     def get_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """As TrainerSeam.optimizer_state."""
+        """The state dict of an optimizer, as by TrainerSeam.optimizer_state."""
         if isinstance(optimizer, ShardedOptimizer):
             return optimizer.state_dict()
         state: dict[str, Any] = super().get_optimizer_state(optimizer)  # type: ignore[misc]
@@ -145,10 +148,8 @@ class FabricSeam(InPlaceOfDDP):
 
 
 def make(module: str, callbacks: Any, strategies: Any, fabric: Any) -> tuple[Any, Any, Any]:
-    """The strategies for ``Trainer`` and for ``Fabric`` of one tree, of which these are packages; gives them names.
-    And the callback that the first one adds.
-
-    They are attributes of ``module``.
+    """Makes the strategies for ``Trainer`` and ``Fabric``, and a callback, of the packages of one of the two trees.
+    The strategy for ``Trainer`` adds the callback. All three are to be attributes of ``module``.
     """
     own = {"__module__": module, "__doc__": "Takes the arguments of Lightning's `DDPStrategy`."}
     before = type("_BeforeAverages", (BeforeAverages, callbacks.Callback), {"__module__": module})

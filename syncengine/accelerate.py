@@ -21,7 +21,7 @@ from syncengine.torch_backend import NAME
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc] # which is not there where types are checked
-    """Accelerate's, whose `prepare` wraps models with `Parallel`.
+    """Accelerate's Accelerator, but its `prepare` wraps models with `Parallel`.
 
     Raises InvalidUsage where a launcher has started several ranks and Accelerate would train each of them alone.
     """
@@ -40,7 +40,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc] # which is not 
             )
 
     def prepare_model(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        """As Accelerate's, which looks DDP up by name."""
+        """Prepares a model as Accelerate does.
+
+        Accelerate looks up DDP by its name, which is Parallel's here meanwhile.
+        """
         names: Any = torch.nn.parallel
         theirs, names.DistributedDataParallel = names.DistributedDataParallel, Parallel
         try:
@@ -51,10 +54,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc] # which is not 
 
 
 def log_stragglers(trainer: Any) -> None:
-    """Lets a ``Trainer`` of Transformers log who is late, as often as it logs anything: call it before ``train()``.
+    """Lets a ``Trainer`` of Transformers log which rank is late, as often as it logs anything.
 
-    It adds a callback, whose numbers are ``step_ms``, ``exposed_sync_ms``, ``latest_rank`` and ``latest_rank_ms`` of
-    ``Parallel.stats()``, under ``syncengine/``. Nothing is logged where the model is no ``Parallel``.
+    Call it before ``train()``. It adds a callback, whose numbers are ``step_ms``, ``exposed_sync_ms``, ``latest_rank``
+    and ``latest_rank_ms`` of ``Parallel.stats()``, under ``syncengine/``. Nothing is logged where the model is no
+    ``Parallel``.
     """
     from transformers import TrainerCallback  # which may be missing: Accelerate does without
 

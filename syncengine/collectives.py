@@ -34,7 +34,7 @@ def broadcast(tensor: torch.Tensor, src: int, async_op: Literal[True]) -> Work: 
 @overload
 def broadcast(tensor: torch.Tensor, src: int, async_op: bool = False) -> Work | None: ...
 def broadcast(tensor: torch.Tensor, src: int, async_op: bool = False) -> Work | None:
-    """Copies rank `src`'s `tensor` into that of every rank. Else as `all_reduce`."""
+    """Copies rank `src`'s `tensor` into that of every rank. Otherwise as `all_reduce`."""
     return default_communicator().broadcast(tensor, src, async_op)
 
 
@@ -51,7 +51,7 @@ def reduce_scatter(
 def reduce_scatter(output: torch.Tensor, input: torch.Tensor, op: str = "sum", async_op: bool = False) -> Work | None:
     """Reduces `input` over all ranks; rank r gets the r-th of world_size equal parts of it in `output`.
 
-    `input` has world_size times as many elements as `output`. Else as `all_reduce`.
+    `input` has world_size times as many elements as `output`. Otherwise as `all_reduce`.
     """
     return default_communicator().reduce_scatter(output, input, op, async_op)
 
@@ -65,7 +65,7 @@ def all_gather(output: torch.Tensor, input: torch.Tensor, async_op: bool = False
 def all_gather(output: torch.Tensor, input: torch.Tensor, async_op: bool = False) -> Work | None:
     """Puts every rank's `input`, in rank order, into `output` on every rank.
 
-    `output` has world_size times as many elements as `input`. Else as `all_reduce`.
+    `output` has world_size times as many elements as `input`. Otherwise as `all_reduce`.
     """
     return default_communicator().all_gather(output, input, async_op)
 
@@ -77,8 +77,9 @@ def barrier(async_op: Literal[True], device: torch.device | str | None = None) -
 @overload
 def barrier(async_op: bool = False, device: torch.device | str | None = None) -> Work | None: ...
 def barrier(async_op: bool = False, device: torch.device | str | None = None) -> Work | None:
-    """Returns once every rank has called it; with a CUDA `device`, its current stream waits instead. Else as
-    `all_reduce`.
+    """Blocks until every rank has called it; with a CUDA `device`, its current stream waits instead.
+
+    `async_op` and errors are as for `all_reduce`.
     """
     return default_communicator().barrier(async_op, None if device is None else torch.device(device))
 
@@ -88,8 +89,8 @@ def empty(
 ) -> torch.Tensor:
     """An uninitialized tensor in memory that the other ranks of this host can read: collectives on it copy nothing.
 
-    `size` as for torch.empty; `dtype` None is torch's default dtype; `device` is a CPU or a
-    CUDA device; on the latter this is a collective call: all ranks make the same tensors in the same order.
+    `size` is as for torch.empty; `dtype` None is torch's default dtype; `device` is a CPU or a CUDA device. With a CUDA
+    device, all ranks make the same tensors in the same order.
     """
     if device is not None and torch.device(device).type not in ("cpu", "cuda"):
         raise InvalidUsage(f"device={str(device)!r} is not allowed: give a CPU or a CUDA device")

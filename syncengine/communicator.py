@@ -1,4 +1,4 @@
-"""The default communicator: how it comes to be, and how it ends."""
+"""The default communicator: makes it, replaces it after a failure, and closes it at the end."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class _Default(NamedTuple):
         return self.connection.communicator
 
     def is_replaced(self) -> bool:
-        """Whether torch.distributed has another default group by now, which may have other ranks."""
+        """Whether torch.distributed has another default group by now, perhaps of other ranks."""
         group = users_group()
         return self.group is not None and group is not None and self.group() is not group
 
@@ -99,11 +99,11 @@ def init(
 ) -> Communicator:
     """Connects all ranks of this launch and returns the default communicator.
 
-    Collective: every rank calls it. Called again it returns the same communicator; a setting that is given then must
-    have the same value. If that communicator has failed, all ranks that call it again, whether they have noticed the
-    failure or not, get a new one, with the settings of the old one where none are given; what was made with the old one
-    stays with it. So do all ranks of a new default group of torch.distributed, if the old one was that by which the
-    ranks had met. A setting that is None comes from the variable SYNCENGINE_<NAME>, otherwise it is the default:
+    Every rank calls it. A second call returns the same communicator; a setting that is given then must have the same
+    value. If that communicator has failed, all ranks that call init() again, whether they have noticed the failure or
+    not, get a new one, with the settings of the old one where none are given; models and tensors of the old one stay
+    with it. All ranks of a new default group of torch.distributed get a new one, too, if they had met by the old group.
+    A setting that is None comes from the variable SYNCENGINE_<NAME>, otherwise it is the default:
 
     - `numerics` ("rank_order"): order of summation: "rank_order", "ring" for the bits of torch's DDP over Gloo, or
       "fast": sums per host first, so that the bits depend on which ranks share one.
@@ -127,12 +127,13 @@ def init(
     - `sockets` (4; tcp only): connections between two ranks.
     - `checksum` (False): check all data by CRC-32C, in addition to the transport's own checksum.
     - `silence` (30; not mpi): seconds without a heartbeat after which a rank of another host is lost. It takes that
-      long only if a host or network fails or freezes: the end of a process is detected at once. From 2 s on a line says
-      so.
+      long only if a host or network fails or freezes: the end of a process is detected at once. A line says so after
+      2 s.
 
-    `torch_group`: also make torch.distributed's default process group of these ranks, backend "syncengine", for what
-    asks torch.distributed for ranks (samplers, metrics, other tools); shutdown() destroys it. A group that is there
-    already is kept, and left alone by shutdown(). Nothing else makes one: not Parallel, not init() without this.
+    `torch_group`: also make torch.distributed's default process group of these ranks, backend "syncengine", for code
+    that asks torch.distributed for ranks (samplers, metrics, other tools); shutdown() destroys it. A group that is
+    there already is kept, and left alone by shutdown(). Neither Parallel nor init() without this argument makes a
+    group.
 
     The secret by which ranks authenticate each other comes from SYNCENGINE_SECRET or SYNCENGINE_SECRET_FILE only.
 
@@ -169,13 +170,14 @@ def init(
 
 
 def group_communicator(group: dist.ProcessGroup) -> Communicator:
-    """The communicator of a torch.distributed process group: that of its backend, if this is syncengine; the default
-    one, initialized if need be, for torch's default group; for any other its own, with the settings of init() or of the
-    environment, even if it has the same ranks: the calls of two groups need not come in the same order. So it has where
-    that of its backend has failed.
+    """The communicator of a torch.distributed process group. All ranks of the group call it.
 
-    Collective over the group. Raises InvalidUsage if the default group has the default communicator's ranks in another
-    order.
+    1. A group whose backend is syncengine has the communicator of its backend, unless that has failed.
+    2. torch's default group has the default communicator, which is initialized if need be.
+    3. Any other group has a communicator of its own, with the settings of init() or of the environment, even if it has
+       the same ranks: the calls of two groups need not come in the same order.
+
+    Raises InvalidUsage if the default group has the default communicator's ranks in another order.
     """
     communicator = backend_communicator(group)
     if communicator is not None and not Connection(communicator, [], None).has_failed():
@@ -190,7 +192,7 @@ def group_communicator(group: dist.ProcessGroup) -> Communicator:
 
 
 def _shares_default(group: dist.ProcessGroup) -> bool:
-    """Whether the default communicator that there is, or that init() would make, is that of `group`."""
+    """Whether the default communicator, or the one that init() would make, is the communicator of `group`."""
     if group is not dist.distributed_c10d._get_default_group():
         return False
     current = _default
@@ -206,14 +208,15 @@ def _shares_default(group: dist.ProcessGroup) -> bool:
 
 
 def shrink(communicator: Communicator | None = None, patience: float = 30.0) -> Communicator:
-    """After a failure: the communicator of the ranks that are left, in their order; the default one is replaced by it.
+    """Makes a communicator of the ranks that are left after a failure, in their order.
 
-    Collective over the ranks that are left, which need not have noticed the failure. `communicator`: None for the
-    default one; a second call for the same returns what the first one did. Ranks that have not called this after
-    `patience` seconds, because they are stopped, are left out. Models move by `Parallel.shrink()`.
+    It takes the default communicator's place if that one is shrunk. All ranks that are left call it; they need not have
+    noticed the failure. `communicator`: None for the default one; a second call for the same communicator returns the
+    same result. Ranks that have not called this after `patience` seconds, because they are stopped, are left out.
+    Models move by `Parallel.shrink()`.
 
-    Raises Aborted on a rank that was left out. Over several hosts: PeerLost on ranks that are too few to go on without
-    those that can't be reached (docs/elastic.md), and InvalidUsage where tcp does not connect them.
+    Raises Aborted on a rank that was left out. Over several hosts it raises PeerLost on ranks that are too few to go on
+    without those that can't be reached (docs/elastic.md), and InvalidUsage where tcp does not connect them.
     """
     global _default
     with _lock:
@@ -233,15 +236,17 @@ def shrink(communicator: Communicator | None = None, patience: float = 30.0) -> 
 
 
 def connect_beside(exchange: Exchange, rank: int, global_ranks: list[int], lost: Callable[[], str]) -> Connection:
-    """Another communicator with the settings of the default one, which stays it. Collective over `global_ranks`. `lost`
-    says why some of them will not come."""
+    """Connects `global_ranks` by another communicator, with the settings of the default one, which stays the default.
+
+    All of these ranks call it. `lost` says why some of them will not come.
+    """
     current = _current()
     timeout = current.config.timeout or group_timeout() or DEFAULT_TIMEOUT
     return connect(exchange, rank, len(global_ranks), current.config, timeout, global_ranks, lost)
 
 
 def replace_default(connection: Connection) -> None:
-    """Makes it the default one, in the place of that of the same ranks and fewer, which is closed."""
+    """Makes the connection's communicator the default one. The old one, of some of its ranks, is closed."""
     global _default
     with _lock:
         before = _current()
@@ -255,7 +260,7 @@ def shutdown() -> None:
 
     Destroys torch.distributed's default group if init(torch_group=True) made it, with the groups made from it.
 
-    Runs automatically when the process ends.
+    It runs by itself when the process ends.
     """
     global _default
     with _lock:
@@ -271,18 +276,19 @@ def shutdown() -> None:
 
 
 def is_initialized() -> bool:
-    """Whether init() has been called, and shutdown() not since."""
+    """Whether init() has been called, and no shutdown() since."""
     return _default is not None
 
 
 def is_replaced() -> bool:
-    """Whether the next init() will make another default communicator, of a new default group of torch.distributed."""
+    """Whether the next init() will make another default communicator, for torch.distributed's new default group."""
     return _default is not None and _default.is_replaced()
 
 
 def default_communicator() -> Communicator:
-    """The communicator that init() made last. Without one, that of torch.distributed's default group, if its backend is
-    syncengine. Raises InvalidUsage if there is neither.
+    """The communicator that init() made last, or that of torch.distributed's default group, if that is syncengine's.
+
+    Raises InvalidUsage if there is neither.
     """
     if _default is None and (group := users_group()) is not None:
         communicator = backend_communicator(group)
@@ -292,7 +298,7 @@ def default_communicator() -> Communicator:
 
 
 def wants_summary() -> bool:
-    """The setting `summary`: init()'s; without one, that of the environment."""
+    """The setting `summary`, of init(), or of the environment if init() was not called."""
     current = _default
     return (Config.read(os.environ) if current is None else current.config).summary
 
@@ -315,12 +321,12 @@ def local_rank() -> int:
 
 
 def hosts() -> list[str]:
-    """Of each rank, which host it is on: equal texts for ranks that share one. Raises InvalidUsage before init()."""
+    """The host of each rank: equal texts for ranks that share one. Raises InvalidUsage before init()."""
     return list(_current().connection.hosts)
 
 
 def launcher() -> str:
-    """What has started the ranks: "torchrun", "mpi", "slurm", "torch.distributed", or "single" for one process alone.
+    """The launcher of the ranks: "torchrun", "mpi", "slurm", "torch.distributed", or "single" for one process alone.
 
     Raises InvalidUsage before init().
     """
@@ -335,7 +341,7 @@ def _current() -> _Default:
 
 
 def _connect(launch: Launch | None, before: Config | None, given: dict[str, Any]) -> _Default:
-    """With the settings of `before`, else of the environment, where none are given."""
+    """Connects, with the given settings; others are those of `before`, or else of the environment."""
     global _has_tried
     _has_tried = True
     try:
@@ -378,7 +384,7 @@ _hooks_installed = threading.Lock()  # held for ever from then on
 
 
 def install_hooks() -> None:
-    """Called once: sets what happens when this process ends, normally or by an uncaught error."""
+    """Installs, once, the functions that run when this process ends, normally or by an uncaught error."""
     if not _hooks_installed.acquire(blocking=False):
         return
     at_end(_end)
@@ -389,7 +395,7 @@ tell_ranks_to_come(lambda: _has_tried)
 
 
 def _raise_if_ended(ranks: Collection[int]) -> None:
-    """The error by which a rank has ended, of these of the job, if a communicator knows of one: they are waited for."""
+    """Raises the error by which one of these ranks of the job has ended, if a communicator knows that one has ended."""
     for communicator in _of_this_job():
         with contextlib.suppress(SyncError):
             communicator.check_peers()
@@ -404,7 +410,7 @@ arrivals.knows_ended = _raise_if_ended
 
 
 def _of_this_job() -> list[Communicator]:
-    """The open communicators that number ranks as today's meetings do; a forked child has none."""
+    """The open communicators whose ranks have the same numbers as in a meeting now. A forked child has none."""
     current, group = _default, users_group()
     if not _is_owner():
         return []
@@ -419,7 +425,7 @@ def _of_this_job() -> list[Communicator]:
 
 
 def _made_here() -> list[Communicator]:
-    """All communicators that this process has, those below backends included; in a forked child none."""
+    """All communicators of this process, those below backends included. A forked child has none."""
     if not _is_owner():
         return []
     current = _default

@@ -27,8 +27,9 @@ _MAX_SECONDS = 1e9  # 30 years; the engine counts nanoseconds in 64 bits
 
 @dataclass(frozen=True)
 class Config:
-    """Settings of a communicator. Every rank must have the same `numerics`, `interhost`, `sockets` and
-    `checksum`; what follows `interhost` matters only with several hosts.
+    """Settings of a communicator. Every rank must have the same `numerics`, `interhost`, `sockets` and `checksum`.
+
+    The settings behind `interhost` matter only with several hosts.
     """
 
     numerics: str = "rank_order"  # order of summation: rank_order, ring, fast
@@ -64,16 +65,16 @@ class Config:
         return cls(**values)
 
     def changed(self, **given: Any) -> Config:
-        """The same, but for the settings in `given` that are not None."""
+        """A copy with the settings in `given` that are not None."""
         return replace(self, **Config.parsed(given))
 
     @staticmethod
     def parsed(given: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings in `given` that are not None, as a Config has them."""
+        """The settings in `given` that are not None, parsed and checked."""
         return {name: _PARSE[name](value, name) for name, value in given.items() if value is not None}
 
     def options(self, timeout: float) -> JobOptions:
-        """The extension's options; `timeout` in seconds is what None stands for."""
+        """The extension's options. `timeout`, in seconds, takes the place of None."""
         from syncengine._C import JobOptions, has_test_hooks  # the doctor reads settings where it can't be loaded
 
         options = JobOptions()
@@ -89,11 +90,11 @@ class Config:
         return options
 
     def shared(self) -> dict[str, Any]:
-        """The settings that all ranks must have alike."""
+        """The settings that must be the same on all ranks."""
         return {name: getattr(self, name) for name in _SHARED}
 
     def network(self, interface: str) -> NetworkOptions:
-        """The extension's options for listening to ranks of other hosts; `interface` is what "" stands for."""
+        """The extension's options for listening to ranks of other hosts. `interface` takes the place of ""."""
         from syncengine._C import NetworkOptions
 
         options = NetworkOptions()

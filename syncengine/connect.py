@@ -22,23 +22,24 @@ from syncengine.tracing.session import meet
 logger = logging.getLogger("syncengine")
 
 
-# Those that are to be replaced, for as long as they are there: communicators that came of them by split() may live on.
+# Communicators that are to be replaced, for as long as they are there: those that split() made of them may live on.
 given_up: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
 _LATE = 5.0  # seconds that an error may need from host to host
 
 
 class Connection(NamedTuple):
-    """A communicator, and how it came to be."""
+    """A communicator, the hosts of its ranks, and the exchange by which they met."""
 
     communicator: Communicator
     hosts: list[str]  # of each rank
     exchange: Exchange | None  # kept where the ranks are on several hosts
 
     def has_failed(self) -> bool:
-        """Whether it has failed or was closed. A failure on any rank of this host is known here by now.
+        """Whether the communicator has failed or was closed. A failure on any rank of this host is known here by now.
 
-        A rank of another host may have noticed one, and have begun to connect anew: then it fails here, too.
+        A rank of another host may have noticed a failure, and have begun to connect anew. Then the communicator fails
+        here, too.
         """
         deadline = time.monotonic() + _LATE
         while True:
@@ -64,11 +65,10 @@ def connect(
     global_ranks: list[int] | None = None,
     lost: Callable[[], str] | None = None,
 ) -> Connection:
-    """The communicator of the ranks that `exchange` reaches (None: of this one alone).
+    """Connects the ranks that `exchange` reaches (None: this rank alone).
 
-    `global_ranks` are what messages call them; None for all ranks of the job, which connect one communicator at a time.
-    `lost` is asked now and then, and says why some of them will not come.
-    If this rank fails, the others are sent its error.
+    Messages call them by `global_ranks`; None is for all ranks of the job, which connect one communicator at a time.
+    `lost` is asked now and then, and says why some ranks will not come. If this rank fails, the others get its error.
     """
     options = config.options(timeout)
     if exchange is None:
@@ -76,7 +76,7 @@ def connect(
             meet(0, 1, 0, config.trace, whole=True)
         return Connection(solo(options, 0 if global_ranks is None else global_ranks[0]), [""], None)
     try:
-        # Listens before it is heard of: a rank that dies after its first sign of life breaks connections.
+        # This rank listens before the others hear of it, so that its death breaks connections from then on.
         known_as = list(range(size)) if global_ranks is None else global_ranks
         bootstrap = LocalBootstrap(rank, size, options, known_as)
         names, addresses = _agree(exchange, config, bootstrap.address(), known_as)
@@ -113,7 +113,7 @@ def connect(
 
 
 def _agree(exchange: Exchange, config: Config, address: bytes, known_as: list[int]) -> tuple[list[str], list[bytes]]:
-    """Checks that all ranks run the same build, with equal settings where they must be; returns hosts and addresses."""
+    """Checks that all ranks run the same build with the same shared settings. Returns their hosts and addresses."""
     own = config.shared()
     head = {"build": build_id, "settings": own, "host": socket.gethostname()}
     mine = json.dumps(head).encode() + b"\n" + address
@@ -139,7 +139,7 @@ def _agree(exchange: Exchange, config: Config, address: bytes, known_as: list[in
 
 
 def _meet(exchange: Exchange, config: Config, bootstrap: LocalBootstrap, addresses: list[bytes]) -> list[bytes]:
-    """Listens for the ranks of other hosts; returns where each rank does."""
+    """Listens for the ranks of other hosts. Returns the addresses at which all ranks listen."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME", "")
     if not interface and not config.interface and not bootstrap.on_one_network(addresses):
         interface = reachable_address(os.environ)

@@ -1,4 +1,4 @@
-"""Every error that syncengine raises. The extension raises these same classes.
+"""The errors that syncengine raises. The extension raises these same classes.
 
 A text names the rank, parameter, bucket or variable at fault, and what to do about it.
 """
@@ -43,7 +43,7 @@ class TornWeights(SyncError):
 
 
 def blamed_rank(error: BaseException | None) -> int | None:
-    """The rank of the job by whose end or error this one is another rank's, too."""
+    """The rank of the job whose end or error this error tells of; None if it is this rank's own."""
     named = re.match(r"rank (\d+)\b", str(error)) if isinstance(error, PeerLost | Aborted) else None
     return None if named is None else int(named[1])
 
@@ -66,7 +66,7 @@ def to_utf8(text: str) -> bytes:
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
-    """As texts name them: "rank 3", "ranks 0-3, 5"."""
+    """Ranks as error texts name them: "rank 3", "ranks 0-3, 5"."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:

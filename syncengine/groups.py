@@ -1,4 +1,4 @@
-"""A communicator over exactly the ranks of a torch.distributed process group."""
+"""Communicators over exactly the ranks of a torch.distributed process group."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from syncengine.launch.store import StoreExchange
 
 
 class _Own:
-    """What one group has, for as long as the group is there."""
+    """The lock and the connection of one process group, for as long as the group is there."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()  # while its ranks meet; other groups may meet meanwhile, in any order
@@ -30,7 +30,7 @@ _lock = threading.RLock()  # the table's
 
 
 def backend_communicator(group: dist.ProcessGroup) -> Communicator | None:
-    """The communicator below `group`, where its CPU tensors are syncengine's."""
+    """The communicator below `group`, if its backend for CPU tensors is syncengine; else None."""
     if torch.device("cpu") not in group._device_types:
         return None
     backend = group._get_backend(torch.device("cpu"))
@@ -47,13 +47,12 @@ def existing_communicator(group: dist.ProcessGroup) -> Communicator | None:
 
 
 def communicator_of(group: dist.ProcessGroup, config: Config | None) -> Communicator:
-    """The communicator of the ranks of `group`: collective over the group, and only over it. `config`: None for that of
-    the environment.
+    """The communicator of the ranks of `group`, and only these ranks call it. `config`: None for the environment's.
 
-    Made by the first call, and made anew by the first one after it has failed. Threads may call this for different
-    groups at a time, in another order on each rank.
+    The first call makes the communicator, and the first one after it has failed makes another. Threads may call this
+    for different groups at a time, in another order on each rank.
 
-    Raises InvalidUsage if this rank is not one of them.
+    Raises InvalidUsage if this rank is not in the group.
     """
     rank = dist.get_rank(group)
     if rank < 0:
@@ -73,14 +72,14 @@ def communicator_of(group: dist.ProcessGroup, config: Config | None) -> Communic
 
 
 def all_group_communicators() -> list[Communicator]:
-    """Those that communicator_of() made."""
+    """The communicators that communicator_of() has made."""
     with _lock:
         connections = [own.connection for own in _groups.values()]
     return [connection.communicator for connection in connections if connection is not None]
 
 
 def forget_groups() -> None:
-    """The next communicator_of() makes new ones."""
+    """Forgets all communicators of groups: the next communicator_of() makes new ones."""
     with _lock:
         for own in _groups.values():
             own.connection = None

@@ -13,9 +13,9 @@ __all__ = ["Compress", "bf16_compress", "completed", "fp16_compress"]
 
 
 def completed(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-    """A future that already has its value: for a hook that is done when it returns.
+    """A future that already has its value, for a hook that is done when it returns.
 
-    Or that has queued its work, for a tensor on a device: waiting for the future waits for the stream that is current
+    A hook on a device is done when it has queued its work: waiting for the future waits for the stream that is current
     now.
     """
     devices: list[int | str | torch.device] | None = None if tensor.device.type == "cpu" else [tensor.device]
@@ -27,9 +27,10 @@ def completed(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
 class Compress:
     """Casts each bucket to ``dtype``, averages it, and casts it back: half the bytes, fewer digits.
 
-    Each contribution is divided by the number of ranks in ``dtype``, as torch's compressing hooks do; or, unless
-    ``divides_first``, their sum. Registered with a ``Parallel``, the engine does it without calling back into Python;
-    called from elsewhere it blocks, over the communicator that is given as ``state``, or the default one.
+    Each contribution is divided by the number of ranks in ``dtype``, as torch's compressing hooks do; without
+    ``divides_first`` their sum is divided. The engine does the work of a hook that is registered with a ``Parallel``,
+    without calling back into Python. A hook that is called from elsewhere blocks, over the communicator that is given
+    as ``state``, or the default one.
     """
 
     def __init__(self, name: str, dtype: torch.dtype, divides_first: bool = True) -> None:
@@ -38,7 +39,7 @@ class Compress:
         self.divides_first = divides_first
 
     def __call__(self, state: Communicator | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Averages one bucket, blocking."""
+        """Averages one bucket, and blocks until that is done."""
         communicator = default_communicator() if state is None else state
         buffer = bucket.buffer()
         compressed = buffer.to(self.dtype)

@@ -1,14 +1,14 @@
-"""Parallel in DDP's place for those who `import lightning`.
+"""Parallel in DDP's place for programs that `import lightning`.
 
-Those who `import pytorch_lightning`, a separate tree of the same classes, need `syncengine.pytorch_lightning`.
+Programs that `import pytorch_lightning`, a separate tree of the same classes, need `syncengine.pytorch_lightning`.
 
 import syncengine.lightning  # registers the name
 
 lightning.Trainer(accelerator="cpu", devices=2, strategy="syncengine")
 lightning.Fabric(accelerator="cpu", devices=2, strategy="syncengine")
 
-Or `strategy=syncengine.lightning.Strategy(...)`, for Fabric `FabricStrategy(...)`: they take the
-arguments of Lightning's `DDPStrategy`, and pass those of DDP on to `Parallel`. The process group is syncengine's unless
+`strategy=syncengine.lightning.Strategy(...)`, and for Fabric `FabricStrategy(...)`, take the arguments of Lightning's
+`DDPStrategy`, and pass those of DDP on to `Parallel`. The process group is syncengine's unless
 `process_group_backend` says otherwise.
 """
 

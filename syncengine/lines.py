@@ -13,9 +13,9 @@ atexit.register(await_said)
 
 
 def print_line(text: str, *, at_end: bool = False) -> None:
-    """Writes ``syncengine: text`` to stderr, or to what stands in its place, as in a notebook.
+    """Writes ``syncengine: text`` to stderr, or to the object in its place, as in a notebook.
 
-    ``at_end``: the process ends behind this, perhaps as a child of multiprocessing, without a look at atexit.
+    ``at_end``: the process ends after this line, perhaps as a child of multiprocessing, which does not run atexit.
     """
     if sys.stderr is None:
         return
@@ -31,7 +31,7 @@ def print_line(text: str, *, at_end: bool = False) -> None:
 
 
 class _OwnHandler(logging.Handler):
-    """Prints the warnings of the logger "syncengine" where the program has no handler for them, as logging would."""
+    """Prints warnings of the logger "syncengine" if the program has no handler for them, as logging would."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not logging.root.handlers and _logger.handlers == [self]:

@@ -1,4 +1,4 @@
-"""What runs when this process ends, normally or by an uncaught error."""
+"""Functions that run when this process ends, normally or by an uncaught error."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ os.register_at_fork(after_in_child=_given.clear)
 
 
 def at_end(function: Callable[[], None]) -> None:
-    """Calls `function` once at the end of this process, the last one given first: as by atexit, and also in a child of
-    multiprocessing's, which may end without a look at atexit, and forgets by which error before that.
+    """Calls `function` once at the end of this process; the function given last is called first, as by atexit.
+
+    A child of multiprocessing's calls it, too, though it may end without running atexit, and forgets its error before.
     """
     if function in _given:
         return
@@ -36,8 +37,9 @@ def at_end(function: Callable[[], None]) -> None:
 
 
 def tell_peers_of_errors(communicators: Callable[[], Iterable[Communicator]]) -> None:
-    """An uncaught error ends this process: the other ranks of these `communicators`, as they are then, raise its text
-    at once instead of waiting.
+    """Tells peers of an uncaught error: they raise its text at once instead of waiting.
+
+    The peers are those of the `communicators` that there are when the error ends this process.
     """
     previous = sys.excepthook
 
@@ -51,8 +53,10 @@ def tell_peers_of_errors(communicators: Callable[[], Iterable[Communicator]]) ->
 
 
 def what_ends() -> BaseException | None:
-    """The error that ends this process, at its end: the one that nobody caught, or, in a child of multiprocessing's,
-    the one that is to be written down; and behind sys.exit(1) the one that was caught before.
+    """The error that ends this process, at its end; None if there is none.
+
+    It is the error that nobody caught, or, in a child of multiprocessing's, the one that is to be written down. If the
+    program has called sys.exit(1), it is the error that was caught before.
     """
     error = _uncaught or sys.exc_info()[1]
     if isinstance(error, SystemExit):
@@ -61,16 +65,18 @@ def what_ends() -> BaseException | None:
 
 
 def tell_peers(error: BaseException, communicators: Iterable[Communicator]) -> None:
-    """Aborts ``communicators`` with the text of ``error``: the peers raise it, unless they have failed before."""
+    """Aborts ``communicators`` with the text of ``error``: the peers raise that, unless they have failed before."""
     text = error_text(error)
     for communicator in communicators:
         communicator.abort(f"rank {communicator.global_ranks[communicator.rank]}: {text}")
 
 
 def let_cause_end_first(error: BaseException | None, communicators: Collection[Communicator]) -> None:
-    """Behind all else. Launchers show the process that ends first, and return its code: that is not to be one which
-    ends by another rank's death or error. So it waits until that rank has ended, for 10 s at most, and, if its own
-    `error` is about that, a little longer: then the launcher has looked, and ends this process itself.
+    """Waits at the end of this process, behind everything else, if it ends because of another rank.
+
+    Launchers show the process that ends first, and return its code. That should not be a process that ends by another
+    rank's death or error. So this function waits until that rank has ended, for 10 s at most, and, if its own `error`
+    is about that rank, a little longer: then the launcher has looked, and ends this process itself.
 
     Without an `error` the failures of `communicators` count: the program may have caught one, and exit by itself.
     """
@@ -93,10 +99,9 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def tell_ranks_to_come(has_tried: Callable[[], bool]) -> None:
-    """An uncaught error before this rank `has_tried` to connect: the other ranks raise its text in their init(), where
-    they would wait for it.
+    """Tells the other ranks of an uncaught error before this rank `has_tried` to connect.
 
-    Not in a child of the rank's process.
+    They raise its text in their init(), where they would wait for this rank. A child of a rank's process tells nothing.
     """
     mark_rank_process()
     previous = sys.excepthook

@@ -1,4 +1,4 @@
-"""As `syncengine.lightning`, for those who `import pytorch_lightning`, a separate tree of the same classes.
+"""Parallel in DDP's place for programs that `import pytorch_lightning`: see `syncengine.lightning`.
 
 import syncengine.pytorch_lightning  # registers the name
 

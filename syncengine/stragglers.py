@@ -1,4 +1,4 @@
-"""Who is late: the ranks' own times of the same steps, compared. Of a run's last steps, or of a trace's."""
+"""Finds the rank that is late, by comparing the ranks' own times of the same steps, of a run or of a trace."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Late:
 def compare(
     times: Any, ranks: Sequence[int], step_ms: float, least: int
 ) -> tuple[dict[int, dict[str, float]], Late | None]:
-    """How late each rank is, and who is late in over two thirds of the steps, in either half of them, so that chance
-    names nobody.
+    """How late each rank is, and the rank that is late in over two thirds of the steps, in either half of them.
 
-    ``times``: milliseconds by step, rank and phase; NaN of a rank that has none. A rank is late by its time less that
-    of the fastest one. It is late in a step whose middle rank it is behind by over a tenth of ``step_ms``: behind the
-    fastest are all but one, where times vary by chance. Fewer than ``least`` steps name nobody.
+    ``times`` are milliseconds by step, rank and phase; NaN for a rank that has none. A rank is late by its time less
+    that of the fastest rank. It counts as late in a step if it is behind the middle rank by over a tenth of
+    ``step_ms``: where times vary by chance, all ranks but one are behind the fastest. Both halves must agree so that
+    chance names nobody, and fewer than ``least`` steps name nobody.
     """
     if len(times) == 0:
         return {}, None

@@ -1,5 +1,6 @@
-"""The torch.distributed backend "syncengine": registered when torch is imported (syncengine_autoload) and again when
-syncengine is, made when a group is.
+"""The torch.distributed backend "syncengine".
+
+It is registered when torch is imported (syncengine_autoload) and again when syncengine is. A group makes its backend.
 
 torch.distributed.init_process_group("syncengine")  # or "cpu:syncengine,cuda:nccl"
 """
@@ -29,7 +30,7 @@ NAME = "syncengine"
 def register() -> None:
     """Makes the name known to torch.distributed: for CPU tensors, and for CUDA tensors where that side is built.
 
-    In place of what syncengine_autoload has registered when torch was imported.
+    The registration takes the place of that of syncengine_autoload, made when torch was imported.
     """
     devices = ["cpu", "cuda"] if has_cuda else ["cpu"]
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=devices)
@@ -39,7 +40,10 @@ def register() -> None:
 
 
 def _as_custom(make: Callable[..., dist.ProcessGroup]) -> Callable[..., dist.ProcessGroup]:
-    """What `dist.shrink_group` makes: of CPUs, torch takes it for one of Gloo, and asks it for what only Gloo has."""
+    """Mends the group that `dist.shrink_group` makes.
+
+    torch takes a group for CPU tensors for one of Gloo's, and calls functions on it that only Gloo has.
+    """
 
     @functools.wraps(make)
     def make_shrunk(new_backend: Any, *args: Any, **kwargs: Any) -> dist.ProcessGroup:
@@ -59,12 +63,12 @@ def create(
     call: str = "call init_process_group or new_group",
     lost: Callable[[], str] | None = None,
 ) -> Backend:
-    """The backend of one process group: its ranks meet through the group's store. Called by torch, on these ranks.
+    """Makes the backend of one process group, whose ranks meet through the group's store. torch calls it.
 
-    `call` is what a rank that does not come should have called. `lost`: see StoreExchange.
+    `call` names the function that a rank which does not come should have called. `lost`: see StoreExchange.
 
     Settings are SYNCENGINE_*, except the timeout: the group's, if torch was given one (not its default), or
-    a shorter one in pg_options of another syncengine group. Raises InvalidUsage for those of other backends.
+    a shorter one in pg_options of another syncengine group. Raises InvalidUsage for options of other backends.
     """
     refuse_forked_child()
     if isinstance(backend_options, Communicator):  # init(torch_group=True) makes the group

@@ -36,7 +36,7 @@ _served: list[dist.Store] = []  # until the process ends: the others may still b
 
 
 def ensure_torch_group(connection: Connection, launch: Launch, log_after: float) -> None:
-    """Makes the group, unless it is there; one that the user has made is kept. Collective over `connection`.
+    """Makes the group, unless it is there; a group that the user has made is kept. All ranks of `connection` call it.
 
     Raises InvalidUsage on all ranks if torch.distributed is initialized on some of them only.
     """
@@ -74,7 +74,7 @@ def users_group() -> dist.ProcessGroup | None:
 
 
 def default_group() -> dist.ProcessGroup | None:
-    """torch.distributed's, if there is one."""
+    """torch.distributed's default group, if there is one."""
     there = dist.is_available() and dist.is_initialized()
     return dist.distributed_c10d._get_default_group() if there else None
 
@@ -112,7 +112,7 @@ def _make(communicator: Communicator, store: dist.Store) -> None:
 
 
 def _shared_store(connection: Connection, launch: Launch, log_after: float) -> dist.Store:
-    """A store for one group: rank 0 tells the others which it is. Its error is raised on all ranks."""
+    """A store for one group: rank 0 opens it and tells the others. All ranks raise rank 0's error."""
     communicator = connection.communicator
     if communicator.size == 1:
         return dist.HashStore()
@@ -137,7 +137,7 @@ def _shared_store(connection: Connection, launch: Launch, log_after: float) -> d
 
 
 def _open_store(connection: Connection, launch: Launch, log_after: float) -> tuple[dist.Store, dict[str, Any]]:
-    """On rank 0: the launcher's store, or one that it serves itself and whose address the others need."""
+    """Opens, on rank 0, the launcher's store, or one that rank 0 serves and whose address the others need."""
     store = launch_store(launch, connection.communicator.timeout, log_after)
     if store is not None:
         return store, {}
@@ -160,7 +160,7 @@ def _connect_store(host: str, port: int) -> dist.Store:
 
 
 def store_address(hosts: list[str], environ: Mapping[str, str]) -> str:
-    """Where the ranks on `hosts` (of each rank) reach rank 0, which calls this."""
+    """The address at which ranks reach rank 0, which calls this. `hosts`: the host of each rank."""
     if environ.get("MASTER_ADDR"):
         return environ["MASTER_ADDR"]
     return "127.0.0.1" if len(set(hosts)) == 1 else reachable_address(environ)

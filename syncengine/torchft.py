@@ -22,7 +22,7 @@ from syncengine.torch_backend import NAME, create
 
 
 class ProcessGroup(ProcessGroupWrapper):  # type: ignore[misc] # which is not there where types are checked
-    """torchft's group of the replica groups of a quorum, for its Manager: made anew by each `configure`.
+    """The process group of the replica groups of a quorum, for torchft's Manager. Each `configure` makes it anew.
 
     In errors, rank n is the n-th replica group of the quorum. An error fails the group until the next `configure`.
     `timeout`: how long a call, and `configure`, may wait for the other replica groups.
@@ -44,7 +44,7 @@ class ProcessGroup(ProcessGroupWrapper):  # type: ignore[misc] # which is not th
 
     @property
     def communicator(self) -> Communicator | None:
-        """That of the last `configure`, as long as it is there: for `counters()`, say."""
+        """The communicator of the last `configure`, as long as it is there; for `counters()`, say."""
         return None if self._pg is None else backend_communicator(self._pg)
 
     def errored(self) -> BaseException | None:
@@ -53,7 +53,10 @@ class ProcessGroup(ProcessGroupWrapper):  # type: ignore[misc] # which is not th
         return None if communicator is None else communicator.exception()
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """For calls from now on; where longer than that of the last `configure`, from the next one on."""
+        """Sets the timeout of calls from now on.
+
+        One longer than that of the last `configure` holds from the next one on.
+        """
         super().set_timeout(timeout)
         if (communicator := self.communicator) is not None:
             self._pg.set_timeout(min(timeout, timedelta(seconds=communicator.timeout)))
@@ -65,12 +68,12 @@ class ProcessGroup(ProcessGroupWrapper):  # type: ignore[misc] # which is not th
         super().shutdown()
 
     def getBackendName(self) -> str:
-        """What torch calls it."""
+        """The backend's name for torch."""
         return f"torchft-{NAME}"
 
 
 class Manager(torchft.Manager):  # type: ignore[misc]
-    """torchft's, for replica groups whose ranks hold the same tensors: each exchanges its share of them.
+    """torchft's Manager for replica groups whose ranks hold the same tensors: each rank exchanges its share of them.
 
     So a byte crosses once between two replica groups, not once for each of their ranks, which then share the results by
     collectives of `within` (by default torch.distributed's default group, where there is one). All ranks of a replica
@@ -87,10 +90,10 @@ class Manager(torchft.Manager):  # type: ignore[misc]
         should_quantize: bool = False,
         reduce_op: dist.ReduceOp.RedOpType = dist.ReduceOp.AVG,
     ) -> dist.Work:
-        """As torchft's, which see; its future completes in `Work.wait`.
+        """Averages as torchft's Manager does; its future completes in `Work.wait`.
 
-        A tensor that is not contiguous, or has fewer elements than the replica group has ranks, is exchanged by each of
-        them.
+        Each rank exchanges a whole tensor if it is not contiguous, or has fewer elements than the replica group has
+        ranks.
         """
         within, ranks = self._within, 1 if self._within is None else self._within.size()
         if within is None or ranks == 1 or tensor.numel() < ranks or not tensor.is_contiguous():
@@ -102,7 +105,7 @@ class Manager(torchft.Manager):  # type: ignore[misc]
 
 
 class _Shared(dist.Work):
-    """An all-reduce of this rank's share, and then all ranks' shares."""
+    """An all-reduce of this rank's share, and then an exchange of the shares within the replica group."""
 
     def __init__(
         self, work: dist.Work, tensor: torch.Tensor, shares: list[torch.Tensor], within: dist.ProcessGroup

@@ -1,7 +1,7 @@
-"""How this process was started, and how it reaches the other ranks before there is a communicator.
+"""Finds out how this process was started, and meets the other ranks before there is a communicator.
 
 find_launch -> Launch                      this process's rank (environment.py, slurm.py)
-open_exchange(launch) -> bytes to all      meet the others (store.py, mpi.py)
+open_exchange(launch) -> bytes to all      a meeting with the others (store.py, mpi.py)
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ _RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID
 
 
 class Exchange(Protocol):
-    """All-gather of small byte strings: takes this rank's, returns every rank's in rank order. At most 64 KiB each."""
+    """An all-gather of small byte strings: takes this rank's, returns every rank's in rank order.
+
+    At most 64 KiB each.
+    """
 
     arrived: dict[int, bytes]  # in the last call, by rank; also if it raised
 
@@ -45,20 +48,23 @@ class Exchange(Protocol):
         """Blocks until every rank has made the same call."""
 
     def fail(self, error: BaseException, where: str = "in init", to_come: bool = False) -> None:
-        """Tells the others that this rank has failed with `error`: in their calls, now and later, they raise Aborted,
-        or the error if it is theirs too. `where` completes "rank 3 failed ...". `to_come`: if this process serves the
-        store, it ends only when also those have heard who have not come yet, or after 30 s; so it does in any case
-        where `error` is what another rank has told in init."""
+        """Tells the others that this rank has failed with `error`.
+
+        In their calls, now and later, the others raise Aborted, or the error itself if it is theirs, too. `where`
+        completes "rank 3 failed ...". With `to_come` a process that serves the store ends only when ranks that have not
+        come yet have heard of the error as well, or after 30 s. If another rank has told `error` in init, that holds in
+        any case.
+        """
 
     def check(self) -> None:
-        """Between calls: raises as they do, if a rank has failed. Does not wait."""
+        """Raises between calls what a call would raise, if a rank has failed. Does not wait."""
 
     def superseded(self) -> bool:
         """Whether a rank is known to have opened the next exchange of these ranks. Does not wait."""
 
 
 def find_launch(environ: Mapping[str, str] = os.environ) -> Launch:
-    """An initialised torch.distributed takes precedence over all variables: the user has set the ranks there."""
+    """The launch of this process. An initialised torch.distributed comes before all variables: the user has set it."""
     if dist.is_available() and dist.is_initialized():
         return Launch("torch.distributed", dist.get_rank(), dist.get_world_size())
     return detect(environ)
@@ -67,11 +73,11 @@ def find_launch(environ: Mapping[str, str] = os.environ) -> Launch:
 def open_exchange(
     launch: Launch, timeout: float, log_after: float, environ: Mapping[str, str] = os.environ, purpose: str = "init"
 ) -> Exchange:
-    """The exchange with the other ranks of `launch`, which has at least two. Those that are open at the same time need
-    a `purpose` each, and are opened in the same order on all ranks.
+    """Opens the exchange with the other ranks of `launch`, which has at least two.
 
-    Every call waits at most `timeout` seconds and raises Timeout naming the ranks that did not arrive; after
-    `log_after` seconds one line is logged. Raises InvalidUsage if the way can't be opened on this rank.
+    Exchanges that are open at the same time need a `purpose` each, and are opened in the same order on all ranks. Every
+    call waits at most `timeout` seconds and raises Timeout naming the ranks that did not arrive; after `log_after`
+    seconds one line is logged. Raises InvalidUsage if the exchange can't be opened on this rank.
     """
     if launch.kind == "mpi":
         return mpi.MPIExchange(launch.rank, launch.world_size, timeout, log_after, purpose)
@@ -101,17 +107,18 @@ def launch_store(
 
 
 def mark_rank_process() -> None:
-    """Leaves its id to the children of a rank's process, which inherit the launcher's variables."""
+    """Leaves the id of a rank's process to its children, which inherit the launcher's variables."""
     if any(name in os.environ for name in _RANKS):
         os.environ.setdefault(_RANK_PROCESS, str(os.getpid()))
 
 
 def tell_failure(error: BaseException, where: str, in_init: bool, environ: Mapping[str, str] = os.environ) -> None:
-    """Lets the other ranks of this launch raise `error`, which keeps this one from connecting, in their init().
+    """Lets the other ranks of this launch raise `error`, which keeps this rank from connecting, in their init().
 
-    `where` completes "rank 3 failed ...". `in_init`: whether this rank has called that. Does nothing where this rank
-    can't reach them: if the variables name no rank, if rank 0, which has the store, does not come within 30 s, or, but
-    in init(), if MPI has not begun here (then mpirun ends all ranks with this one) or this is a rank's child.
+    `where` completes "rank 3 failed ...". `in_init`: whether this rank has called init(). Does nothing where this rank
+    can't reach the others: if the variables name no rank, or if rank 0, which has the store, does not come within 30 s.
+    Outside of init() it does nothing either if MPI has not begun here (then mpirun ends all ranks with this one), or if
+    this process is a child of a rank.
     """
     if not in_init and environ.get(_RANK_PROCESS, str(os.getpid())) != str(os.getpid()):
         return

@@ -1,4 +1,4 @@
-"""Waiting for the other ranks at start: with a deadline, interruptible, and logging which ranks are missing."""
+"""Waits for the other ranks at the start: with a deadline, interruptibly, and with a line that names missing ranks."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _SHORTEST, _LONGEST = 0.0005, 0.05  # seconds between two looks
 _MOST_BYTES = 3500  # of a failure's text: MPI sends that much ahead
 
 
-# Asked by raise_if_ended(); set by syncengine.communicator, which knows the communicators of this process.
+# The function that raise_if_ended() asks. syncengine.communicator sets it, as it knows this process's communicators.
 knows_ended: Callable[[Collection[int]], object] = len
 
 
 def raise_if_ended(ranks: Collection[int]) -> None:
-    """Raises what has ended one of these ranks of the job, if this process knows: they are waited for."""
+    """Raises the error that has ended one of these ranks of the job, if this process knows that one has ended."""
     knows_ended(ranks)
 
 
@@ -30,7 +30,7 @@ def wait_for_ranks(
     log_after: float,
     check: Callable[[set[int]], None] = raise_if_ended,
 ) -> None:
-    """Returns once `missing()`, called again and again, names no rank any more: all meetings wait here.
+    """Returns once `missing()`, which is called again and again, names no rank any more. All meetings wait here.
 
     `what` completes the sentence "rank 3 did not ..." in the log line after `log_after` seconds and in the Timeout
     after `timeout` seconds. `check` raises if one of the missing ranks will not come.
@@ -51,7 +51,7 @@ def wait_for_ranks(
 
 
 def failure_notice(rank: int, error: BaseException, where: str = "in init") -> bytes:
-    """What a rank that fails before it has a communicator tells the others."""
+    """The bytes by which a rank that fails before it has a communicator tells the others."""
     if is_of_all(error):
         kind, text = type(error).__name__, error_text(error, named=False)
     else:
@@ -65,7 +65,7 @@ def is_of_all(error: BaseException) -> bool:
 
 
 def as_error(failure_notice: bytes) -> SyncError:
-    """What the others raise then."""
+    """The error that a rank raises for the failure notice of another."""
     kind, _, text = failure_notice.decode(errors="replace").partition(" ")
     kinds: list[type[SyncError]] = [SyncError, *SyncError.__subclasses__()]
     known = {error.__name__: error for error in kinds}

@@ -15,7 +15,7 @@ from syncengine.launch.variables import number, text
 
 @dataclass(frozen=True)
 class Launch:
-    """How this process was started. Ranks count from 0.
+    """The launcher of this process, and this process's rank, from 0.
 
     `kind`: "torchrun", "mpi", "slurm", "torch.distributed" or "single".
     """
@@ -54,7 +54,10 @@ def _open_mpi(environ: Mapping[str, str]) -> Launch | None:
 
 
 def _hydra(environ: Mapping[str, str]) -> Launch | None:
-    """MPICH and Intel MPI. Plain srun sets PMI_* too, but not MPI_LOCALRANKID: there Slurm's variables say more."""
+    """Launches of MPICH and Intel MPI.
+
+    Plain srun sets PMI_*, too, but not MPI_LOCALRANKID; Slurm's variables say more.
+    """
     if not {"PMI_RANK", "PMI_SIZE"} & environ.keys():
         return None
     if "MPI_LOCALRANKID" not in environ and slurm.in_step(environ):
@@ -63,14 +66,14 @@ def _hydra(environ: Mapping[str, str]) -> Launch | None:
 
 
 def _slurm(environ: Mapping[str, str]) -> Launch | None:
-    """Inside a job step only: plain python in a batch script is one process."""
+    """Launches of srun, inside a job step only: plain python in a batch script is one process."""
     if not slurm.in_step(environ):
         return None
     return _read(environ, "slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
 
 
 def _pmix(environ: Mapping[str, str]) -> Launch | None:
-    """A PMIx launcher that sets nothing but a rank: MPI itself knows the rest."""
+    """Launches of a PMIx launcher that sets nothing but a rank: MPI itself knows the rest."""
     if "PMIX_RANK" not in environ:
         return None
     from syncengine.launch import mpi

@@ -12,8 +12,9 @@ from syncengine.launch.arrivals import as_error, failure_notice, wait_for_ranks
 
 MAX_PAYLOAD = 64 * 1024  # bytes; addresses and settings are far smaller
 
-# Tags that a user's own first messages are unlikely to carry, within MPI's guaranteed 32767: two for each exchange, so
-# that what one left behind (a failure that nobody waited for, an address that nobody took) is none of the next one's.
+# Tags that a user's own first messages are unlikely to carry, within MPI's guaranteed 32767. Each exchange has two of
+# its own, so that the next one does not receive messages that it left behind (a failure that nobody waited for, an
+# address that nobody took).
 _FIRST_TAG, _EXCHANGES = 21091, 1000
 _PURPOSES = ("init", "doctor/facts", "doctor/outcomes", "doctor/leave")  # each has numbers and tags of its own
 _opened: dict[str, int] = dict.fromkeys(_PURPOSES, 0)  # how many for each
@@ -23,13 +24,16 @@ _failed_tags: set[int] = set()  # of exchanges that failed here, whose messages 
 
 
 def _tags(purpose: str, number: int) -> tuple[int, int]:
-    """For addresses and for failures of the exchange with this number."""
+    """The tags for addresses and for failures of the exchange with this number."""
     tag = _FIRST_TAG + 2 * (_PURPOSES.index(purpose) * _EXCHANGES + number % _EXCHANGES)
     return tag, tag + 1
 
 
 def load(why: str, remedy: str) -> ModuleType:
-    """mpi4py's MPI, which begins MPI if nobody has. Raises InvalidUsage, with `why` it is needed, where it can't be."""
+    """Imports mpi4py's MPI, which begins MPI.
+
+    Raises InvalidUsage, with `why` it is needed, where that can't be done.
+    """
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py is there, the MPI library is not
@@ -57,7 +61,7 @@ def is_running() -> bool:
 class MPIExchange:
     """An all-gather of small byte strings over COMM_WORLD. Each call on one rank meets the same call on all others.
 
-    A rank's n-th exchange for a `purpose` meets the n-th of the others, and raises what has ended that for them.
+    A rank's n-th exchange for a `purpose` meets the n-th of the others, and raises the error that has ended theirs.
     """
 
     def __init__(self, rank: int, world_size: int, timeout: float, log_after: float, purpose: str = "init") -> None:
@@ -92,7 +96,7 @@ class MPIExchange:
 
     def _gather(self, payload: bytes, values: dict[int, bytes]) -> None:
         """Puts every rank's payload into `values`."""
-        # Point to point, not one collective: only so a timeout can tell who is missing.
+        # Messages between pairs of ranks, not one collective: only so a timeout can tell which ranks are missing.
         MPI, comm, peers = self._mpi, self._comm, self._peers
         buffers = {peer: bytearray(MAX_PAYLOAD) for peer in peers}
         receives = {peer: comm.Irecv([buffers[peer], MPI.BYTE], source=peer, tag=self._tag) for peer in peers}
@@ -135,7 +139,7 @@ class MPIExchange:
         return not self._mpi.Is_finalized() and any(self._comm.Iprobe(tag=tag) for tag in self._tags_of_next)
 
     def fail(self, error: BaseException, where: str = "in init", to_come: bool = False) -> None:
-        """See Exchange. The end of this process waits in MPI_Finalize for ranks that are to come."""
+        """See Exchange. This process waits at its end, in MPI_Finalize, for ranks that are to come."""
         payload = failure_notice(self._rank, error, where)
         self._leave_behind(
             self._comm.Isend([payload, self._mpi.BYTE], dest=peer, tag=self._failed) for peer in self._peers
@@ -146,7 +150,10 @@ class MPIExchange:
         _failed_tags.update((self._tag, self._failed))
 
     def _clear_away(self) -> None:
-        """Receives what earlier exchanges have left. It has arrived: each rank sent it before its part of this one."""
+        """Receives messages that earlier exchanges have left.
+
+        They have arrived: each rank sent them before this exchange.
+        """
         for tag in _failed_tags:
             while self._comm.Iprobe(tag=tag):
                 self._comm.Recv([bytearray(MAX_PAYLOAD), self._mpi.BYTE], tag=tag)

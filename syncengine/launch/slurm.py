@@ -1,4 +1,4 @@
-"""What Slurm's variables say besides the rank: the step, and where rank 0 runs."""
+"""Reads Slurm's variables, besides the rank: the step, and the host on which rank 0 runs."""
 
 from __future__ import annotations
 

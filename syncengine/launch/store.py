@@ -1,4 +1,4 @@
-"""Exchange through a torch.distributed store: torchrun's, rank 0's own, or that of an initialised process group."""
+"""Exchange through a torch.distributed store: torchrun's, rank 0's own, or an initialised process group's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from syncengine_autoload.rendezvous import Failed, Rendezvous
 
 _AGENT_ANSWERS = 20.0  # seconds; it serves before it starts a rank
 
-# What rank 0 serves is kept until the process ends: the others may still be reading.
+# Stores that rank 0 serves are kept until the process ends, since the others may still be reading.
 _served: dict[tuple[str, int], dist.Store] = {}
 
 
@@ -51,7 +51,7 @@ def open_store(host: str, port: int, rank: int, world_size: int, timeout: float,
 
 
 def serve_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
-    """A store, which listens on loopback alone if `host` is that; torch's own listen on all addresses."""
+    """A store that listens on loopback alone if `host` is loopback; torch's own stores listen on all addresses."""
     listener = None
     with contextlib.suppress(OSError):  # another store of this process is served there already, say
         addresses = {str(address[0]) for *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
@@ -72,11 +72,11 @@ def _is_listening(host: str, port: int) -> bool:
 class StoreExchange:
     """An all-gather of small byte strings over a store. Each call on one rank meets the same call on all others.
 
-    A rank's n-th exchange for a `purpose` meets the n-th of the others, and that of a rank that was restarted or tries
-    again takes the place of its last one (syncengine_autoload.rendezvous). `names` are what messages call the ranks (by
-    default 0, 1, ...), and `call` is what each of them should have called. `lost` is asked while ranks are missing,
-    and says why they will not come. Without it `names` are those in the job, whose ends the communicators of this
-    process may know.
+    A rank's n-th exchange for a `purpose` meets the n-th of the others. If a rank was restarted, or tries again, its
+    exchange takes the place of its last one (syncengine_autoload.rendezvous). Messages call the ranks by `names` (0, 1,
+    ... by default), and say that each should have called `call`. `lost` is asked while ranks are missing, and says why
+    they will not come. Without `lost`, `names` are the ranks in the job, whose ends this process's communicators may
+    know.
     """
 
     def __init__(

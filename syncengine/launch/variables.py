@@ -1,4 +1,4 @@
-"""Reads a launcher's variables from an environment; what is wrong is an InvalidUsage naming variable and value."""
+"""Reads a launcher's variables from an environment. A wrong one is an InvalidUsage that names variable and value."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _REMEDY = "start every rank by the launcher, or correct the variable"
 
 
 def text(environ: Mapping[str, str], name: str, kind: str) -> str:
-    """A variable that must be there and not empty."""
+    """The text of a variable, which must be there and not empty."""
     value = environ.get(name, "")
     if not value:
         raise InvalidUsage(f"{name} is missing, though other variables of {kind} are set: set it, or unset them all")
@@ -18,7 +18,7 @@ def text(environ: Mapping[str, str], name: str, kind: str) -> str:
 
 
 def number(environ: Mapping[str, str], name: str, kind: str, low: int = 0, high: int | None = None) -> int:
-    """A variable that must be there and hold a whole number from `low` to `high`."""
+    """The number in a variable, which must be there and hold a whole number from `low` to `high`."""
     value = text(environ, name, kind)
     if not (value.isascii() and value.isdigit()):
         raise InvalidUsage(f"{name}={value!r}, a variable of {kind}, is not a whole number: {_REMEDY}")
