@@ -1,4 +1,5 @@
-// What the kernels do, as functions of one thread of a grid, for host and device: the core's tests run them on the CPU.
+// Bodies of the kernels, as functions of one thread of a grid, for host and device: the core's tests run them on the
+// CPU.
 //
 // Ownership: none. Aliasing: a destination may be exactly a source. Alignment: of an element; 16 bytes are faster.
 // Failure: none. A gate that does not find what it expects makes every thread write `all ones` (NaN in every floating
@@ -14,10 +15,10 @@
 
 namespace syncengine::cuda {
 
-// What a kernel looks at before it uses a peer's bytes: the words that its stream has just waited for.
+// The check that a kernel makes before it uses a peer's bytes: of the words for which its stream has just waited.
 struct Gate {
-  const uint32_t* words = nullptr;  // of each rank; null: nothing to look at
-  Control* control = nullptr;       // the own one
+  const uint32_t* words = nullptr;  // of each rank; null: no check
+  Control* control = nullptr;       // this rank's
   uint32_t expected = 0;
   int rank = 0, world = 0;
 };
@@ -31,12 +32,12 @@ struct ReduceArgs {
   Gate gate;
 };
 
-// A sum that is about to be made: who brings what is not finite, for Nonfinite's words.
+// A sum that is about to be made, of which the kernel notes, in Nonfinite's words, who brings NaN or infinity.
 struct NoteArgs {
   ReduceArgs sum;
-  int8_t ranks[kMaxRanks];    // whose each source is
-  uint64_t* words = nullptr;  // as the kernel sees them
-  uint64_t first = 0;         // what the first element is called
+  int8_t ranks[kMaxRanks];    // the rank of each source
+  uint64_t* words = nullptr;  // at the address for kernels
+  uint64_t first = 0;         // the number of the first element
 };
 
 // Pieces of memory, each a run of bytes.
@@ -56,7 +57,7 @@ struct alignas(16) [[gnu::may_alias]] Pack {
   uint32_t words[4];
 };
 
-// Words of the control page, as kernels see them.
+// Accesses to words of the control page from kernels.
 SYNCENGINE_BOTH uint32_t get_word(const uint32_t* word) {
 #ifdef __CUDA_ARCH__
   return *static_cast<const volatile uint32_t*>(word);
@@ -78,10 +79,10 @@ SYNCENGINE_BOTH void tell_mismatch(Control& control, int peer, uint32_t theirs, 
 #ifdef __CUDA_ARCH__
   __threadfence_system();
 #endif
-  set_word(control.mismatch, 1 + static_cast<uint32_t>(peer));  // last: it is what the watchdog looks for
+  set_word(control.mismatch, 1 + static_cast<uint32_t>(peer));  // last, since the watchdog looks at this word
 }
 
-// Whether peer `i` of the gate sent something else than expected; the kernel asks for each peer by one thread.
+// Whether peer `i` of the gate has sent something else than expected. One thread of the kernel asks for each peer.
 SYNCENGINE_BOTH bool is_shut(const Gate& gate, int i) {
   if (i == gate.rank) return get_word(&gate.control->aborted) != 0;
   const uint32_t word = get_word(gate.words + i);
@@ -128,7 +129,7 @@ SYNCENGINE_BOTH typename Element::Stored finish(typename Element::Value value, d
   return Element::narrow(value);
 }
 
-// One 16-byte vector of each source, loads first: `kSources` at once if it is not 0.
+// One 16-byte vector of each source. All loads come first: `kSources` of them at once if that is not 0.
 template <class Element, class Op, kernels::Rounding kRounding, int kSources>
 struct PackReduction {
   using Stored = typename Element::Stored;
@@ -182,12 +183,13 @@ SYNCENGINE_BOTH typename Element::Stored reduced(const Args& args, size_t i) {
   return finish<Element>(value, args.scale);
 }
 
-// This thread's share of a reduction; `threads` of them do all of it. kSources: how many sources, 0 for any number.
-// Args: ReduceArgs, or what has its counts, its scale, and in() and out() of its own.
+// This thread's share of a reduction, of which `threads` threads do all. kSources is the number of sources, or 0 for
+// any number. Args is ReduceArgs, or a type with the same counts and scale, and with in() and out() of its own.
 template <class Element, class Op, kernels::Rounding kRounding, int kSources, class Args>
 SYNCENGINE_BOTH void reduce_share(const Args& args, size_t thread, size_t threads) {
   constexpr size_t kLanes = 16 / sizeof(typename Element::Stored);
-  // Enough loads in flight to keep the memory busy from few blocks, and few enough to stay in registers.
+  // This many vectors have enough loads in flight to keep the memory busy from few blocks, and still fit into
+  // registers.
   constexpr int kUnroll = kSources == 0 ? 2 : kSources >= 8 ? 1 : 8 / kSources;
   bool packed = true;
   for (int s = 0; s < args.source_count; ++s) packed &= is_packed(in<Pack>(args, s));
@@ -212,8 +214,8 @@ SYNCENGINE_BOTH void reduce_share(const Args& args, size_t thread, size_t thread
   }
 }
 
-// This thread's share of looking, before anything is written, at what makes a sum NaN or infinite: whoever brings that,
-// or, where nobody does, the sum itself.
+// This thread's share of finding out, before anything is written, why a sum is NaN or infinite: notes each rank that
+// brings such a value, or, if none does, the sum itself.
 template <class Element, kernels::Rounding kRounding>
 SYNCENGINE_BOTH void note_share(const NoteArgs& args, size_t thread, size_t threads) {
   constexpr uint32_t kFinite = 3;

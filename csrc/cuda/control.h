@@ -1,11 +1,11 @@
 // The words by which GPU ranks wait for each other: one block of shared, pinned host memory per rank.
 //
-// Ownership: each rank owns its block; peers map it. Why host memory: an abort is a plain store by the CPU, which can't
-// queue behind a stream that waits.
+// Ownership: each rank owns its block; peers map it. It is host memory since an abort is then a plain store by the CPU,
+// which can't queue behind a stream that waits.
 //
 // A word of `inbox[set][peer]` has two writers in turn: the peer's stream makes it a fingerprint, this rank's stream
 // makes it 0 again after it has waited for it. Nothing counts, so that a captured graph, in which all values are
-// constants, leaves the words as it found them. What keeps the two writers apart is in sequence.h.
+// constants, leaves the words as it found them. sequence.h says what keeps the two writers apart.
 #pragma once
 
 #include <atomic>
@@ -20,17 +20,17 @@ inline constexpr int kMaxRanks = 16;  // a set of words is one cache line
 inline constexpr int kSets = 3;
 
 inline constexpr uint32_t kArrived = 0x80000000;   // set in every fingerprint; waits look at this bit alone
-inline constexpr uint32_t kInKernel = kSets + 1;   // in `waiting`: cuda/one_shot.h
-inline constexpr uint32_t kReleased = 0xffffffff;  // no fingerprint: put there by an abort, ends every wait
+inline constexpr uint32_t kInKernel = kSets + 1;   // a value of `waiting`: see cuda/one_shot.h
+inline constexpr uint32_t kReleased = 0xffffffff;  // no fingerprint: an abort puts it there to end every wait
 
-// The description of a call, for the text of a mismatch. The owner may write another one over it while a peer reads it:
-// `fingerprint` is 0 meanwhile, and readers look at it again behind the words.
+// The description of a call, for the text of a mismatch. The owner may overwrite it while a peer reads it:
+// `fingerprint` is 0 meanwhile, and readers look at it again after reading the words.
 struct CallText {
   std::atomic<uint32_t> fingerprint;
   std::atomic<uint32_t> words[31];
 
   void write(uint32_t key, const std::string& text);    // by the owner alone; cut if it is longer
-  std::optional<std::string> read(uint32_t key) const;  // nothing: there is another one
+  std::optional<std::string> read(uint32_t key) const;  // nothing if another call's text is there
 };
 static_assert(sizeof(CallText) == 128);
 

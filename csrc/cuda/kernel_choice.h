@@ -1,5 +1,5 @@
-// Which instance of the kernel reduces a dtype by an op: one table for the device and for the tests that run the
-// bodies.
+// Chooses the instance of the kernel that reduces a dtype by an op: one table for the device and for the tests that run
+// the bodies.
 #pragma once
 
 #include <concepts>
@@ -10,7 +10,7 @@
 
 namespace syncengine::cuda {
 
-// Sums of floating dtypes are what training does: they have all their loads unrolled for the usual numbers of ranks.
+// Sums of floating dtypes are what training does, so they have all their loads unrolled for the usual numbers of ranks.
 template <class E, kernels::Rounding kR, class Visit>
 void visit_arithmetic(ReduceOp op, int sources, Visit&& visit) {
   if (op == ReduceOp::Product) return visit.template operator()<E, kernels::ProductElement, kR, 0>();
@@ -39,7 +39,7 @@ void visit_element(ReduceOp op, kernels::Rounding rounding, int sources, Visit&&
   if (op == ReduceOp::Min) return visit.template operator()<E, kernels::MinElement, Rounding::Once, 0>();
   if (op == ReduceOp::Max) return visit.template operator()<E, kernels::MaxElement, Rounding::Once, 0>();
   using Sums = typename Summed<E>::Element;
-  // Wider ones are rounded at each addition either way.
+  // Wider dtypes are rounded at each addition in either mode.
   if constexpr (E::kFloating && sizeof(typename E::Stored) == 2)
     if (rounding == Rounding::EveryHop) return visit_arithmetic<Sums, Rounding::EveryHop>(op, sources, visit);
   visit_arithmetic<Sums, Rounding::Once>(op, sources, visit);

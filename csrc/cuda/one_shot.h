@@ -1,10 +1,10 @@
 // All-reduce of few bytes by one kernel, a sum of a floating dtype: each block stages its part, tells the peers' same
-// block, waits for theirs, and reduces all parts itself. The wait is in the kernel, since a stream's costs more than
-// such a message; it looks at the abort word.
+// block, waits for theirs, and reduces all parts itself. The kernel itself waits, since a stream's wait costs more than
+// such a message, and looks at the abort word meanwhile.
 //
-// Epochs are counted in device memory, by the kernel: a replayed graph goes on where the last call was. Slots and marks
-// take turns: a peer writes those of epoch e + 2 only after this rank's mark of e + 1, which this rank writes after it
-// is done with e. Each call cuts the slots anew, so all blocks are always in the same epoch, those too that a small
+// The kernel counts epochs in device memory, so a replayed graph goes on where the last call was. Slots and marks take
+// turns: a peer writes those of epoch e + 2 only after this rank's mark of e + 1, which this rank writes when it is
+// done with e. Each call cuts the slots anew, so all blocks are always in the same epoch, including those that a small
 // call does without.
 //
 // Ownership: none. Aliasing: input and output are the same or do not overlap. Failure: as in body.h.
@@ -17,11 +17,11 @@ namespace syncengine::cuda {
 inline constexpr int kOneShotBlocks = 16;
 inline constexpr size_t kOneShotBytes = 128 << 10;  // not yet tuned on a GPU
 
-// In device memory that all peers reach; zeros at first.
+// Device memory that all peers reach, initially zero.
 struct OneShotArea {
-  alignas(64) uint64_t marks[2][kOneShotBlocks][kMaxRanks];  // of each peer, by it: epoch << 32 | fingerprint
-  alignas(64) uint32_t epochs[kOneShotBlocks];               // of each block, by the own kernels
-  alignas(64) unsigned char slots[2][kOneShotBytes];         // the own input
+  alignas(64) uint64_t marks[2][kOneShotBlocks][kMaxRanks];  // written by each peer: epoch << 32 | fingerprint
+  alignas(64) uint32_t epochs[kOneShotBlocks];               // of each block, written by this rank's kernels
+  alignas(64) unsigned char slots[2][kOneShotBytes];         // this rank's input
 };
 
 struct OneShotArgs {
@@ -40,13 +40,13 @@ SYNCENGINE_BOTH size_t one_shot_part(size_t bytes, int blocks) {
   return ((bytes + blocks - 1) / blocks + 15) / 16 * 16;
 }
 
-// What thread `thread` of a block does once the block is in `epoch`.
+// Notes that the block is in `epoch`; called by each thread of it. Block 0 counts for the blocks that this call lacks.
 SYNCENGINE_BOTH void count_epoch(OneShotArea& area, int block, int blocks, int thread, uint32_t epoch) {
   if (thread == 0) area.epochs[block] = epoch;
   if (block == 0 && thread >= blocks && thread < kOneShotBlocks) area.epochs[thread] = epoch;
 }
 
-// The words of the protocol, for the device and for the threads that stand in for it.
+// Accesses to the words of the protocol, on the device and in threads that stand in for it.
 #ifdef __CUDACC__
 __device__ __forceinline__ void put_mark(uint64_t* mark, uint64_t value) {
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(mark), "l"(value) : "memory");
@@ -63,7 +63,7 @@ inline uint64_t get_mark(const uint64_t* mark) { return __atomic_load_n(mark, __
 
 enum class Arrival : uint8_t { NotYet, Here, Bad };
 
-// What the mark of `peer` for `epoch` says.
+// Whether the mark of `peer` for `epoch` is there, and whether it is the expected one.
 #ifdef __CUDACC__
 __device__ __forceinline__
 #else
@@ -77,11 +77,11 @@ inline
   return Arrival::Bad;
 }
 
-// A block's part as a reduction of what the slots hold. Not ReduceArgs: as long a list on every thread's stack costs
-// the device hundreds of megabytes, and a wait for all of it when the first such kernel starts.
+// A block's part as a reduction of what the slots hold. It is not a ReduceArgs: a list of that length on every thread's
+// stack would cost the device hundreds of megabytes, and a wait for all of it when the first such kernel starts.
 struct OneShotPart {
   const OneShotArgs& call;
-  uint32_t half;  // of the slots
+  uint32_t half;  // which of the two halves of the slots
   size_t begin;   // bytes
   size_t count;   // elements
   int source_count = call.world, destination_count = 1;

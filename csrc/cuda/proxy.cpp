@@ -13,8 +13,8 @@ namespace syncengine::cuda {
 
 namespace {
 
-constexpr size_t kGrain = 64;           // a multiple of two elements of any dtype: what a ring's cut is rounded to
-constexpr size_t kRingSlice = 2 << 20;  // up to that, the ring of `world` slices is cut into exactly these
+constexpr size_t kGrain = 64;           // cuts of a ring are rounded to this multiple of two elements of any dtype
+constexpr size_t kRingSlice = 2 << 20;  // up to this size, the ring of `world` slices is cut into exactly these
 
 Piece all_reduce(size_t begin, size_t bytes) {
   const std::vector<Copy> copies{{begin, 0, bytes}};
@@ -27,7 +27,7 @@ Piece broadcast(size_t begin, size_t bytes, bool is_root) {
   return piece;
 }
 
-// [begin, begin + bytes) of every rank's block.
+// The piece with [begin, begin + bytes) of every rank's block.
 Piece reduce_scatter(size_t block, size_t begin, size_t bytes, size_t world) {
   Piece piece{.out = {{begin, world * bytes, bytes}}};
   for (size_t rank = 0; rank < world; ++rank) piece.in.push_back({rank * block + begin, rank * bytes, bytes});
@@ -44,8 +44,8 @@ Piece all_gather(size_t block, size_t begin, size_t bytes, size_t world) {
   return piece;
 }
 
-// The same part of each of the ring's slices, next to each other: as a ring of its own it is summed in the same orders.
-// Where a slice has ended, the piece holds whatever was there.
+// The piece with the same part of each of the ring's slices, side by side. The piece is a ring of its own, summed in
+// the same orders. Past the end of a slice, it holds whatever its memory held before.
 Piece ring_part(size_t total, size_t slice, size_t begin, size_t bytes, size_t world) {
   Piece piece{.input_bytes = world * bytes, .output_bytes = world * bytes};
   for (size_t rank = 0; rank < world; ++rank) {
@@ -97,7 +97,7 @@ void Proxy::post(std::shared_ptr<const Posted> posted) {
     std::lock_guard lock(mutex_);
     if (!stopping_) return posted_.push_back(std::move(posted)), changed_.notify_one();
   }
-  end(*posted, false);  // by a graph that is replayed too late
+  end(*posted, false);  // a graph was replayed after stop()
 }
 
 void Proxy::stop() {
@@ -139,7 +139,7 @@ void Proxy::finish_oldest() {
   end(*posted, work && succeeds([&] { own_->wait(work, [this] { parent_->throw_if_failed(); }); }));
 }
 
-// Who asks the parent hears of it, on all ranks.
+// Runs a step. An error of it fails the parent on all ranks, so that whoever waits for the parent is told.
 template <class Step>
 bool Proxy::succeeds(Step&& step) {
   try {
@@ -147,13 +147,13 @@ bool Proxy::succeeds(Step&& step) {
     return true;
   } catch (const Error& error) {
     parent_->abort(error.kind(), error.what());
-  } catch (const std::exception& error) {  // out of memory, say
+  } catch (const std::exception& error) {  // such as std::bad_alloc
     parent_->abort(ErrorKind::Aborted, error.what());
   }
   return false;
 }
 
-// Nothing that was not reduced may look like a result: ones in all bits are NaN.
+// Ends a piece. Without a result its output becomes NaN (all bits are ones), as it must not look like a result.
 void Proxy::end(const Posted& posted, bool has_result) {
   if (!has_result)
     for (const Span& span : posted.operation.output.spans()) std::memset(span.data, 0xff, span.bytes);

@@ -1,10 +1,9 @@
-// Collectives that the CPU's engine carries out for a stream, where devices can't reach each other: between hosts.
+// Carries out collectives for a stream on the CPU's engine, between hosts, where devices can't reach each other.
 //
 // The stream copies a piece of a tensor into pinned memory, posts it, waits for the piece's word and copies the result
-// back. A thread takes what is posted to a communicator of its own, in the order of posts, as many at a time as there
-// are.
+// back. A thread gives posted pieces to a communicator of its own, in the order of posts, all that there are at a time.
 //
-// Knows no device: memory and words are all that it touches.
+// The proxy knows no device: it touches only memory and words.
 //
 // Ownership: keeps both communicators alive until stop(), with which its thread ends; the destructor stops.
 // Thread-safety: any thread. post() never blocks for long, and calls nothing that a stream's callback must not.
@@ -27,38 +26,39 @@
 
 namespace syncengine::cuda {
 
-// A collective cut into smaller ones that fit a slot of pinned memory and give the same bits: pure functions of rank
-// and size.
+// The cut of a collective into smaller ones that fit a slot of pinned memory and give the same bits: pure functions of
+// rank and size.
 //
 // Ownership: none. Thread-safety: reentrant. Failure: none.
 
-// Offsets are bytes; `user` of a copy counts into the operation's spans, `slot` into the piece's memory. Input and
-// output lie in that memory too: the collective's own, in place where they are equal.
+// All offsets are bytes: `user` of a copy counts into the operation's spans, `slot` into the piece's memory. The
+// piece's own input and output lie in that memory, too, in place if their offsets are equal.
 struct Piece {
-  std::vector<Copy> in, out;  // own memory -> slot before, slot -> own memory behind
+  std::vector<Copy> in, out;  // own memory -> slot before, slot -> own memory after
   size_t input = 0, input_bytes = 0;
   size_t output = 0, output_bytes = 0;
 };
 
-// At least one. `slot_bytes`: at least 64 for each rank and 64 more. An operation without bytes is one empty piece.
+// Returns at least one piece; an operation without bytes is one empty piece. `slot_bytes` is at least 64 for each rank,
+// and 64 more.
 std::vector<Piece> cut(const Operation& operation, int rank, int world, size_t slot_bytes);
 
 class Proxy {
  public:
-  // A collective on a slot's memory. Keeps alive what that needs.
+  // A collective on a slot's memory, which it keeps alive.
   struct Posted {
     Operation operation;
     uint32_t* word;  // becomes kArrived when the result is there; the stream makes it 0 again
     std::shared_ptr<void> memory;
   };
 
-  // `parent` is whom the user knows: it fails with `own`, and `own` with it.
+  // `parent` is the communicator that the user knows. If `own` fails, so does the parent, and vice versa.
   Proxy(std::shared_ptr<Communicator> parent, std::shared_ptr<Communicator> own);
   ~Proxy() { stop(); }
 
   void post(std::shared_ptr<const Posted> posted);
 
-  // Ends what is posted, now and later. Idempotent.
+  // Ends pieces that are posted, now and later. Idempotent.
   void stop();
 
  private:
@@ -75,13 +75,13 @@ class Proxy {
   static void end(const Posted& posted, bool has_result);
 
   std::shared_ptr<Communicator> parent_, own_;
-  std::deque<Started> started_;  // the thread's own
+  std::deque<Started> started_;  // touched by the thread alone
 
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<std::shared_ptr<const Posted>> posted_;
   bool stopping_ = false;
-  std::thread thread_;  // last: starts when the rest is ready
+  std::thread thread_;  // last member: starts when the others exist
 };
 
 }  // namespace syncengine::cuda

@@ -62,7 +62,8 @@ class Sequence {
     exchange(next_set(), false);
     looked_ = false;
     if (plan_.reduces) reduce();
-    // Results are never pushed straight into tensors: what a peer that died has not pushed would look like a result.
+    // Results are never pushed straight into tensors: there, missing results of a peer that has died would go
+    // unnoticed.
     if (plan_.reduces && plan_.pulls) {
       if (!looked_) look();
       exchange(next_set(), false);
@@ -87,7 +88,7 @@ class Sequence {
             .world = site_.world};
   }
 
-  // A kernel that moves nothing, where a rank has nothing to move: fingerprints are compared all the same.
+  // Queues a kernel that moves nothing, on a rank with nothing to move, so that fingerprints are compared all the same.
   void look() { steps_.copy({.pieces = 0, .gate = gate()}); }
 
   std::byte* at(int rank, size_t offset) const {
@@ -119,7 +120,7 @@ class Sequence {
     steps_.reduce(reduction, args);
   }
 
-  // While the contributions are still there.
+  // Notes NaN and infinity before the sum is made, while the contributions are still there.
   void note(const kernels::Reduction& reduction, const ReduceArgs& sum, size_t input) {
     const size_t element = element_size(operation_.dtype);
     NoteArgs args{.sum = sum, .words = operation_.nonfinite->on_device};
@@ -132,8 +133,8 @@ class Sequence {
     Copies copies(steps_, gate());
     for (const Pull& step : plan_.pull) {
       operation_.output.for_each(step.user, step.bytes, [&](std::byte* memory, size_t offset, size_t bytes) {
-        // Peers' spans are of the same lengths as the own ones, so what is contiguous here is so there; an all-gather's
-        // input is cut otherwise than its output.
+        // Peers' spans have the same lengths as this rank's, so what is contiguous here is contiguous there. An
+        // all-gather's input is cut otherwise than its output, however.
         if (!direct()) return copies.add(memory, at(step.peer, step.slot + offset), bytes);
         route_.memories[step.peer].for_each(step.slot + offset, bytes,
                                             [&](std::byte* source, size_t skip, size_t length) {

@@ -1,15 +1,15 @@
-// A collective as what one rank asks of its stream, in order: exchanges of words with all peers, and kernels between
-// them. Knows no device: the core's tests run the same sequences on threads, and walk all their interleavings.
+// A collective as a sequence of steps for one rank's stream: exchanges of words with all peers, and kernels between
+// them. It knows no device: the core's tests run the same sequences on threads, and walk all their interleavings.
 //
-// Ownership: none. Thread-safety: reentrant; the steps of one group must reach its stream in one order.
-// Aliasing: as in Operation. Failure: what Steps throws.
+// Ownership: none. Thread-safety: reentrant; the steps of one group must reach its stream in one order. Aliasing: as in
+// Operation. Failure: what Steps throws.
 //
-// Why words that go back to 0 can't get lost. A rank puts a fingerprint into a peer's word, the peer waits for it, and
-// later makes it 0, in front of its own next signal to anybody. So the word may be used again as soon as this rank has
-// waited for that next signal. Exchanges are between all ranks, and two that follow each other never use the same set
-// of words: within a collective they take turns with sets 0 and 1, its last one takes set 2, and each collective has at
-// least two. Therefore between two uses of a word lies an exchange that was waited for. Nothing is counted on the host:
-// a captured graph may be replayed at any time, any number of times, between eager calls.
+// Words that go back to 0 can't get lost, for the following reason. A rank puts a fingerprint into a peer's word, the
+// peer waits for it, and later makes it 0, before its own next signal to anybody. So the word may be used again as soon
+// as this rank has waited for that next signal. Exchanges are between all ranks, and two that follow each other never
+// use the same set of words: within a collective they take turns with sets 0 and 1, its last one takes set 2, and each
+// collective has at least two. Therefore between two uses of a word lies an exchange that was waited for. Nothing is
+// counted on the host: a captured graph may be replayed at any time, any number of times, between eager calls.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +25,7 @@ struct Exchange {
   int set;         // of the words
   int reset;       // the set whose own words become 0 first; -1: none
   uint32_t value;  // what peers find
-  bool last;       // own words of `set` become 0 as well, after they have been waited for
+  bool last;       // own words of `set` become 0, too, once they have been waited for
 };
 
 class Steps {
@@ -38,7 +38,7 @@ class Steps {
   virtual void one_shot(const kernels::Reduction& reduction, const OneShotArgs& args) = 0;
 };
 
-// Copies as few kernels, all behind the same gate.
+// Queues copies as few kernels, all behind the same gate.
 class Copies {
  public:
   explicit Copies(Steps& steps, const Gate& gate = {}) : steps_(steps) { args_.gate = gate; }
@@ -49,7 +49,7 @@ class Copies {
     args_.sources[args_.pieces] = from;
     args_.bytes[args_.pieces++] = bytes;
   }
-  // Whether there have been any.
+  // Queues what remains; returns whether any copy was ever added.
   bool flush() {
     if (args_.pieces == 0) return any_;
     steps_.copy(args_);
@@ -63,25 +63,26 @@ class Copies {
   bool any_ = false;
 };
 
-// Where a rank stands. Addresses are as its kernels see them.
+// One rank's group, slots and words. Addresses are those that its kernels use.
 struct Site {
   int rank = 0, world = 1;
-  Control* control = nullptr;       // the own one
+  Control* control = nullptr;       // this rank's
   std::vector<std::byte*> slots;    // of each rank, two halves of `slot_bytes` each
-  std::vector<OneShotArea*> areas;  // of each rank; empty: small messages go the way of the others
+  std::vector<OneShotArea*> areas;  // of each rank; empty: there are none, and small messages are sent like others
   size_t slot_bytes = 0;
 };
 
 struct Route {
   Path path = Path::Staged;
   std::vector<SpanList> memories = {};  // direct only: of each rank, the operation's input
-  uint64_t place = 0;                   // direct only: where that is; must agree between ranks
+  uint64_t place = 0;                   // direct only: identifies that memory; must agree between ranks
 };
 
-// What peers compare before they use a byte: everything that must agree. Never kReleased; has kArrived.
+// A hash of everything that must agree between ranks, which they compare before they use a byte. Has kArrived set, and
+// is never kReleased.
 uint32_t fingerprint(const Operation& operation, Path path, uint64_t place);
 
-// An all-reduce that one kernel can do, if the route is Path::OneShot.
+// Whether one kernel can do this all-reduce, if the route is Path::OneShot.
 bool fits_one_kernel(const Operation& operation, const Site& site, const Route& route);
 
 void run_sequence(const Operation& operation, const Site& site, const Route& route, uint32_t fingerprint, Steps& steps);

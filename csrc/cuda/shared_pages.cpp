@@ -20,7 +20,7 @@ void gather(Communicator& communicator, SpanList own, SpanList all, const char* 
   communicator.run(std::move(operation), interrupted);
 }
 
-// The first rank makes the memory; what the others give is not looked at.
+// The first rank makes the memory, and the file descriptors that the others offer are ignored.
 Mapping share_pages(Communicator& communicator, size_t bytes, const std::function<void()>& interrupted) {
   bytes = round_up(bytes, shm::kPage);
   struct Address {
@@ -38,7 +38,7 @@ Mapping share_pages(Communicator& communicator, size_t bytes, const std::functio
     auto memories = fd_exchange.exchange(communicator.rank(), addresses, memory.get(), deadline, interrupted);
     if (!is_first) memory = std::move(memories[0]);
   } catch (const Error&) {
-    communicator.check_peers();  // a rank that is gone because another one died is not the cause
+    communicator.check_peers();  // a rank that left because another had died is not the cause
     throw;
   }
   struct stat status{};

@@ -1,10 +1,11 @@
-// Shared memory of all ranks: the words that streams wait for, and staging where devices can't reach each other.
+// Memory that all ranks of a host share: the words that streams wait for, and staging where devices can't reach each
+// other.
 //
-// Not in the arena, whose pages a rank replaces by private copies after a failure: a device would go on with the old
-// ones, and the CPU could no longer release its streams.
+// The memory is not in the arena, whose pages a rank replaces by private copies after a failure: a device would go on
+// with the old pages, and the CPU could no longer release its streams.
 //
-// Ownership: the caller's mapping; the kernel frees the memory with the last one. Thread-safety: any thread.
-// Failure: as bootstrap/fd_exchange.h.
+// Ownership: the caller's mapping; the kernel frees the memory with the last one. Thread-safety: any thread. Failure:
+// as bootstrap/fd_exchange.h.
 #pragma once
 
 #include <functional>
@@ -15,7 +16,7 @@
 
 namespace syncengine::cuda {
 
-// Every rank's `own`, by rank, into `all`. Collective.
+// Gathers every rank's `own` into `all`, by rank. Collective.
 void gather(Communicator& communicator, SpanList own, SpanList all, const char* what,
             const std::function<void()>& interrupted);
 

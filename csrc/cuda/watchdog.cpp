@@ -12,11 +12,11 @@ namespace syncengine::cuda {
 
 namespace {
 
-// Often enough to end a wait long before a second has passed; rarely enough to cost nothing.
+// Often enough to end a wait well within a second, and rarely enough to cost nothing.
 constexpr auto kLook = std::chrono::milliseconds(5);
 // Longer than a device may keep one context waiting for others between two steps of a stream.
 constexpr auto kCrosswise = std::chrono::seconds(5);
-// A released word is made 0 by a stream that goes on to its next wait: that one is released as soon.
+// A stream that was released makes the word 0 and goes on to its next wait, which is to be released soon, too.
 constexpr auto kRelease = std::chrono::microseconds(200);
 
 }  // namespace
@@ -63,7 +63,7 @@ void Watchdog::stop() {
 }
 
 void Watchdog::publish(uint32_t fingerprint, const std::string& text) {
-  own().latest.store(fingerprint, std::memory_order_relaxed);  // for messages only
+  own().latest.store(fingerprint, std::memory_order_relaxed);  // relaxed: only texts use it
   own().calls[fingerprint / 2 % std::size(own().calls)].write(fingerprint, text);
 }
 
@@ -78,7 +78,7 @@ void Watchdog::run() {
   while (!stopping_) {
     lock.unlock();
     if (!has_failed()) look();
-    if (has_failed()) release();  // again and again: each collective that is queued takes the words back
+    if (has_failed()) release();  // repeated, since each queued collective resets the words
     lock.lock();
     stopped_.wait_for(lock, has_failed() ? Duration(kRelease) : Duration(kLook), [this] { return stopping_; });
   }
@@ -90,7 +90,7 @@ void Watchdog::look() {
     check_mismatch();
     check_wait();
   } catch (...) {             // the communicator has failed, and has the error
-    store(own().aborted, 1);  // first: what a stream finds after its release is no result
+    store(own().aborted, 1);  // first, so that a stream finds no result after its release
     failed_.store(true, std::memory_order_release);
   }
 }
@@ -127,10 +127,10 @@ void Watchdog::check_wait() {
 void Watchdog::check_peers_of_wait(const std::vector<int>& late, Duration age, const std::string& call) const {
   const int rank = communicator_->rank();
   for (int peer : late) {
-    if (controls_[peer]->gone.load(std::memory_order_acquire))  // acquire: what it did before it left
+    if (controls_[peer]->gone.load(std::memory_order_acquire))  // acquire: what the peer did before it left
       fail(ErrorKind::PeerLost, names({peer}) + " has left while " + names({rank}) + " was in " + call);
   }
-  // Each has signalled before it waited: who waits for each other for so long is not in the same exchange.
+  // Each rank signals before it waits, so two that wait for each other for so long are in different exchanges.
   for (int peer : late)
     if (age >= std::min<Duration>(kCrosswise, communicator_->timeout() / 4) && waits_for(peer, rank))
       fail(ErrorKind::Mismatch, names({rank}) + " waits in " + call + ", " + names({peer}) + " in " +

@@ -1,12 +1,12 @@
-// What looks after streams that wait for peers, since they can't look after themselves: a thread that turns a death, a
-// mismatch or a deadline into the communicator's named error, and then releases every wait of this rank's streams.
+// Watches streams that wait for peers, which can't do so themselves: a thread that turns a death, a mismatch or a
+// deadline into the communicator's error, and then releases every wait of this rank's streams.
 //
-// Knows no device: words in pinned memory are all that it reads and writes. They are plain stores of streams and
-// kernels, so replays of a graph are seen too.
+// The watchdog knows no device: it reads and writes only words in pinned memory. Streams and kernels store them
+// plainly, so replays of a graph are seen, too.
 //
 // Ownership: keeps the communicator alive; the words must outlive it. Its thread ends with stop() or the destructor.
-// Thread-safety: any thread.
-// Failure: what it finds fails the communicator, and so all ranks; throw_if_failed() rethrows.
+// Thread-safety: any thread. Failure: what it finds fails the communicator, and so all ranks; throw_if_failed()
+// rethrows.
 #pragma once
 
 #include <atomic>
@@ -24,20 +24,22 @@ namespace syncengine::cuda {
 
 class Watchdog {
  public:
-  // `controls` of each rank. One line on stderr says for whom a stream waits for longer than Options::log_after.
+  // `controls` has each rank's words. If a stream waits for longer than Options::log_after, one line on stderr says for
+  // whom.
   Watchdog(std::shared_ptr<Communicator> communicator, std::vector<Control*> controls);
   ~Watchdog() { stop(); }
 
-  // What a call with this fingerprint is, for this rank's and its peers' messages. Before the call is queued.
+  // Publishes the text of a call with this fingerprint, for the errors of this rank and its peers. Called before the
+  // call is queued.
   void publish(uint32_t fingerprint, const std::string& text);
 
-  // A stream that met a mismatch has ended with NaN: from there on this throws, whether or not the thread has looked.
+  // A stream that met a mismatch has ended with NaN; from then on this throws, even if the thread has not looked yet.
   void throw_if_failed() const;
   bool has_failed() const {
     return failed_.load(std::memory_order_acquire);
   }  // acquire: after the communicator's error
 
-  // Does not release streams any more. Idempotent.
+  // Ends the thread, so that no stream is released any more. Idempotent.
   void stop();
 
  private:
@@ -64,7 +66,7 @@ class Watchdog {
   std::vector<Control*> controls_;
   std::atomic<bool> failed_{false};
 
-  // The thread's own.
+  // Used by the thread alone.
   Stand stand_{};
   Clock::time_point since_;
   bool logged_ = false;
@@ -72,7 +74,7 @@ class Watchdog {
   std::mutex mutex_;
   std::condition_variable stopped_;
   bool stopping_ = false;
-  std::thread thread_;  // last: starts when the rest is ready
+  std::thread thread_;  // last member: starts when the others exist
 };
 
 }  // namespace syncengine::cuda

@@ -40,8 +40,8 @@ struct Native {
   SYNCENGINE_INLINE static Value widen(Stored x) { return x; }
   SYNCENGINE_INLINE static Stored narrow(Value x) { return x; }
 
-  // The sum of all is finite only if each of them is. False, too, where the sum of large ones overflows. As a tree,
-  // whose additions do not wait for each other.
+  // The sum of all results is finite only if each of them is, so one look at the sum is enough; a sum of large results
+  // may overflow, which only costs a second look. It is made as a tree, whose additions do not wait for each other.
   template <int kVectors>
   SYNCENGINE_INLINE static bool narrow_finite(const Value (&x)[kVectors], Stored (&narrowed)[kVectors]) {
     Value total[kVectors];
@@ -68,8 +68,8 @@ struct BFloat16 : Half<Isa> {
   SYNCENGINE_INLINE static Value widen(Stored x) { return Conversions::from_bfloat16(x); }
   SYNCENGINE_INLINE static Stored narrow(Value x) { return Conversions::to_bfloat16(x); }
 
-  // What becomes NaN or infinite has the greatest bits, but for the sign. This is known before they are narrowed, which
-  // has to look for no NaN then.
+  // A result that becomes NaN or infinite has the greatest bits, apart from the sign. Found out before the results are
+  // narrowed, which then needs no check for NaN.
   template <int kVectors>
   SYNCENGINE_INLINE static bool narrow_finite(const Value (&x)[kVectors], Stored (&narrowed)[kVectors]) {
     using Words = Vector<uint32_t, Isa::kVectorBytes>;
@@ -97,7 +97,7 @@ struct Float16 : Half<Isa> {
       narrowed[v] = narrow(x[v]);
       most = larger(most, (Words)narrowed[v] & 0x7fff);
     }
-    // One more in the exponent of what is not finite carries into the place of its sign.
+    // Adding one to the exponent of a value that is not finite carries into the sign bit.
     return !Isa::any((Vector<uint32_t, Isa::kVectorBytes>)(most + (1 << 10)), 0x80008000);
   }
 };
@@ -161,9 +161,9 @@ struct Loop {
   using Stored = typename Format::Stored;
   using Value = typename Format::Value;
   static constexpr size_t kBytes = sizeof(Stored);
-  // Vectors per source at a time, so that fetching the pointers costs little: four registers of results. Where each
-  // block is looked at, eight of 16-bit elements, whose look takes longer, and two of AVX-512, whose stores wait for
-  // it.
+  // Vectors per source at a time. Four registers of results make the fetching of pointers cheap. When each block is
+  // checked for NaN: eight of 16-bit elements, whose check takes longer, and two of AVX-512, whose stores wait for the
+  // check.
   static constexpr bool kHalf = sizeof(Stored) != sizeof(Value);
   static constexpr int kUnroll = (!kStops                   ? 4
                                   : kHalf                   ? 8
@@ -173,7 +173,7 @@ struct Loop {
 
   static_assert(kUnroll * kBytes <= kBlockBytes);
 
-  // Returns how many elements are done.
+  // Returns the number of elements that are done.
   static size_t run(const Operands& operands) {
     if constexpr (std::is_same_v<Op, Sum>) {
       if (operands.source_count == 2 && operands.destination_count == 2) return run_two(operands);
@@ -181,10 +181,10 @@ struct Loop {
     return run_any(operands);
   }
 
-  // Neither is inlined: see fp_state.h. By value: a copy that no store can change stays in registers.
+  // Neither is inlined: see fp_state.h. Operands come by value: a copy that no store can change stays in registers.
   [[gnu::noinline]] static size_t run_any(const Operands operands) { return run_blocks(operands); }
 
-  // Two ranks in place, the commonest case: in the cache about a sixth faster with all four pointers in registers.
+  // Two ranks in place are the commonest case, about a sixth faster in the cache with all four pointers in registers.
   [[gnu::noinline]] static size_t run_two(const Operands operands) {
     const void* const sources[] = {operands.sources[0], operands.sources[1]};
     void* const destinations[] = {operands.destinations[0], operands.destinations[1]};
@@ -203,7 +203,8 @@ struct Loop {
     return operands.count;
   }
 
-  // Reads every source before it writes any destination, since they may be the same memory. False: nothing was written.
+  // Reads every source before it writes any destination, since they may be the same memory. Returns false if nothing
+  // was written.
   template <int kVectors, bool kPartial = false>
   SYNCENGINE_INLINE static bool block(const Operands& operands, size_t offset, size_t bytes = kBytes) {
     Value result[kVectors];
@@ -295,7 +296,7 @@ size_t run_floating(ReduceOp op, const Operands& operands) {
   return is_comparison(op) ? run_comparison<Isa, Format>(op, operands) : run_arithmetic<Isa, Format>(op, operands);
 }
 
-// Min and max only pick a value, so there is nothing to round.
+// Min and max only pick one of their operands, so no rounding is needed.
 template <class Isa, class Format>
 size_t run_half(ReduceOp op, Rounding rounding, const Operands& operands) {
   if (rounding == Rounding::EveryHop && !is_comparison(op))
@@ -303,7 +304,7 @@ size_t run_half(ReduceOp op, Rounding rounding, const Operands& operands) {
   return run_floating<Isa, Format>(op, operands);
 }
 
-// Sums and products of signed integers are those of unsigned ones, which may overflow.
+// Sums and products of signed integers are computed as unsigned ones, whose overflow is defined.
 template <class Isa, class T>
 size_t run_integer(ReduceOp op, const Operands& operands) {
   if (is_comparison(op)) return run_comparison<Isa, Native<Isa, T>>(op, operands);

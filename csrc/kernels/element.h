@@ -1,5 +1,5 @@
-// The arithmetic of one element, for host and device: the same formats and operators as body.h, written once more for a
-// processor that has no vectors. The core's tests compare the two bit for bit.
+// The arithmetic of one element, for host and device: the same formats and operators as in body.h, written once more
+// for a processor without vectors. The core's tests compare the two bit for bit.
 //
 // No product ever feeds an addition here, so no compiler can fuse the two, whatever its flags.
 #pragma once
@@ -28,7 +28,8 @@ SYNCENGINE_BOTH To bits_as(From from) {
   return to;
 }
 
-// How an element lies in memory (Stored), what it is reduced in (Value), and how one becomes the other.
+// A format: how an element lies in memory (Stored), the type in which it is reduced (Value), and how one becomes the
+// other.
 
 template <class T>
 struct PlainElement {
@@ -60,7 +61,7 @@ struct BFloat16Element : HalfElement {
   }
 };
 
-// The same steps as in half.h, which explains them; devices have instructions with the same results.
+// Conversions by the steps that half.h explains; devices have instructions with the same results.
 struct Float16Element : HalfElement {
   SYNCENGINE_BOTH static float widen(uint16_t half) {
 #ifdef __CUDA_ARCH__
@@ -93,11 +94,11 @@ struct Float16Element : HalfElement {
   }
 };
 
-// Small unsigned integers would be promoted to int, whose overflow is undefined.
+// The type for sums of small unsigned integers, which C++ would promote to int, whose overflow is undefined.
 template <class V>
 using Wrapping = std::conditional_t<std::is_integral_v<V> && sizeof(V) < 4, uint32_t, V>;
 
-// Of a floating-point value: 0 NaN, 1 and 2 the infinities, 3 a finite number.
+// Classifies a floating-point value: 0 NaN, 1 and 2 the infinities, 3 a finite number.
 template <class V>
 SYNCENGINE_BOTH uint32_t flaw_of(V value) {
   if (value != value) return 0;

@@ -36,7 +36,7 @@ SYNCENGINE_INLINE void store(std::byte* destination, V value) {
   __builtin_memcpy(destination, &value, sizeof(V));
 }
 
-// The first `bytes` bytes of a vector; the rest reads as zero and is not stored.
+// Loads and stores the first `bytes` bytes of a vector; the rest is read as zero and is not stored.
 struct PartialByCopy {
   template <class V>
   SYNCENGINE_INLINE static V load_partial(const std::byte* source, size_t bytes) {
@@ -77,7 +77,7 @@ struct HalfConversions {
     return (round_to_bfloat16(x.low) >> 16) | (round_to_bfloat16(x.high) & 0xffff0000);
   }
 
-  // Of floats that stay finite: without a look for NaN.
+  // Narrows floats whose results are known to be finite, without a check for NaN.
   SYNCENGINE_INLINE static Words finite_to_bfloat16(Pair x) {
     return (rounded_to_bfloat16(x.low) >> 16) | (rounded_to_bfloat16(x.high) & 0xffff0000);
   }
@@ -90,7 +90,7 @@ struct HalfConversions {
   }
 
  private:
-  // The result is in the upper 16 bits. Not by AVX512-BF16's instruction, which flushes subnormals.
+  // Returns the result in the upper 16 bits. AVX512-BF16 has an instruction for this, but it flushes subnormals.
   SYNCENGINE_INLINE static Words round_to_bfloat16(Floats x) {
     return x != x ? (Words)x | 0x00400000 : rounded_to_bfloat16(x);
   }
@@ -103,7 +103,7 @@ struct HalfConversions {
     const Words magnitude = (half & 0x7fff) << 13;  // the exponent now stands where float32 has its own
     const Words normal = magnitude + ((127u - 15u) << 23);
     const Words infinite_or_nan = magnitude | (0xffu << 23);
-    // A subnormal m * 2^-24, exactly: 2^-14 + m * 2^-24 has m as its mantissa; then 2^-14 is taken away.
+    // A subnormal m * 2^-24 is converted exactly: 2^-14 + m * 2^-24 has m as its mantissa; then 2^-14 is subtracted.
     const Words two_to_minus_14 = Words{} + (113u << 23);
     const Words subnormal = (Words)((Floats)(magnitude + two_to_minus_14) - (Floats)two_to_minus_14);
     const Words finite = magnitude < (1u << 23) ? subnormal : normal;
@@ -114,7 +114,7 @@ struct HalfConversions {
   SYNCENGINE_INLINE static Words float32_to_float16(Floats x) {
     const Words sign = (Words)x & 0x80000000;
     const Words magnitude = (Words)x ^ sign;
-    // Ties go to even; a carry out of the mantissa raises the exponent, up to infinity, as it should.
+    // Ties go to even. A carry out of the mantissa raises the exponent, up to infinity, as it should.
     const Words normal = (magnitude - ((127u - 15u) << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13;
     // Adding 0.5 shifts a value below 2^-14 to where float32's own rounding cuts at 2^-24, float16's last place.
     const Words one_half = Words{} + (126u << 23);

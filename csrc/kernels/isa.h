@@ -1,4 +1,4 @@
-// Internal to kernels/: what each instruction-set file offers to dispatch.cpp.
+// Internal to kernels/: the functions that each instruction-set file offers to dispatch.cpp.
 #pragma once
 
 #include "kernels/reduce.h"
@@ -8,7 +8,7 @@ namespace syncengine::kernels {
 using ReduceFunction = size_t (*)(const Reduction& reduction, const void* const* sources, int source_count,
                                   void* const* destinations, int destination_count, size_t count);
 
-// Null where this build does not have it. Constants, so that merely asking runs no code of that instruction set.
+// Null if this build lacks the instruction set. These are constants, so that testing them runs no code of that set.
 extern const ReduceFunction kReduceScalar;
 extern const ReduceFunction kReduceAvx2;
 extern const ReduceFunction kReduceAvx512;

@@ -16,7 +16,7 @@
 
 namespace syncengine::kernels {
 
-// Where a float16 or bfloat16 sum is rounded. Wider types are rounded at each addition either way.
+// The place where a float16 or bfloat16 sum is rounded. Wider types are rounded at each addition in either mode.
 enum class Rounding {
   Once,      // accumulate in float32, scale in float32, round at the end
   EveryHop,  // round after each addition, as a ring does that sends partial sums; and once more after scaling
@@ -27,10 +27,11 @@ struct Reduction {
   ReduceOp op;  // Avg adds like Sum; the caller sets `scale`
   Rounding rounding = Rounding::Once;
   double scale = 1.0;  // factor on the result, in float32 (float64: in float64); floating dtypes only
-  // Sums of floating dtypes alone: ends before the first kBlockBytes of results of which one is NaN or infinite.
+  // For sums of floating dtypes only: stops before the first block of kBlockBytes in which a result is NaN or infinite.
   bool stops_at_nonfinite = false;
-  // Floating sums, EveryHop: for each source how many times the two sums at the top of a stack become one, when it has
-  // been put there; in the end one is left. At most kMaxTreeDepth others lie below a sum. Null: one after the other.
+  // For floating sums with EveryHop: the sources are added on a stack. `merges` says for each source how many times the
+  // two sums at the top become one after it has been pushed; in the end one is left. At most kMaxTreeDepth others may
+  // lie below a sum. Null: sources are added one after the other.
   const uint8_t* merges = nullptr;
 };
 
@@ -42,19 +43,22 @@ const char* name(Isa isa);
 Isa best_isa();              // what this processor runs
 bool is_available(Isa isa);  // compiled in and runnable here
 Isa active_isa();            // choose_isa(SYNCENGINE_ISA), read once
-// The one named "scalar", "avx2", "avx512", "neon" or "neon-bf16"; the best one if `wanted` is null or empty.
-// Throws InvalidUsage if there is no such one here.
+// The instruction set named "scalar", "avx2", "avx512", "neon" or "neon-bf16", or the best one if `wanted` is null or
+// empty. Throws InvalidUsage if this build or processor does not have it.
 Isa choose_isa(const char* wanted);
 
-// destination[j][i] = scale * (((source[0][i] op source[1][i]) op source[2][i]) ...), for 0 <= i < count and every j.
-// At least one source; with one alone this is a scaled copy. Integers wrap around. Bools, which must be 0 or 1, know
-// product (and), min (and), max (or). Min and max propagate NaN; of 0.0 and -0.0 they keep the earlier.
-// Returns how many elements are done, all but with stops_at_nonfinite; nothing was written behind them.
-// `isa`, which must be available, is for tests.
+// Computes destination[j][i] = scale * (((source[0][i] op source[1][i]) op source[2][i]) ...), for 0 <= i < count and
+// every j.
+//
+// There is at least one source; with one alone this is a scaled copy. Integers wrap around. Bools, which must be 0 or
+// 1, know product (and), min (and), max (or). Min and max propagate NaN; of 0.0 and -0.0 they keep the earlier.
+//
+// Returns how many elements are done: all, unless stops_at_nonfinite; nothing was written beyond them. Only tests give
+// `isa`, which must be available.
 size_t reduce(const Reduction& reduction, const void* const* sources, int source_count, void* const* destinations,
               int destination_count, size_t count, Isa isa = active_isa());
 
-// destination[i] = scale * source[i], rounded once in dtype; a plain copy if scale == 1.0.
+// Computes destination[i] = scale * source[i], rounded once in dtype; a plain copy if scale == 1.0.
 void copy_scaled(DType dtype, void* destination, const void* source, size_t count, double scale,
                  Isa isa = active_isa());
 
@@ -65,7 +69,7 @@ void copy_scaled(DType dtype, void* destination, const void* source, size_t coun
 
 constexpr bool is_half(DType dtype) { return dtype == DType::Float16 || dtype == DType::BFloat16; }
 
-// `dtype` is one of the two.
+// Both need a 16-bit `dtype`: see is_half().
 void widen(DType dtype, float* destination, const void* source, size_t count);
 void narrow(DType dtype, void* destination, const float* source, size_t count);
 

@@ -8,7 +8,7 @@
 
 #include <type_traits>
 
-// From here on, so that the build needs no flags of its own for this file and the headers above stay generic.
+// Enabled from here on, so that the build needs no flags for this file and the headers above stay generic.
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,f16c"))), apply_to = function)
 #else

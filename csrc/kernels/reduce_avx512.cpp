@@ -11,7 +11,7 @@
 
 #include <type_traits>
 
-// From here on, so that the build needs no flags of its own for this file and the headers above stay generic.
+// Enabled from here on, so that the build needs no flags for this file and the headers above stay generic.
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))), apply_to = function)
 #else

@@ -1,4 +1,4 @@
-// ARM.
+// The kernels for ARM.
 #include "base/processor.h"
 #include "kernels/isa.h"
 

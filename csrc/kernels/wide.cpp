@@ -8,7 +8,7 @@ namespace syncengine::kernels {
 
 namespace {
 
-// Neither is inlined: see fp_state.h.
+// Not inlined: see fp_state.h. Nor is narrow_all().
 template <class Element>
 [[gnu::noinline]] void widen_all(float* destination, const std::byte* source, size_t count) {
   for (size_t i = 0; i < count; ++i) {

@@ -19,7 +19,8 @@ namespace syncengine {
 
 namespace {
 
-// Of a communicator's device: number 0 for its own calls, the others for whoever took them.
+// Identifies a queue by communicator, device and number: 0 for the communicator's own calls, others for
+// take_own_queue().
 using Key = std::tuple<const Communicator*, int, int>;
 
 struct QueueRegistry {
@@ -27,8 +28,7 @@ struct QueueRegistry {
   std::map<Key, std::shared_ptr<Queue>> queues;
 };
 QueueRegistry& queue_registry() {
-  static auto& instance =
-      *new QueueRegistry;  // outlives the CUDA context, which is gone when static objects are destroyed
+  static auto& instance = *new QueueRegistry;  // never destroyed: the CUDA context is gone before static objects are
   return instance;
 }
 
@@ -38,7 +38,7 @@ std::shared_ptr<Queue> find_queue(const Key& key) {
   return found == queue_registry().queues.end() ? nullptr : found->second;
 }
 
-// Collective.
+// Makes a queue, which is collective.
 std::shared_ptr<Queue> connect_queue(const std::shared_ptr<Communicator>& communicator, c10::Device device, int number,
                                      const Interrupted& interrupted) {
   cuda::require_device(device.index());
@@ -49,14 +49,14 @@ std::shared_ptr<Queue> connect_queue(const std::shared_ptr<Communicator>& commun
 
 }  // namespace
 
-// Asks Python, once a stream: c10 has no way to ask that all torch versions share.
+// Asks Python, once for each stream: c10 has no way to ask that all supported torch versions share.
 void* handle_of(c10::Stream stream) {
   py::gil_scoped_acquire gil;
-  static auto& known = *new std::map<std::pair<int, int64_t>, void*>;  // outlives Python
+  static auto& known = *new std::map<std::pair<int, int64_t>, void*>;  // never destroyed, as it outlives Python
   const std::pair<int, int64_t> key{stream.device_index(), stream.id()};
   if (auto found = known.find(key); found != known.end()) return found->second;
-  // Another thread may come here meanwhile, since Python code lets go of the GIL: it finds nothing, rather than half an
-  // entry.
+  // Another thread may come here meanwhile, since Python code releases the GIL. So the entry is made only when it is
+  // complete.
   auto wrapped = py::module_::import("torch.cuda")
                      .attr("Stream")(py::arg("stream_id") = stream.id(),
                                      py::arg("device_index") = static_cast<int>(stream.device_index()),
@@ -98,8 +98,8 @@ Queue::Queue(std::shared_ptr<cuda::DeviceGroup> group, c10::Device device)
       side_handle_(handle_of(side_)),
       last_(kDeviceType) {}
 
-// Collectives of a group must run one after the other: what ran before on another stream comes first. Across the edges
-// of a capture that is up to whoever replays it (docs/cuda.md).
+// Collectives of a group must run one after the other, so what ran before on another stream comes first. Whether that
+// holds between a capture and other calls is up to the program that replays the graph (docs/cuda.md).
 void Queue::run(const Operation& operation, c10::Stream stream, void* handle) {
   std::lock_guard lock(mutex_);
   const bool capturing = cuda::is_capturing(handle);
@@ -127,7 +127,7 @@ std::shared_ptr<Queue> queue_of(const std::shared_ptr<Communicator>& communicato
   return connect_queue(communicator, device, 0, interrupted);
 }
 
-// Ranks drop theirs at different times, so one is taken again only if all ranks have dropped it.
+// Ranks drop their queues at different times, so a queue is taken again only if all ranks have dropped it.
 std::shared_ptr<Queue> take_own_queue(const std::shared_ptr<Communicator>& communicator, c10::Device device,
                                       const Interrupted& interrupted) {
   struct Numbers {

@@ -35,30 +35,31 @@ void* handle_of(c10::Stream stream);
 // Torch's current stream of this thread.
 c10::Stream current_stream(c10::Device device);
 
-// What `follower` gets from now on comes after what `leader` has by now.
+// Makes `follower` wait: all that it gets from now on comes after all that `leader` has got so far.
 void order_streams(c10::Stream leader, c10::Stream follower);
 
-// Torch's allocator gives the memory to nobody before `stream` is done with what it has when the tensor is freed.
+// Makes torch's allocator reuse the memory only when `stream` has done all that is queued there when the tensor is
+// freed.
 void keep_for(c10::Stream stream, const c10::Storage& memory);
 
-// Blocks the host until a collective's end has been recorded in `done` and reached. Past the deadline the communicator
-// is aborted with a Timeout that names `call`. Without the GIL.
+// Blocks the host until `done` has been recorded at a collective's end and has been reached. Past the deadline the
+// communicator is aborted with a Timeout that names `call`. Called without the GIL.
 void wait_on_host(Communicator& communicator, const c10::Event& done, Deadline deadline, const char* call,
                   const Interrupted& interrupted);
 
-// One DeviceGroup.
+// Collectives of one DeviceGroup, in order with torch's streams.
 class Queue {
  public:
   Queue(std::shared_ptr<cuda::DeviceGroup> group, c10::Device device);
 
   cuda::DeviceGroup& group() { return *group_; }
-  c10::Stream side() const { return side_; }  // of a high priority, for whoever wants another one than the current
+  c10::Stream side() const { return side_; }  // of high priority, for callers that use another than the current one
   void* side_handle() const { return side_handle_; }
 
-  // Queues a collective on `stream`, whose handle is given, behind those that were queued before.
+  // Queues a collective on `stream`, whose handle is `handle`, behind all that were queued before.
   void run(const Operation& operation, c10::Stream stream, void* handle);
 
-  // A tensor in memory that all peers reach. Collective, blocks.
+  // Makes a tensor in memory that all peers reach. Collective, blocks.
   at::Tensor empty(const std::vector<int64_t>& sizes, size_t bytes, at::ScalarType type,
                    const Interrupted& interrupted);
 
@@ -76,15 +77,15 @@ class Queue {
 std::shared_ptr<Queue> queue_of(const std::shared_ptr<Communicator>& communicator, c10::Device device,
                                 const Interrupted& interrupted);
 
-// One that nobody else uses, so that what is queued there needs no common order with other collectives: its own words
-// and staging. Free again when the pointer is dropped. Always collective, blocks.
+// Takes a queue that nobody else uses, with its own words and staging, so that its collectives need no common order
+// with others. Free again when the pointer is dropped. Always collective, blocks.
 std::shared_ptr<Queue> take_own_queue(const std::shared_ptr<Communicator>& communicator, c10::Device device,
                                       const Interrupted& interrupted);
 
-// Lets go of all devices of a communicator. Before Communicator::close().
+// Closes all devices of a communicator. Must come before Communicator::close().
 void close_devices(const Communicator* communicator);
 
-// Of all its devices, "cuda_..." in front of each name.
+// The counters of all devices of the communicator, with "cuda_" in front of each name.
 std::map<std::string, uint64_t> device_counters(const Communicator* communicator);
 
 }  // namespace syncengine

@@ -1,4 +1,4 @@
-// What stands in for cuda/device/ where there was no nvcc, or no torch with CUDA, when syncengine was built.
+// Replaces cuda/device/ in a build that had no nvcc, or no torch with CUDA.
 #include "cuda/device_group.h"
 
 namespace syncengine::cuda {

@@ -40,7 +40,8 @@ void require_driver_and_device() {
 Driver find_driver() {
   require_driver_and_device();
   Driver driver;
-  find(driver.stream_batch_mem_op, "cuStreamBatchMemOp", 11070);  // the second version: no opt-in by a module parameter
+  find(driver.stream_batch_mem_op, "cuStreamBatchMemOp", 11070);  // the second version needs no opt-in by a module
+                                                                  // parameter
   find(driver.get_error_name, "cuGetErrorName", 6000);
   return driver;
 }
@@ -72,7 +73,7 @@ CUstreamBatchMemOpParams wait_for_word(const uint32_t* word) {
 
 void check(cudaError_t status, const char* what) {
   if (status == cudaSuccess) return;
-  cudaGetLastError();  // else the next call that looks would find it again
+  cudaGetLastError();  // clears the error, which a later call would report otherwise
   refuse(std::string(what) + ": " + cudaGetErrorName(status) + ", " + cudaGetErrorString(status));
 }
 

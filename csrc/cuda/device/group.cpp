@@ -15,16 +15,17 @@ namespace syncengine::cuda {
 
 namespace {
 
-// For benchmarks of one rank alone, in a build with test hooks: with SYNCENGINE_TEST_FAKE_ARRIVALS set a rank gives its
-// peers' signals itself, and so never waits. What it reads of them is whatever lies there.
+// For benchmarks of one rank alone, in a build with test hooks: if SYNCENGINE_TEST_FAKE_ARRIVALS is set, a rank gives
+// its peers' signals itself, and so never waits. Results are then meaningless.
 bool fakes_arrivals() {
   static const bool fakes = has_test_hooks() && std::getenv("SYNCENGINE_TEST_FAKE_ARRIVALS") != nullptr;
   return fakes;
 }
 
-// Half of a rank's staging memory. Large, since each chunk costs two exchanges; not yet measured on a GPU.
+// Half of a rank's staging memory. It is large, since each chunk costs two exchanges. Not measured on a GPU yet.
 constexpr size_t kSlotBytes = 16 << 20;
-// Up to here a kernel that waits for its peers beats three exchanges. Beyond, a wait should hold no multiprocessor.
+// Up to this size a kernel that waits for its peers beats three exchanges. Beyond, no wait should hold a
+// multiprocessor.
 constexpr size_t kTinyBytes = 16 << 10;
 constexpr int kBlocks = 16;  // the rest of the device is the model's
 constexpr auto kPatience = std::chrono::seconds(2);
@@ -35,9 +36,9 @@ void say_staged(const std::string& what, const PeerMemory& memory) {
 
 }  // namespace
 
-// All of an exchange is one call of the driver, and one node of a graph. A write comes after all that the stream did
-// before it, for whoever sees the written word (the default of cuStreamWriteValue32); operations of a batch run in
-// their order.
+// An exchange is one call of the driver, and one node of a graph. A write comes after all that the stream did before
+// it, for whoever sees the written word (the default of cuStreamWriteValue32); operations of a batch run in their
+// order.
 void StreamSteps::exchange(const Exchange& exchange) {
   const auto& controls = *controls_;
   Control& own = *controls[rank_];
@@ -87,12 +88,12 @@ PeerGroup::PeerGroup(std::shared_ptr<Communicator> communicator, int device, con
 void PeerGroup::prepare_staging(const std::function<void()>& interrupted) {
   staging_ = std::make_unique<DeviceMemory>(2 * kSlotBytes + sizeof(OneShotArea));
   check(cudaMemset(staging_->data() + 2 * kSlotBytes, 0, sizeof(OneShotArea)), "clearing device memory");
-  check(cudaDeviceSynchronize(), "clearing device memory");  // before a peer hears of it
+  check(cudaDeviceSynchronize(), "clearing device memory");  // before a peer is told the address
   peer_staging_ = std::make_unique<PeerMemory>(*communicator_, *staging_, interrupted);
   counters_["devices"] = peer_staging_->devices();
   if (peer_staging_->unreachable().empty()) {
     site_.slots = peer_staging_->bases();
-    // A kernel that waits would keep the device from the peer that it waits for, until its time slice is over.
+    // A kernel that waits would keep a shared device from the peer that it waits for, until its time slice is over.
     if (peer_staging_->take_turns() && communicator_->options().algorithm == Algorithm::Auto) return;
     for (std::byte* base : site_.slots) site_.areas.push_back(reinterpret_cast<OneShotArea*>(base + 2 * kSlotBytes));
     return;
@@ -104,8 +105,8 @@ void PeerGroup::prepare_staging(const std::function<void()>& interrupted) {
     site_.slots.push_back(host_staging_->on_device() + rank * 2 * kSlotBytes);
 }
 
-// A barrier by the words alone, before anything relies on them. A device that can't would fail here, or the watchdog's
-// deadline.
+// Makes a barrier by the words alone, before anything relies on them. A device that can't do that would fail here, or
+// the watchdog's deadline would.
 void PeerGroup::prove_signals() {
   Operation barrier;
   barrier.collective = Collective::Barrier;
@@ -174,7 +175,7 @@ std::shared_ptr<void> PeerGroup::allocate(size_t bytes, const std::function<void
                                              " for " + std::to_string(wanted[rank]) +
                                              ": on CUDA all ranks make the same tensors in the same order");
     segment.own = std::make_unique<DeviceMemory>(std::max(bytes, sizeof(ProofArea)));
-    if (host_staging_) return;  // it is staged, as any tensor
+    if (host_staging_) return;  // it is staged, as other tensors are
     segment.peers = std::make_unique<PeerMemory>(*communicator_, *segment.own, interrupted);
     if (segment.peers->unreachable().empty()) return;
     if (site_.rank == 0) say_staged("memory of syncengine.empty is staged", *segment.peers);
@@ -193,7 +194,7 @@ std::shared_ptr<void> PeerGroup::allocate(size_t bytes, const std::function<void
 }
 
 // Peers may be in the middle of an operation on a tensor that this rank has dropped, so memory is freed in two steps,
-// both by all ranks: first all close what everybody has dropped, then the owners free it.
+// both by all ranks: first all of them unmap what every rank has dropped, then the owners free it.
 void PeerGroup::give_back_dropped(const std::function<void()>& interrupted) {
   struct Dropped {
     uint64_t numbers[32] = {};
@@ -228,7 +229,7 @@ void PeerGroup::give_back_dropped(const std::function<void()>& interrupted) {
 }
 
 void PeerGroup::release() {
-  cudaDeviceSynchronize();  // ends: the watchdog releases what waits for a peer that does not come
+  cudaDeviceSynchronize();  // returns: the watchdog releases waits for peers that do not come
   peer_staging_.reset();
   {
     std::lock_guard segments_lock(segments_->mutex);
@@ -241,13 +242,13 @@ void PeerGroup::release() {
   words_.reset();
 }
 
-// Freeing memory that a peer has open is undefined. A peer that takes its time, or has died, costs this memory until
-// the process ends. Tensors that the program still holds stay as they are.
+// Freeing memory that a peer has mapped is undefined. If a peer takes too long, or has died, this memory stays
+// allocated until the process ends. Tensors that the program still holds are not touched.
 void PeerGroup::wait_for_peers_to_leave() {
   const Deadline deadline = Deadline::after(kPatience);
   auto all_gone = [&] {
     for (int rank = 0; rank < site_.world; ++rank)
-      if (!words_of(rank).gone.load(std::memory_order_acquire)) return false;  // acquire: as release above
+      if (!words_of(rank).gone.load(std::memory_order_acquire)) return false;  // acquire: pairs with the release above
     return true;
   };
   while (!all_gone() && !deadline.passed() && !(watchdog_ && watchdog_->has_failed()))

@@ -1,6 +1,6 @@
 // The kinds of DeviceGroup, and what they share.
 //
-// Ownership: none. Thread-safety: any thread. Failure: as said.
+// Ownership: none. Thread-safety: any thread. Failure: see each function.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -24,22 +24,22 @@
 
 namespace syncengine::cuda {
 
-// Calls step(). What keeps this rank from going on would keep the others waiting: an Error fails the communicator on
-// all ranks, and is thrown on.
+// Calls step(). An Error that keeps this rank from going on would leave the others waiting, so it fails the
+// communicator on all ranks before it is rethrown.
 template <class Step>
 void tell_peers_if_it_fails(Communicator& communicator, Step&& step) {
   try {
     step();
   } catch (const Error& error) {
     const int rank = communicator.global_ranks()[communicator.rank()];
-    // A mismatch is everybody's, whoever finds it first.
+    // A mismatch concerns all ranks alike, whichever finds it first.
     const ErrorKind kind = error.kind() == ErrorKind::Mismatch ? ErrorKind::Mismatch : ErrorKind::Aborted;
     communicator.abort(kind, "rank " + std::to_string(rank) + ": " + error.what());
     throw;
   }
 }
 
-// For messages; computed anew at each call.
+// Describes the operation, for texts of errors. Each call computes the text anew.
 inline std::string call_text(const Operation& operation) {
   return describe(operation) + (operation.describe ? "" : " on CUDA tensors");
 }
@@ -54,14 +54,14 @@ class PeerGroup final : public DeviceGroup {
   std::shared_ptr<void> allocate(size_t bytes, const std::function<void()>& interrupted) override;
 
  private:
-  // Memory of one allocate(), on all ranks.
+  // Memory of one allocate() call, on all ranks.
   struct Segment {
     uint64_t number;
     std::unique_ptr<DeviceMemory> own;
     std::unique_ptr<PeerMemory> peers;
     bool dropped = false;  // its tensor is gone
   };
-  // What deleters of allocated memory still reach when the group is gone.
+  // State that deleters of allocated memory still reach when the group is gone.
   struct Segments {
     std::mutex mutex;
     std::vector<Segment> list;
@@ -79,8 +79,8 @@ class PeerGroup final : public DeviceGroup {
   Control& words_of(int rank) const { return reinterpret_cast<Control*>(words_->data())[rank]; }
 
   std::optional<PinnedMemory> words_;         // a Control for each rank
-  std::vector<Control*> controls_;            // as the device sees them
-  std::optional<PinnedMemory> host_staging_;  // of all ranks, without peer access
+  std::vector<Control*> controls_;            // at the device's addresses
+  std::optional<PinnedMemory> host_staging_;  // of all ranks, if there is no peer access
   std::unique_ptr<DeviceMemory> staging_;
   std::unique_ptr<PeerMemory> peer_staging_;
   Site site_;

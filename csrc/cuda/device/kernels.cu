@@ -18,13 +18,14 @@ Kernels find(const kernels::Reduction& reduction, int sources) {
   return found;
 }
 
-// As many blocks as have 16 bytes for each thread, at least one.
+// Enough blocks that each thread has 16 bytes, but at least one.
 int blocks_for(size_t bytes, int most) {
   const size_t wanted = (bytes + kThreads * sizeof(Pack) - 1) / (kThreads * sizeof(Pack));
   return static_cast<int>(std::clamp<size_t>(wanted, 1, std::max(most, 1)));
 }
 
-// Not by <<<>>>, so that this file is C++ to a compiler that gives it CUDA's words (tests/cuda/software).
+// Launches without <<<>>>, so that this file is C++ to a compiler to which CUDA's keywords are given
+// (tests/cuda/software).
 template <class Args>
 void launch(void (*kernel)(Args), dim3 grid, const Args& args, cudaStream_t stream, const char* what) {
   void* arguments[] = {const_cast<Args*>(&args)};

@@ -92,7 +92,8 @@ uint64_t random_number() {
   return value;
 }
 
-// The same in two ranks only if they are threads of one process, where exported memory can't be opened and need not be.
+// A number that two ranks share only if they are threads of one process. Within a process exported memory can't be
+// opened and need not be.
 uint64_t process_token() {
   static const uint64_t token = random_number();
   return token;
@@ -100,18 +101,18 @@ uint64_t process_token() {
 
 struct Offer {
   uint64_t process, pointer;
-  uint64_t seed;  // of the pattern: old memory of this rank, mapped again, has another one
+  uint64_t seed;  // of the pattern, so that this rank's old memory, mapped again, has another one
   int32_t device;
   cudaUUID_t uuid;
   cudaError_t exported;
   cudaIpcMemHandle_t handle;
 };
 
-// What a rank knows of each peer.
+// The results of one rank's tries to reach each peer.
 struct Findings {
-  cudaError_t opened[kMaxRanks] = {};  // its memory
-  bool misread[kMaxRanks] = {};        // its pattern, by the own kernel
-  bool missed[kMaxRanks] = {};         // what its kernel was to write here
+  cudaError_t opened[kMaxRanks] = {};  // opening the peer's memory
+  bool misread[kMaxRanks] = {};        // the own kernel did not read the peer's pattern
+  bool missed[kMaxRanks] = {};         // the peer's kernel did not write its pattern here
 };
 
 bool same_device(const Offer& a, const Offer& b) { return std::memcmp(&a.uuid, &b.uuid, sizeof(a.uuid)) == 0; }
@@ -130,7 +131,7 @@ ProofArea::Row pattern(uint64_t seed) {
   return row;
 }
 
-// Null where that is an error.
+// Opens a peer's memory; `memory` stays null on errors.
 cudaError_t open(const Offer& own, const Offer& theirs, std::shared_ptr<void>& memory) {
   if (theirs.process == own.process) {
     cudaError_t status = same_device(own, theirs) ? cudaSuccess : cudaDeviceEnablePeerAccess(theirs.device, 0);
@@ -150,7 +151,7 @@ void copy_and_wait(void* to, const void* from, cudaMemcpyKind kind, cudaStream_t
   check(cudaStreamSynchronize(stream), "copying a pattern");
 }
 
-// Reads each peer's pattern, and writes the own one to it; of peers that are null nothing.
+// Reads each peer's pattern, and writes the own one to it. Peers whose base is null are left out.
 void cross(const std::vector<std::byte*>& bases, int rank, cudaStream_t stream) {
   auto area = [&](size_t peer) { return reinterpret_cast<ProofArea*>(bases[peer]); };
   StreamSteps steps(stream, static_cast<int>(bases.size()));
@@ -212,11 +213,11 @@ PeerMemory::PeerMemory(Communicator& communicator, DeviceMemory& own, const std:
   Findings findings;
   for (int peer = 0; peer < size; ++peer) {
     findings.opened[peer] = open(offer, offers[peer], opened_.emplace_back());
-    cudaGetLastError();  // else the next call that looks would find it again
+    cudaGetLastError();  // clears the error, which a later call would report otherwise
     bases_.push_back(static_cast<std::byte*>(opened_.back().get()));
   }
   cross(bases_, rank, stream.get());
-  gather(communicator, uint8_t{0}, kProving, interrupted);  // everybody has read and written
+  gather(communicator, uint8_t{0}, kProving, interrupted);  // all ranks have read and written
   copy_and_wait(&area, own.data(), cudaMemcpyDeviceToHost, stream.get());
   for (int peer = 0; peer < size; ++peer) {
     const ProofArea::Row wanted = pattern(offers[peer].seed);

@@ -1,9 +1,8 @@
 // Device memory that other ranks may reach, and host memory that the device reaches.
 //
 // Ownership: each class gives back what it took. Exported memory must outlive the peers' mappings of it: it is freed
-// only if they have said that they are done (group.cpp), else it stays to the end of the process.
-// Thread-safety: one thread at a time, any thread; device() is made current by the caller.
-// Failure: InvalidUsage with CUDA's own words.
+// only if they have said that they are done (group.cpp), else it stays to the end of the process. Thread-safety: one
+// thread at a time, any thread; device() is made current by the caller. Failure: InvalidUsage with CUDA's own message.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -30,7 +29,7 @@ class UseDevice {
   int before_ = -1;
 };
 
-// cudaMalloc. Memory that peers may have open is not freed: that would be undefined.
+// Memory from cudaMalloc. It is not freed while peers may have it open, which would be undefined.
 class DeviceMemory {
  public:
   explicit DeviceMemory(size_t bytes);
@@ -38,7 +37,7 @@ class DeviceMemory {
   DeviceMemory(const DeviceMemory&) = delete;
   std::byte* data() const { return data_; }
   size_t bytes() const { return bytes_; }
-  void share() { shared_ = true; }     // before peers hear of it
+  void share() { shared_ = true; }     // called before peers are told the address
   void unshare() { shared_ = false; }  // all peers have closed it
 
  private:
@@ -47,10 +46,10 @@ class DeviceMemory {
   bool shared_ = false;
 };
 
-// One that waits for no other.
+// Makes a stream that does not wait for the default stream.
 std::shared_ptr<CUstream_st> make_stream();
 
-// `memory`, of this device, until the pointer is dropped; on any thread.
+// Holds `memory`, of this device, until the pointer is dropped, on any thread.
 std::shared_ptr<void> hold(std::unique_ptr<DeviceMemory> memory, int device);
 
 // Host memory that is pinned, and that the device reaches.
@@ -68,38 +67,39 @@ class PinnedMemory {
   std::byte* on_device_ = nullptr;
 };
 
-// The words in each rank's memory by which the proof of access is made.
+// The words in each rank's memory by which ranks prove that they reach each other's memory.
 struct ProofArea {
   struct Row {
     uint32_t words[256];
     bool operator==(const Row&) const = default;
   };
   Row own;
-  Row read[kMaxRanks];     // in each peer, by the own kernel
+  Row read[kMaxRanks];     // from each peer's memory, by this rank's kernel
   Row written[kMaxRanks];  // by each peer's kernel
 };
 
-// One rank's memory as every other rank's kernels reach it. Keeps the peers' memory open. What can't be reached is no
-// failure: see unreachable().
+// One rank's memory as every other rank's kernels reach it. Keeps the peers' memory open. Memory that can't be reached
+// is no failure: see unreachable().
 class PeerMemory {
  public:
-  // Collective: gives `own`, of at least a ProofArea, to all and takes theirs. Drivers' answers about access can be
-  // wrong, so each rank's kernels read in each peer's memory what the peer has put there, and write what the peer then
-  // looks for. What was in `own`'s ProofArea is lost. Waits for peers on the host, and for no stream of the program.
+  // Collective: gives `own`, which has room for a ProofArea, to all and takes theirs. The driver's answers about access
+  // can be wrong, so each rank's kernels read in each peer's memory what the peer has put there, and write what the
+  // peer then looks for. Overwrites the ProofArea in `own`. Waits for peers on the host, and for no stream of the
+  // program.
   PeerMemory(Communicator& communicator, DeviceMemory& own, const std::function<void()>& interrupted);
 
-  // By rank, the own one among them; to be used if all are reached.
+  // Addresses by rank, this rank's among them; only to be used if all are reached.
   const std::vector<std::byte*>& bases() const { return bases_; }
-  // Who can't use whose memory, and why; the same on all ranks. Empty: all can.
+  // A text that says which ranks can't use whose memory, and why; the same on all ranks. Empty if all can.
   const std::string& unreachable() const { return unreachable_; }
-  // That the ranks are on, however many names these have: told apart by UUID.
+  // The number of devices that the ranks use, told apart by UUID, however many names one device has.
   int devices() const { return devices_; }
-  // Whether several processes share a device: their kernels run in turns. The same on all ranks.
+  // Whether several processes share a device, so that their kernels run in turns. The same on all ranks.
   bool take_turns() const { return take_turns_; }
 
  private:
   std::vector<std::byte*> bases_;
-  std::vector<std::shared_ptr<void>> opened_;  // the same, for as long as this lives
+  std::vector<std::shared_ptr<void>> opened_;  // mappings of the bases, as long as this object lives
   std::string unreachable_;
   int devices_ = 0;
   bool take_turns_ = false;

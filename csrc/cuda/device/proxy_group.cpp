@@ -12,8 +12,8 @@ namespace syncengine::cuda {
 
 namespace {
 
-// A large tensor's pieces travel while others are copied. Small enough that the first and the last copy, which nothing
-// hides, take little; large enough for what each costs beside its bytes. Not measured on a GPU.
+// A large tensor's pieces travel while others are copied. A piece is small enough that the first and the last copy,
+// which nothing hides, take little time, and large enough that its fixed cost does not matter. Not measured on a GPU.
 constexpr size_t kPieceBytes = 4 << 20;
 constexpr size_t kSlots = 8;
 
@@ -23,7 +23,7 @@ std::vector<int> everybody(const Communicator& communicator) {
   return ranks;
 }
 
-// What a stream's callback carries. A graph's stays as long as the process, since nobody says when the graph is gone.
+// The argument of a stream's callback. A graph's is never freed, since nobody says when the graph is gone.
 struct Submission {
   std::shared_ptr<Proxy> proxy;
   std::shared_ptr<const Proxy::Posted> posted;
@@ -36,7 +36,8 @@ void CUDART_CB post(void* data) {
   if (!submission->captured) delete submission;
 }
 
-// What the CPU's engine does with the piece. Ranks whose whole operations differ must not agree on parts of them.
+// The operation on a piece, for the CPU's engine. Its layout hash covers the whole operation, so that ranks whose whole
+// operations differ do not agree on parts of them.
 Operation operation_of(const Operation& whole, const Piece& piece, size_t number, std::byte* memory,
                        const std::shared_ptr<const std::string>& text) {
   Operation operation = whole;
@@ -115,7 +116,7 @@ void ProxyGroup::upload(const Operation& operation, const Piece& piece, size_t s
 }
 
 void ProxyGroup::release() {
-  cudaEventSynchronize(last_);  // ends: what is posted ends at the deadline, if not before
+  cudaEventSynchronize(last_);  // returns: every posted piece ends, at the deadline at the latest
   cudaEventDestroy(last_);
   proxy_->stop();
 }

@@ -13,15 +13,15 @@
 
 namespace syncengine::cuda {
 
-// Makes the current device load every kernel, once a device: the first launch of a kernel may otherwise synchronize the
-// device, and wait for streams that wait for peers.
+// Makes the current device load every kernel, once a device. Otherwise the first launch of a kernel may synchronize the
+// device, and so wait for streams that wait for peers.
 void load_kernels();
 
 class StreamSteps final : public Steps {
  public:
-  // Kernels alone, of at most `blocks` blocks.
+  // For kernels alone, of at most `blocks` blocks.
   StreamSteps(cudaStream_t stream, int blocks) : stream_(stream), blocks_(blocks) {}
-  // `controls` of each rank, as the device sees them.
+  // `controls` has each rank's words, at the device's addresses.
   StreamSteps(cudaStream_t stream, int blocks, int rank, const std::vector<Control*>& controls)
       : stream_(stream), blocks_(blocks), rank_(rank), controls_(&controls) {}
 

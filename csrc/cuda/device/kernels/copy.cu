@@ -4,7 +4,7 @@ namespace syncengine::cuda {
 
 namespace {
 
-// One row of blocks a piece.
+// Copies pieces of memory, each by one row of blocks.
 __global__ void __launch_bounds__(kThreads, 1) copy_pieces(const __grid_constant__ CopyArgs args) {
   const size_t thread = static_cast<size_t>(blockIdx.x) * kThreads + threadIdx.x;
   const size_t threads = static_cast<size_t>(gridDim.x) * kThreads;

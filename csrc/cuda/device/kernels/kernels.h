@@ -8,16 +8,16 @@
 
 namespace syncengine::cuda {
 
-inline constexpr int kThreads = 512;  // of a block
+inline constexpr int kThreads = 512;  // in each block
 
-// The kernels of one op. A null pointer says that the op has no such kernel; see below.
+// The kernels of one op. A null pointer says that the op has no such kernel; the comments say which ops have one.
 struct Kernels {
   void (*reduce)(ReduceArgs) = nullptr;
   void (*one_shot)(OneShotArgs) = nullptr;  // sums of floating dtypes, rounded once
   void (*note)(NoteArgs) = nullptr;         // sums of floating dtypes
 };
 
-// Each is made in a file of its own.
+// Each instance is compiled in a file of its own.
 template <class Element>
 struct KernelsOf {
   static Kernels find(ReduceOp op, kernels::Rounding rounding, int sources);

@@ -1,5 +1,5 @@
-// The parts that kernels of any dtype share, for the files that compile them. Blocks are few, so each may have all
-// registers of a multiprocessor: what a thread loads at once lies in them.
+// The parts that kernels of any dtype share, for the files that compile them. Blocks are few, so each may use all
+// registers of a multiprocessor, which hold what a thread loads at once.
 #pragma once
 
 #include <type_traits>
@@ -10,7 +10,8 @@ namespace syncengine::cuda {
 
 namespace {
 
-// Each block asks for itself, once, whether the gate is open; block 0 counts. All threads return the same.
+// Whether the gate is open. Each block finds that out itself, once, and all its threads return the same; block 0 counts
+// progress.
 __device__ __forceinline__ bool enter(const Gate& gate) {
   if (!gate.words) return true;
   if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) count_progress(*gate.control);
@@ -36,11 +37,11 @@ __global__ void __launch_bounds__(kThreads, 1) note_kernel(const __grid_constant
                                  static_cast<size_t>(gridDim.x) * kThreads);
 }
 
-// Some thousand looks are some milliseconds: then the watchdog is to know for whom.
+// After this many looks at a mark, which take some milliseconds, the kernel tells the watchdog for which peer it waits.
 constexpr unsigned kLongWait = 1u << 14;
-constexpr unsigned kAbortEvery = 64;  // looks; the abort word lies beyond the bus
+constexpr unsigned kAbortEvery = 64;  // looks between two at the abort word, which lies beyond the bus
 
-// False if the peer called something else, or never comes.
+// Returns false if the peer called something else, or never comes.
 __device__ bool wait_for(const OneShotArgs& args, int peer, int block, uint32_t epoch) {
   bool good = true;
   unsigned looks = 0;
@@ -53,7 +54,7 @@ __device__ bool wait_for(const OneShotArgs& args, int peer, int block, uint32_t 
         good = false;
         break;
       }
-      __nanosleep(0);  // the block's other threads have peers to look for, too
+      __nanosleep(0);  // lets the block's other threads look for their peers
     }
     if (block == 0 && looks == kLongWait) {
       set_word(&args.control->waiting, kInKernel);
@@ -78,7 +79,7 @@ __global__ void __launch_bounds__(kThreads, 1) one_shot_kernel(const __grid_cons
   bool bad = false;
   if (threadIdx.x < args.world && threadIdx.x != args.rank) {
     const int peer = threadIdx.x;
-    __threadfence_system();  // what the other threads staged comes before the mark
+    __threadfence_system();  // the other threads' staged bytes come before the mark
     put_mark(&args.areas[peer]->marks[epoch & 1][block][args.rank],
              static_cast<uint64_t>(epoch) << 32 | args.fingerprint);
     bad = !wait_for(args, peer, block, epoch);
