@@ -14,7 +14,7 @@ std::chrono::milliseconds milliseconds_of(Duration duration) {
   return std::chrono::duration_cast<std::chrono::milliseconds>(duration);
 }
 
-// What is to be ended of a backend, whoever has not shut it down.
+// The parts of a backend that end_all() ends, if shutdown has not.
 struct Open {
   std::weak_ptr<Communicator> communicator;
   std::weak_ptr<Completer> collectives, messages;
@@ -23,7 +23,7 @@ struct OpenBackends {
   std::mutex mutex;
   std::vector<Open> list;
 };
-// Never destroyed: backends may outlive the end of main().
+// Never destroyed, since backends may outlive the end of main().
 OpenBackends& open() {
   static auto* open = new OpenBackends;
   return *open;
@@ -143,7 +143,7 @@ void TorchBackend::setTimeout(std::chrono::milliseconds timeout) {
   options_->timeout = timeout;
 }
 
-// Nothing where the communicator's own timeout, which needs no wait to be noticed, is the one that holds.
+// The limit of a wait; nothing if the communicator's own timeout is shorter, which ends an operation without any wait.
 std::optional<Duration> TorchBackend::at_most(std::chrono::milliseconds timeout) const {
   std::chrono::milliseconds group(timeout_ms_.load(std::memory_order_relaxed));
   if (timeout == ::c10d::kUnsetTimeout || timeout == kNoTimeout) timeout = group;
@@ -250,7 +250,7 @@ TorchBackend::TorchWorkPtr TorchBackend::barrier(const ::c10d::BarrierOptions& o
   return meet("barrier", {}, options.timeout, options.asyncOp);
 }
 
-// Names every rank that is missing, so there is no need to fail at the first.
+// Names every rank that is missing, whatever `wait_all_ranks` says, so there is no need to fail at the first.
 void TorchBackend::monitoredBarrier(const ::c10d::BarrierOptions& options, bool) {
   meet("monitored_barrier", [] { return std::string("monitored_barrier()"); }, options.timeout, false);
 }
@@ -258,7 +258,7 @@ void TorchBackend::monitoredBarrier(const ::c10d::BarrierOptions& options, bool)
 TorchBackend::TorchWorkPtr TorchBackend::meet(const char* name, std::function<std::string()> describe,
                                               std::chrono::milliseconds timeout, bool async) {
   Call call = begin(name, {});
-  // It waits by itself, whatever is coalesced around it.
+  // A barrier waits by itself, even in a block of coalesced calls.
   if (call.coalesced) coalescing_.give(std::move(call.coalesced));
   call.add({.collective = Collective::Barrier, .describe = std::move(describe)});
   return start(std::move(call), {::c10d::OpType::BARRIER, timeout, async});

@@ -1,9 +1,9 @@
-// The torch.distributed backend "syncengine": translates c10d's calls to the engine's.
+// The torch.distributed backend "syncengine": translates c10d's calls into the engine's.
 //
 // Ownership: c10::intrusive_ptr, as c10d has it; shares the communicator with its works. Thread-safety: as
 // Communicator. Calls without asyncOp wait here and return no work; on CUDA tensors streams wait, not the host.
-// Failure: throws the engine's Error, which becomes the class of that name in syncengine.errors; after one out of a
-// collective the group stays failed. To be called without the GIL.
+// Failure: throws the engine's Error, which becomes the class of that name in syncengine.errors. A group in
+// which a collective has failed stays failed. Calls are made without the GIL.
 #pragma once
 
 #include <atomic>
@@ -26,17 +26,17 @@ namespace syncengine {
 
 class Coalescing {
  public:
-  // This thread's, or nothing. A call takes them and, unless it throws, gives them back: torch does not end what a call
-  // has left by throwing.
+  // Takes this thread's coalesced calls, or nothing. A call takes them first and gives them back unless it throws:
+  // torch does not end a block that an exception has left.
   std::unique_ptr<Coalesced> take() {
-    if (!any_.load(std::memory_order_acquire)) return nullptr;  // what this thread has stored it sees
+    if (!any_.load(std::memory_order_acquire)) return nullptr;  // a thread always sees its own stores
     std::lock_guard lock(mutex_);
     auto found = open_.extract(this_thread());
     any_.store(!open_.empty(), std::memory_order_release);
     return found ? std::move(found.mapped()) : nullptr;
   }
 
-  // Those that this thread had are dropped.
+  // Stores this thread's calls, and drops those that it had.
   void give(std::unique_ptr<Coalesced> calls) {
     std::lock_guard lock(mutex_);
     std::swap(open_[this_thread()], calls);
@@ -44,7 +44,8 @@ class Coalescing {
   }
 
  private:
-  // Not the system's number: a new thread may get that of one that has ended, and must not get its calls.
+  // A number of this thread that no other thread ever gets. The system's numbers are used again, and a new thread must
+  // not find the calls of one that has ended.
   static uint64_t this_thread() {
     static std::atomic<uint64_t> threads{0};
     static thread_local const uint64_t number = threads.fetch_add(1, std::memory_order_relaxed);
@@ -56,11 +57,10 @@ class Coalescing {
   std::map<uint64_t, std::unique_ptr<Coalesced>> open_;
 };
 
-// Whether `input` lies where an all-gather puts it, the given number of elements into the output: the engine copies
-// nothing then.
+// Whether `input` already lies where an all-gather puts it, at the given element of the output: then nothing is copied.
 bool is_in_place(const at::Tensor& output, int64_t elements, const at::Tensor& input);
 
-// What a call's arguments must be. Throws InvalidUsage, naming it.
+// Checks of a call's arguments, which throw InvalidUsage that names the call.
 const at::Tensor& require_only(const std::vector<at::Tensor>& tensors, const char* call);
 void require_some(const char* call, const std::vector<at::Tensor>& tensors);
 void require_lists(const char* call, size_t tensors, int wanted);
@@ -79,19 +79,19 @@ class TorchBackend final : public ::c10d::Backend {
 
   const std::shared_ptr<Communicator>& communicator() const { return communicator_; }
 
-  // Those below all backends of this process that have not been shut down.
+  // The communicators below all backends of this process that have not been shut down.
   static std::vector<std::shared_ptr<Communicator>> open_communicators();
-  // Closes these and ends the backends' threads, before the interpreter ends: callbacks of futures may be Python's.
-  // Without the GIL.
+  // Closes these communicators and ends the backends' threads, before the interpreter ends, since callbacks of futures
+  // may be Python's. Called without the GIL.
   static void end_all();
 
   const std::string getBackendName() const override { return "syncengine"; }
   c10::intrusive_ptr<Options> getBackendOptions() override {
-    return c10::make_intrusive<Options>(*options_);  // splitGroup() changes what it gets
+    return c10::make_intrusive<Options>(*options_);  // a copy, since splitGroup() changes what it gets
   }
   void setTimeout(std::chrono::milliseconds timeout) override;
 
-  // Reductions, and what moves the same amount everywhere: collectives.cpp.
+  // Reductions, and collectives that move the same amount everywhere: collectives.cpp.
   TorchWorkPtr broadcast(Tensors& tensors, const ::c10d::BroadcastOptions& options) override;
   TorchWorkPtr allreduce(Tensors& tensors, const ::c10d::AllreduceOptions& options) override;
   TorchWorkPtr allreduce_coalesced(Tensors& tensors, const ::c10d::AllreduceCoalescedOptions& options) override;
@@ -110,7 +110,7 @@ class TorchBackend final : public ::c10d::Backend {
                                                const ::c10d::ReduceScatterOptions& options) override;
   TorchWorkPtr barrier(const ::c10d::BarrierOptions& options) override;
 
-  // What is made of messages: exchanges.cpp.
+  // Calls that consist of messages: exchanges.cpp.
   TorchWorkPtr send(Tensors& tensors, int destination, int tag) override;
   TorchWorkPtr recv(Tensors& tensors, int source, int tag) override;
   TorchWorkPtr recvAnysource(Tensors& tensors, int tag) override;
@@ -120,49 +120,48 @@ class TorchBackend final : public ::c10d::Backend {
                              std::vector<int64_t>& input_sizes, const ::c10d::AllToAllOptions& options) override;
   TorchWorkPtr alltoall(Tensors& outputs, Tensors& inputs, const ::c10d::AllToAllOptions& options) override;
 
-  // The rest: backend.cpp, coalescing.cpp.
+  // Other calls: backend.cpp, coalescing.cpp.
   void monitoredBarrier(const ::c10d::BarrierOptions& options, bool wait_all_ranks) override;
   bool supportsSplitting() const override { return true; }
-  // Collective over this group; null on ranks that are not among `ranks`, which are taken in ascending order. Needs no
-  // store.
+  // Collective over this group; returns null on ranks that are not among `ranks`, which are taken in ascending order.
+  // Needs no store.
   c10::intrusive_ptr<::c10d::Backend> split(const c10::intrusive_ptr<::c10d::Store>& store,
                                             const std::vector<int>& ranks,
                                             const c10::intrusive_ptr<Options>& options) override;
-  // Refused, with what to do instead.
+  // Refuses to merge groups; the error says what to do instead.
   c10::intrusive_ptr<::c10d::Backend> merge(const c10::intrusive_ptr<::c10d::Store>& store,
                                             const c10::intrusive_ptr<Options>& options, const int& rank,
                                             const int& size) override;
   bool supportsShrinking() const override { return true; }
-  // Collective over the ranks of the group that are not in `excluded`, which need not live; this group has failed from
-  // then on, whatever the flags say. Needs no store. Throws PeerLost where more of them have died, or have not come
-  // within the timeout; called again with those excluded, too, it succeeds.
+  // Collective over the ranks of the group that are not in `excluded`, which need not live. This group has failed from
+  // then on, whatever the flags say. Needs no store. Throws PeerLost if more ranks have died, or have not come within
+  // the timeout; called again with those excluded, too, it succeeds.
   c10::intrusive_ptr<::c10d::Backend> shrink(const std::vector<int64_t>& excluded, int flags,
                                              const c10::intrusive_ptr<Options>& options) override;
-  // For torch's _coalescing_manager. Not for batches of messages, which torch leaves open if one of them raises: they
-  // need no coalescing.
+  // Torch asks this before it coalesces a batch of messages, and leaves the batch open if one of them raises. Messages
+  // need no coalescing, so the answer is no.
   bool supportsCoalescing() const override { return false; }
   void startCoalescing() override;
   TorchWorkPtr endCoalescing() override;
-  void setSequenceNumberForGroup() override {}  // every rank counts from 0
+  void setSequenceNumberForGroup() override {}  // nothing to do: every rank counts from 0
   uint64_t getSequenceNumberForGroup() override { return sequence_.load(std::memory_order_relaxed); }
   void abort() override;
   void shutdown() override;
 
  private:
-  // When a call is counted by the sequence number, which must be the same on all ranks. Only collectives without
-  // messages take CUDA tensors: those that are counted when they start.
+  // When the sequence number, which must be the same on all ranks, counts a call. Only collectives without messages,
+  // which are counted when they start, take CUDA tensors.
   enum class Counted {
-    Never,    // the program's own messages
-    AtStart,  // not if it is refused: the engine matches the calls that start, so a rank may repeat it
-    AtOnce,   // also if it is refused: what others have sent in it must not be taken for a part of the next
+    Never,    // for the program's own messages
+    AtStart,  // not if it is refused: the engine matches calls that start, so a rank may repeat it
+    AtOnce,   // even if it is refused: messages sent in it must not match the next call's
   };
   struct How {
     ::c10d::OpType type;
     std::chrono::milliseconds timeout;
     bool async;
   };
-  // What every call begins and ends with.
-  // `inputs`: what a profiler is told of.
+  // The beginning and the end of every call. `inputs` are for profilers.
   Call begin(const char* name, at::ArrayRef<at::Tensor> inputs, Counted counted = Counted::AtStart);
   void count(Call& call);
   TorchWorkPtr start(Call call, const How& how);
@@ -195,7 +194,7 @@ class TorchBackend final : public ::c10d::Backend {
   void add_reduce_scatter(Call& call, const at::Tensor& output, const Tensors& inputs, const ::c10d::ReduceOp& op);
 
   std::shared_ptr<Communicator> communicator_;
-  std::shared_ptr<Communicator> left_;  // once shrink() has been called
+  std::shared_ptr<Communicator> left_;  // the old communicator, once shrink() has been called
   std::shared_ptr<Completer> collectives_ = std::make_shared<Completer>(Completer::Order::AsAdded);
   std::shared_ptr<Completer> messages_ = std::make_shared<Completer>(Completer::Order::AsEnded);
   c10::intrusive_ptr<Options> options_;

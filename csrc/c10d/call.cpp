@@ -15,7 +15,7 @@ namespace syncengine {
 Call::Call(Call&&) noexcept = default;
 Call::~Call() = default;
 
-// With no sign or conjugation still to be applied.
+// Whether the tensor's elements are in order in its memory, with no negation or conjugation still to be applied.
 bool Call::is_plain(const at::Tensor& tensor) const {
   return (kind_.any_order ? tensor.is_non_overlapping_and_dense() : tensor.is_contiguous()) && !tensor.is_conj() &&
          !tensor.is_neg();
@@ -31,7 +31,7 @@ at::Tensor Call::plain(const at::Tensor& tensor) const {
 void Call::compare(at::ArrayRef<at::Tensor> targets, at::ArrayRef<at::Tensor> sources) {
   struct Place {
     Extent extent;
-    const at::Tensor* target;  // or null
+    const at::Tensor* target;  // null for a source
   };
   std::vector<Place> places;
   places.reserve(targets.size() + sources.size());
@@ -43,7 +43,7 @@ void Call::compare(at::ArrayRef<at::Tensor> targets, at::ArrayRef<at::Tensor> so
   for (const at::Tensor& source : sources) add(source, false);
   std::sort(places.begin(), places.end(),
             [](const Place& a, const Place& b) { return a.extent.begin < b.extent.begin; });
-  for (size_t first = 0; first < places.size();) {  // those that overlap, one with the next, hang together
+  for (size_t first = 0; first < places.size();) {  // finds chains of tensors, each of which overlaps the next
     uintptr_t end = places[first].extent.end;
     size_t last = first + 1;
     for (; last < places.size() && places[last].extent.begin < end; ++last)
@@ -201,7 +201,7 @@ void Call::join(const Call& other) {
 }
 
 void Call::deliver() {
-  // The copies, too, may be inference tensors.
+  // Tensors, and copies too, may be inference tensors, whose versions autograd does not track.
   at::AutoDispatchBelowADInplaceOrView no_autograd;
   for (const auto& step : steps_) step();
   steps_.clear();

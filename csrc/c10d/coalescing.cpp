@@ -42,8 +42,8 @@ bool CoalescingBody::has_ended() const {
   return generator.is_none() || generator.attr("gi_frame").is_none();
 }
 
-// TorchBackend's coalescing: how the calls between startCoalescing() and endCoalescing() become one work. Those that no
-// end follows, because of an error, take place all the same, like calls whose works were dropped.
+// TorchBackend's coalescing: the calls between startCoalescing() and endCoalescing() become one work. If an error
+// prevents endCoalescing(), the calls take place all the same, like calls whose works were dropped.
 
 void TorchBackend::startCoalescing() {
   auto coalesced = std::make_unique<Coalesced>();
@@ -64,7 +64,7 @@ TorchBackend::TorchWorkPtr TorchBackend::endCoalescing() {
   return c10::make_intrusive<TorchWork>(std::move(origin), std::move(call), std::move(coalesced->works));
 }
 
-// This thread's. A body that has raised is over: torch tells of no end.
+// Takes this thread's coalesced calls, unless the block that made them has raised: torch does not report that end.
 std::unique_ptr<Coalesced> TorchBackend::take_coalesced() {
   auto coalesced = coalescing_.take();
   if (coalesced && coalesced->body && coalesced->body->has_ended()) coalesced.reset();

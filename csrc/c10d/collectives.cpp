@@ -30,7 +30,7 @@ TorchBackend::TorchWorkPtr TorchBackend::broadcast(Tensors& tensors, const ::c10
   return start(std::move(call), {OpType::BROADCAST, options.timeout, options.asyncOp});
 }
 
-// `value`: what the tensor is to be before; itself, or one of the same size.
+// `value` is the tensor's value before the broadcast: the tensor itself, or one of the same size.
 void TorchBackend::add_broadcast(Call& call, const at::Tensor& tensor, int root, const at::Tensor& value) {
   Operation operation = call.moving(Collective::Broadcast, tensor.scalar_type());
   operation.root = root;
@@ -52,7 +52,7 @@ TorchBackend::TorchWorkPtr TorchBackend::allreduce(Tensors& tensors, const ::c10
   return start(std::move(call), {OpType::ALLREDUCE, options.timeout, options.asyncOp});
 }
 
-// Neighbors of one dtype are one operation.
+// Reduces neighboring tensors of one dtype in one operation.
 TorchBackend::TorchWorkPtr TorchBackend::allreduce_coalesced(Tensors& tensors,
                                                              const ::c10d::AllreduceCoalescedOptions& options) {
   Call call = begin("all_reduce_coalesced", tensors);
@@ -68,7 +68,7 @@ TorchBackend::TorchWorkPtr TorchBackend::allreduce_coalesced(Tensors& tensors,
   return start(std::move(call), {OpType::ALLREDUCE_COALESCED, options.timeout, options.asyncOp});
 }
 
-// An all-reduce that leaves the tensors of all but the root alone.
+// An all-reduce whose result only the root's tensor gets.
 TorchBackend::TorchWorkPtr TorchBackend::reduce(Tensors& tensors, const ::c10d::ReduceOptions& options) {
   Call call = begin("reduce", tensors);
   const at::Tensor& tensor = require_only(tensors, call.name());
@@ -83,14 +83,15 @@ TorchBackend::TorchWorkPtr TorchBackend::reduce(Tensors& tensors, const ::c10d::
   return start(std::move(call), {OpType::REDUCE, options.timeout, options.asyncOp});
 }
 
-// Every rank gets all ranks' tensors, and combines them. `target` is another tensor in a reduce-scatter.
+// Combines bits: every rank gets all ranks' tensors by an all-gather, and combines them. In a reduce-scatter, `target`
+// is another tensor than `tensor`.
 void TorchBackend::add_all_reduce_of_bits(Call& call, const at::Tensor& tensor, const at::Tensor& target,
                                           const ::c10d::ReduceOp& op, int root) {
   auto shape = tensor.sizes().vec();
   shape.insert(shape.begin(), size_);
   at::Tensor parts = at::empty(shape, tensor.options().memory_format(at::MemoryFormat::Contiguous));
   Operation operation = call.moving(Collective::AllGather, tensor.scalar_type());
-  // No all_gather matches it, nor another of these.
+  // The hash keeps the operation from matching an all_gather, or a combination of other bits.
   operation.layout_hash += 1000 * (1 + static_cast<uint64_t>(op.op_)) + (tensor.is_same(target) ? 0 : 500);
   operation.root = root;
   operation.describe = [name = call.name(), root] {
@@ -139,7 +140,7 @@ TorchBackend::TorchWorkPtr TorchBackend::allgather_into_tensor_coalesced(Tensors
   return gather_into(outputs, inputs, OpType::COALESCED, options);
 }
 
-// Of each input the parts of all ranks, one after the other, in an output.
+// Gathers each input into an output, in which the parts of all ranks follow each other.
 TorchBackend::TorchWorkPtr TorchBackend::gather_into(const Tensors& outputs, const Tensors& inputs, OpType type,
                                                      const ::c10d::AllgatherOptions& options) {
   Call call = begin("all_gather", inputs);
@@ -156,7 +157,7 @@ TorchBackend::TorchWorkPtr TorchBackend::gather_into(const Tensors& outputs, con
   return start(std::move(call), {type, options.timeout, options.asyncOp});
 }
 
-// One operation: each rank's tensors, one after the other, are its part.
+// Gathers several tensors in one operation: each rank's tensors, one after the other, are its part.
 TorchBackend::TorchWorkPtr TorchBackend::allgather_coalesced(TensorLists& outputs, Tensors& inputs,
                                                              const ::c10d::AllgatherOptions& options) {
   Call call = begin("all_gather_coalesced", inputs);
@@ -191,7 +192,7 @@ TorchBackend::TorchWorkPtr TorchBackend::allgather(TensorLists& outputs, Tensors
     for (const at::Tensor& part : parts) require_parts(call.name(), part, input, 1);
     call.compare(parts, is_in_place(parts[rank_], 0, input) ? at::ArrayRef<at::Tensor>() : input);
     add_all_gather(call, parts, input);
-  } else {  // every rank's part of its own size
+  } else {  // the ranks' parts have different sizes
     at::NoGradGuard no_grad;
     call.compare(parts, input);
     for (int root = 0; root < size_; ++root)
@@ -219,7 +220,7 @@ TorchBackend::TorchWorkPtr TorchBackend::reduce_scatter_tensor_coalesced(Tensors
   return scatter_into(outputs, inputs, OpType::COALESCED, options);
 }
 
-// The other way round: this rank's part of each sum.
+// Reduces and scatters each input into an output, which gets this rank's part of the sum.
 TorchBackend::TorchWorkPtr TorchBackend::scatter_into(const Tensors& outputs, const Tensors& inputs, OpType type,
                                                       const ::c10d::ReduceScatterOptions& options) {
   Call call = begin("reduce_scatter", inputs);
@@ -253,7 +254,7 @@ TorchBackend::TorchWorkPtr TorchBackend::reduce_scatter(Tensors& outputs, Tensor
   return start(std::move(call), {OpType::REDUCE_SCATTER, options.timeout, options.asyncOp});
 }
 
-// An all-reduce of copies, of which each rank takes its own: parts of different sizes are rare.
+// An all-reduce of copies, of which each rank takes its own part: parts of different sizes are rare.
 void TorchBackend::add_uneven_reduce_scatter(Call& call, const at::Tensor& output, const Tensors& inputs,
                                              const ::c10d::ReduceOp& op) {
   at::NoGradGuard no_grad;
@@ -267,7 +268,7 @@ void TorchBackend::add_reduce_scatter(Call& call, const at::Tensor& output, cons
                                       const ::c10d::ReduceOp& op) {
   if (is_bitwise(op, output.scalar_type(), call.name())) {
     at::NoGradGuard no_grad;
-    Tensors parts;  // of one size, but perhaps of other shapes
+    Tensors parts;  // of one size, but perhaps of different shapes
     for (const at::Tensor& input : inputs) parts.push_back(input.reshape(-1));
     const at::Tensor whole = parts.size() == 1 ? parts[0] : at::cat(parts);
     return add_all_reduce_of_bits(call, whole.view({size_, output.numel()}), output, op);

@@ -8,7 +8,7 @@ namespace syncengine {
 
 namespace {
 
-thread_local Completer* running = nullptr;  // whose thread this is
+thread_local Completer* running = nullptr;  // the completer whose thread this is
 
 }  // namespace
 
@@ -24,7 +24,8 @@ void Completer::add(c10::intrusive_ptr<TorchWork> work) {
   work->complete_future();  // the communicator is closed
 }
 
-// Under the lock: somebody must look after the works, if he who has the turn runs callbacks, or nobody has it.
+// Wakes or starts another thread for the works if nobody has the turn, or if its holder runs callbacks. Called under
+// the lock.
 void Completer::call_another() {
   if (works_.empty() || (holder_ != std::thread::id() && turn_ends_ == kNever)) return;
   if (idle_ > 0) return changed_.notify_one();
@@ -32,7 +33,7 @@ void Completer::call_another() {
   ++idle_;
 }
 
-// By a callback that may wait for other futures next.
+// Gives up the turn; called by a callback that may wait for other futures next.
 void Completer::pass_turn_on() {
   std::lock_guard lock(mutex_);
   if (holder_ != std::this_thread::get_id()) return;
@@ -44,7 +45,7 @@ void Completer::stop() {
   Lock lock(mutex_);
   stopped_ = true;
   changed_.notify_all();
-  while (!threads_.empty()) {  // a callback that blocks may need one more to end
+  while (!threads_.empty()) {  // a callback that blocks may need one more thread to end
     auto threads = std::exchange(threads_, {});
     lock.unlock();
     for (std::thread& thread : threads) {
@@ -57,8 +58,8 @@ void Completer::stop() {
   }
 }
 
-// The next to complete: one that has ended, or is past its deadline. The engine's thread moves what nobody waits for:
-// see Engine::thread_main.
+// The next work to complete: one that has ended, or is past its deadline. The engine's own thread moves works for which
+// no thread waits: see Engine::thread_main.
 c10::intrusive_ptr<TorchWork> Completer::next(Lock& lock) {
   auto chosen = works_.begin();
   auto is_due = [](const auto& work) { return work->ended() || work->is_late(); };
@@ -72,7 +73,7 @@ c10::intrusive_ptr<TorchWork> Completer::next(Lock& lock) {
   return work;
 }
 
-// Those behind the first may have shorter ones.
+// Fails a work that is past its deadline, while this thread waits for another: later works may have shorter deadlines.
 void Completer::keep_deadlines() {
   c10::intrusive_ptr<TorchWork> late;
   {
@@ -83,7 +84,7 @@ void Completer::keep_deadlines() {
   if (late) late->await_end({});
 }
 
-// Waits for the turn and for a work; false at the end.
+// Waits for the turn and for a work; returns false when stop() has been called and no work is left.
 bool Completer::take_turn(Lock& lock) {
   while (works_.empty() || (holder_ != std::thread::id() && Clock::now() < turn_ends_)) {
     if (works_.empty() && stopped_) return false;

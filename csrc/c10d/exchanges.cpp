@@ -1,6 +1,6 @@
-// TorchBackend's point-to-point calls, and the collectives that are made of messages: every pair of ranks that has
-// something to say exchanges one message a call. A rank's own part is copied in the end. An operation that moves
-// nothing compares the call with the others': messages alone would not tell of roots that differ, nor of other
+// TorchBackend's point-to-point calls, and the collectives that consist of messages: every pair of ranks with something
+// to exchange sends one message a call each way. A rank's own part is copied at the end. An operation that moves
+// nothing compares the call with the others': messages alone would not reveal different roots, or different
 // collectives.
 #include "base/error.h"
 #include "c10d/backend.h"
@@ -11,9 +11,9 @@ namespace {
 
 using ::c10d::OpType;
 
-// Channel 0 is the program's. On channel 1 messages match by the order of the calls, and the fingerprint says of which:
-// else what one rank sent in a call that another one refused would be taken for a part of the next. It says the dtype,
-// too, which is the same for all parts of a call.
+// Channel 0 is the program's. Messages of collectives use channel 1, match by the order of the calls, and say in the
+// fingerprint to which call they belong: if one rank refused a call, what another rank sent in it would otherwise be
+// taken for a part of the next. The fingerprint includes the dtype, which is the same for all parts of a call.
 constexpr uint64_t kCollectives = 1;
 
 SpanList part(const SpanList& whole, size_t offset, size_t bytes) {
@@ -29,14 +29,15 @@ std::function<std::string()> describe(const char* call, const char* direction, i
   };
 }
 
-// The elements of a tensor that a message brings, or takes.
+// The elements of a tensor that a message writes or reads.
 at::Tensor place(Call& call, const at::Tensor& tensor, bool writes, SpanList& memory) {
   return writes ? call.write(tensor, memory) : call.read(tensor, memory);
 }
 
 Message part_of_collective(const Call& call, ByMessages kind, c10::ScalarType type, bool sends, int peer,
                            SpanList memory) {
-  const uint64_t of = memory.bytes() == 0 ? 0 : static_cast<uint64_t>(type);  // nothing has no dtype: torch.tensor([])
+  // An empty tensor matches any dtype, since torch.tensor([]) is float32 whatever it stands for.
+  const uint64_t of = memory.bytes() == 0 ? 0 : static_cast<uint64_t>(type);
   return {.peer = peer,
           .channel = kCollectives,
           .fingerprint = static_cast<uint64_t>(kind) | of << 8 | call.number << 16,
@@ -44,7 +45,7 @@ Message part_of_collective(const Call& call, ByMessages kind, c10::ScalarType ty
           .describe = describe(call.name(), sends ? "to" : "from", peer, -1)};
 }
 
-// Bytes of each rank's part: equal parts where no sizes are given.
+// Bytes of each rank's part, which are equal if no sizes are given.
 std::vector<size_t> split_bytes(const char* call, const at::Tensor& tensor, const std::vector<int64_t>& sizes,
                                 int world) {
   std::vector<size_t> bytes(world);
@@ -115,7 +116,8 @@ TorchBackend::TorchWorkPtr TorchBackend::scatter(Tensors& outputs, TensorLists& 
   return start(std::move(call), {OpType::SCATTER, options.timeout, options.asyncOp});
 }
 
-// Every rank has a tensor, and the root one for each rank besides, in a list of lists that has one.
+// Adds a gather or scatter: every rank has a tensor, and the root has one for each rank besides, in the only list of
+// `lists`.
 void TorchBackend::add_rooted(Call& call, ByMessages kind, int64_t root_rank, const Tensors& tensors,
                               const TensorLists& lists) {
   const bool gathers = kind == ByMessages::Gather;
@@ -203,7 +205,7 @@ TorchBackend::TorchWorkPtr TorchBackend::alltoall(Tensors& outputs, Tensors& inp
   return start(std::move(call), {OpType::ALLTOALL, options.timeout, options.asyncOp});
 }
 
-// Each rank begins with its neighbor, so that not all turn to the same one.
+// Each rank begins with its right neighbor, so that not all begin with the same rank.
 void TorchBackend::add_all_to_all(Call& call, c10::ScalarType type, const Call::OwnPart& own,
                                   std::vector<SpanList> sent, std::vector<SpanList> received) {
   if (own.from.bytes != own.to.bytes)

@@ -12,7 +12,7 @@ namespace syncengine {
 
 namespace {
 
-// Whether or not the caller has it.
+// Releases the GIL if the caller holds it.
 struct WithoutGil {
   WithoutGil() {
     if (PyGILState_Check()) released.emplace();
@@ -47,7 +47,7 @@ void InFlight::Call::await() const {
     const auto work = weak.lock();
     const auto engine = communicator.lock();
     if (!work || !engine) continue;
-    if (work->state() == Work::State::Failed) return;  // whoever waits for it hears of it
+    if (work->state() == Work::State::Failed) return;  // the error goes to whoever waits for that call
     engine->wait(work, raise_pending_signal);
   }
 }
@@ -59,15 +59,15 @@ void InFlight::add(Call call) {
   set_flags();
 }
 
-// Of whether there is anything to wait for, or to deliver. Under the lock.
+// Sets the flags that tell whether there is any call to wait for, or to deliver. Called under the lock.
 void InFlight::set_flags() {
   const auto delivers = [](const auto& call) { return call->deliver != nullptr; };
   any_.store(!calls_.empty(), std::memory_order_release);
   any_to_deliver_.store(std::any_of(calls_.begin(), calls_.end(), delivers), std::memory_order_release);
 }
 
-// They stay in the list meanwhile, so that another thread does not take them for delivered. What is dropped may hold
-// the last reference to a tensor besides Python's: it goes without the lock.
+// Delivers ended calls and then drops them. They stay in the list meanwhile, so that no other thread takes them for
+// delivered. Dropping may drop the last reference to a tensor besides Python's, so it happens without the lock.
 void InFlight::drop_ended() {
   const WithoutGil without_gil;
   std::vector<std::shared_ptr<Call>> ended;

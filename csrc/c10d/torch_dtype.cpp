@@ -33,7 +33,7 @@ std::optional<DType> same_dtype(c10::ScalarType type) {
 
 namespace {
 
-// A complex number is two real ones.
+// The dtype of a complex number's two parts.
 std::optional<DType> parts_of_complex(c10::ScalarType type) {
   switch (type) {
     case c10::ScalarType::ComplexHalf: return DType::Float16;
@@ -80,7 +80,7 @@ bool averages_integers(const ::c10d::ReduceOp& op, c10::ScalarType type) {
   return op == ::c10d::ReduceOp::AVG && c10::isIntegralType(type, /*includeBool=*/false) && same_dtype(type);
 }
 
-// The dtype of the copies. In int64 no sum of shorter integers overflows.
+// The dtype of copies that are reduced instead. Sums of shorter integers do not overflow int64.
 c10::ScalarType reduced_as(const ::c10d::ReduceOp& op, c10::ScalarType type) {
   if (c10::isFloat8Type(type)) return c10::kFloat;
   return averages_integers(op, type) ? c10::kLong : type;
@@ -88,7 +88,7 @@ c10::ScalarType reduced_as(const ::c10d::ReduceOp& op, c10::ScalarType type) {
 
 at::Tensor premultiplied(const ::c10d::ReduceOp& op, const at::Tensor& tensor) {
   if (op != ::c10d::ReduceOp::PREMUL_SUM) return {};
-  // PreMulSumSupplement since torch 2.13, which knows it by this name, too.
+  // Torch 2.13 names this class PreMulSumSupplement, and keeps the old name as an alias.
   const auto* supplement = dynamic_cast<const ::c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
   if (supplement == nullptr) throw Error(ErrorKind::InvalidUsage, "ReduceOp.PREMUL_SUM without a factor");
   const at::Tensor& factor = supplement->tensor_factor;

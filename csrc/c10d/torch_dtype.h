@@ -1,4 +1,4 @@
-// torch's dtypes and reductions in the engine's words.
+// Torch's dtypes and reductions, translated into the engine's.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,10 +12,10 @@
 
 namespace syncengine {
 
-// The same as the engine knows it; nothing if it does not.
+// The engine's dtype of the same kind; nothing if it has none.
 std::optional<DType> same_dtype(c10::ScalarType type);
 
-// What is only moved: any dtype, as one whose bytes are as many, or as bytes.
+// A dtype for elements that are only moved: one of the same size, or bytes.
 DType moved_as(c10::ScalarType type);
 
 struct TorchReduction {
@@ -24,22 +24,23 @@ struct TorchReduction {
   double postscale = 1.0;
 };
 
-// Throws InvalidUsage, naming `call`, where the operator has no meaning for the dtype. PREMUL_SUM is a sum of what
-// prepared() gives. Logical: the sum of bools is their "or".
+// Throws InvalidUsage, naming `call`, if the operator has no meaning for the dtype. PREMUL_SUM is a sum of the copies
+// that prepared() makes. A sum of bools is their logical "or".
 TorchReduction reduction_of(const ::c10d::ReduceOp& op, c10::ScalarType type, int world, const char* call);
 
-// Whether `op` combines bits (BAND, BOR, BXOR), which the engine doesn't. Throws InvalidUsage where `type` has none.
+// Whether `op` combines bits (BAND, BOR, BXOR), which the engine doesn't do. Throws InvalidUsage if `type` has no bits
+// to combine.
 bool is_bitwise(const ::c10d::ReduceOp& op, c10::ScalarType type, const char* call);
 
-// What all of `parts`, which lie one after the other along the first dimension, make.
+// Combines all of `parts`, which lie one after the other along the first dimension.
 at::Tensor combined_bits(const ::c10d::ReduceOp& op, const at::Tensor& parts);
 
-// What the engine does not have for a dtype is reduced on copies, which prepared() makes: of another dtype (float8 in
-// float32, averages of integers in int64), or with a factor (PREMUL_SUM). Undefined: the tensor itself will do.
+// A copy on which to reduce where the engine lacks the reduction for the dtype: of another dtype (float8 in float32,
+// averages of integers in int64), or multiplied by a factor (PREMUL_SUM). Undefined if the tensor itself will do.
 at::Tensor prepared(const ::c10d::ReduceOp& op, const at::Tensor& tensor);
-// Memory for the result of such copies.
+// Memory for the result of such a copy.
 at::Tensor room_for(const ::c10d::ReduceOp& op, const at::Tensor& output);
-// What is still to be done to the result, which is such a copy; empty if nothing.
+// The step that turns the result of such a copy into the call's result; empty if none is needed.
 std::function<void()> conclusion(const ::c10d::ReduceOp& op, c10::ScalarType type, const at::Tensor& result, int world);
 
 }  // namespace syncengine

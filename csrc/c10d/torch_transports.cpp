@@ -19,7 +19,7 @@ namespace {
 
 std::string first_line(std::string text) { return text.substr(0, std::min<size_t>(text.find('\n'), 300)); }
 
-// What `call` throws, in words; "" if it throws nothing.
+// The text of the exception that `call` throws, or "" if it throws none.
 template <class Call>
 std::string words_of(const Call& call) {
   try {
@@ -38,7 +38,7 @@ constexpr std::chrono::hours kForEver(24 * 365 * 30);  // the engine has deadlin
 
 }  // namespace
 
-// What has ended, from all lanes.
+// The packets that have ended, from all lanes.
 class TorchPacketTransport::Ends {
  public:
   explicit Ends(std::function<void()> wake) : wake_(std::move(wake)) {}
@@ -63,8 +63,8 @@ class TorchPacketTransport::Ends {
   std::function<void()> wake_;
 };
 
-// One way of one peer: works end in the order in which they were posted. Its thread outlives it where a work can't be
-// aborted.
+// One direction to one peer: works end in the order in which they were posted. If a work can't be aborted, the lane's
+// thread outlives the transport.
 class TorchPacketTransport::Lane : public std::enable_shared_from_this<Lane> {
  public:
   explicit Lane(std::shared_ptr<Ends> ends) : ends_(std::move(ends)) {}

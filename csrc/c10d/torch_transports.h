@@ -1,8 +1,8 @@
 // Packets between hosts through a torch process group that sends and receives CPU tensors: Gloo's, or another's.
 //
-// Works are waited for on one thread for each direction to each peer: c10d has no test for completion that all backends
-// support (Gloo's works are complete only once a thread has waited). The GIL is not needed. Ownership: keeps the group;
-// `closed` is called last of all, on the thread that calls close(). Else as packets::PacketTransport.
+// One thread waits for works for each direction to each peer: c10d has no test for completion that all backends support
+// (Gloo's works are complete only once a thread has waited). The GIL is not needed. Ownership: keeps the group;
+// `closed` is called last of all, on the thread that calls close(). Everything else is as in packets::PacketTransport.
 #pragma once
 
 #include <functional>
@@ -19,7 +19,7 @@ namespace syncengine {
 
 class TorchPacketTransport final : public packets::PacketTransport {
  public:
-  // `ranks`: in the group, of each rank of the job. Nobody else uses `tag` there.
+  // `ranks` gives, for each rank of the job, its rank in the group. Nobody else uses `tag` there.
   TorchPacketTransport(c10::intrusive_ptr<::c10d::ProcessGroup> group, std::vector<int> ranks, int tag,
                        std::function<void()> closed);
   ~TorchPacketTransport() override;

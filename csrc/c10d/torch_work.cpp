@@ -93,7 +93,7 @@ bool TorchWork::wait(std::chrono::milliseconds timeout) {
 
 void TorchWork::wait_for_works(std::optional<Duration> at_most, const std::function<void()>& interrupted) {
   if (origin_.at_most) at_most = deadline_.left(at_most.value_or(*origin_.at_most));
-  const auto deadline = at_most ? Deadline::after(*at_most) : Deadline::never();  // of all of them together
+  const auto deadline = at_most ? Deadline::after(*at_most) : Deadline::never();  // one deadline for all works together
   for (const auto& work : works_) {
     if (at_most) at_most = deadline.left(*at_most);
     origin_.communicator->wait(work, interrupted, at_most);
@@ -111,7 +111,7 @@ void TorchWork::deliver() {
   });
 }
 
-// In the order of the calls: those before it, which may have been dropped, come first.
+// Delivers in the order of the calls: earlier ones, whose works the program may have dropped, come first.
 void TorchWork::deliver_this_too() {
   InFlight::of_process().deliver_ended();
   deliver();
@@ -142,7 +142,7 @@ c10::intrusive_ptr<c10::ivalue::Future> TorchWork::getFuture() {
 void TorchWork::await_end(const std::function<void()>& meanwhile) noexcept {
   try {
     wait_for_works({}, meanwhile);
-  } catch (...) {  // it has failed: its future gets it
+  } catch (...) {  // the work has failed, and its future gets the error
   }
 }
 
@@ -175,7 +175,7 @@ namespace {
 
 class DeviceWork final : public ::c10d::Work {
  public:
-  // Of what `stream` has by now.
+  // A work that ends when `stream` has done all that is queued there now.
   DeviceWork(TorchWork::Origin origin, c10::Stream stream, std::vector<at::Tensor> results)
       : ::c10d::Work(origin.communicator->rank(), origin.type),
         communicator_(std::move(origin.communicator)),
@@ -190,7 +190,7 @@ class DeviceWork final : public ::c10d::Work {
     future_->markCompleted(c10::IValue(results_));
   }
 
-  // After a failure, too, only once the device leaves the memory alone.
+  // Even after a failure, true only when the device does not touch the memory any more.
   bool isCompleted() override { return done_.query(); }
   bool isSuccess() const override { return done_.query() && exception() == nullptr; }
   std::exception_ptr exception() const override {
@@ -205,7 +205,7 @@ class DeviceWork final : public ::c10d::Work {
   uint64_t getSequencenumber() const override { return number_; }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
 
-  // The current stream waits, not the host: unless there is a limit, which only a host can keep.
+  // Makes the current stream wait instead of the host, unless there is a limit, which only a host can keep.
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override {
     communicator_->throw_if_failed();
     if (timeout > kNoTimeout)
@@ -229,7 +229,7 @@ class DeviceWork final : public ::c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
-// The result of the only rank is what it gave.
+// Copies the input to the output, which is all that a group of one rank does.
 void copy_to_output(const Operation& operation, c10::Device device) {
   auto bytes_of = [device](const Span& span) {
     return at::for_blob(span.data, {static_cast<int64_t>(span.bytes)})

@@ -1,8 +1,8 @@
-// What the program holds of a call: the engine's works, and the delivery of their results.
+// The work that the program holds of a call: the engine's works, and the delivery of their results.
 //
-// Ownership: shared; dropping it does not cancel the call, and if its results go through copies InFlight keeps it.
-// Thread-safety: any thread. Failure: wait() throws the engine's Error, or what its delivery has thrown, whoever made
-// that; a future gets it. A delivery's error that nobody has asked for is a warning in the end.
+// Ownership: shared; dropping it does not cancel the call, and InFlight keeps calls whose results go through copies.
+// Thread-safety: any thread. Failure: wait() throws the engine's Error, or the exception of the delivery, whichever
+// thread delivered; a future gets it. A delivery's error that nobody has asked for ends as a warning.
 #pragma once
 
 #include <c10/util/intrusive_ptr.h>
@@ -33,11 +33,11 @@ class TorchWork final : public ::c10d::Work {
     std::shared_ptr<Completer> completer = {};  // null if nobody asks for a future
     ::c10d::OpType type = ::c10d::OpType::UNKNOWN;
     uint64_t number = 0;
-    std::optional<Duration> at_most = {};  // from now on; past it a wait fails the communicator
+    std::optional<Duration> at_most = {};  // limit from now on, after which a wait fails the communicator
   };
   using Works = std::vector<std::shared_ptr<syncengine::Work>>;
   TorchWork(Origin origin, Call call, Works works);
-  // One that later calls follow, and deliver.
+  // Makes a work that later calls follow, and deliver.
   static c10::intrusive_ptr<TorchWork> in_flight(Origin origin, Call call, Works works);
   ~TorchWork() override;
 
@@ -52,15 +52,15 @@ class TorchWork final : public ::c10d::Work {
   uint64_t getSequencenumber() const override { return origin_.number; }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
-  // For the completer. await_end() leaves errors to complete_future(), which waits too; `meanwhile` is called about
+  // For the completer. await_end() leaves errors to complete_future(), which waits, too; `meanwhile` is called about
   // every 50 ms.
   void await_end(const std::function<void()>& meanwhile) noexcept;
   void complete_future();
   bool ended() const;
   bool is_late() const { return origin_.at_most && deadline_.passed() && !ended(); }
-  // Its results, once; after it has ended well. Keeps the error for deliver_or_throw().
+  // Delivers the results, once, after the call has ended well. Keeps an error for deliver_or_throw().
   void deliver();
-  // Those of earlier calls before.
+  // Delivers the results of earlier works, then those of this one. Throws an error of deliver().
   void deliver_or_throw();
 
  private:
@@ -73,7 +73,7 @@ class TorchWork final : public ::c10d::Work {
   Deadline deadline_;
   std::once_flag delivered_;
   std::exception_ptr delivery_error_;
-  std::atomic<bool> undeliverable_{false};  // the error is there
+  std::atomic<bool> undeliverable_{false};  // delivery_error_ is set
   mutable std::atomic<bool> is_told_{false};
   Call call_;
   std::once_flag future_made_;
@@ -82,14 +82,14 @@ class TorchWork final : public ::c10d::Work {
 
 // Makes the operations of a call on the CPU, waits, and delivers their results.
 void run_call(Communicator& communicator, Call& call);
-// Begins its operations, and its messages.
+// Begins the operations of a call, and its messages.
 TorchWork::Works submit_call(Communicator& communicator, Call& call);
 
-// On CUDA tensors: its operations are queued on a stream, and nobody waits on the host. `aside`: for a call that nobody
-// waits for at once, on a stream of its own, behind what the current one has.
+// Queues the operations of a call on CUDA tensors on a stream, without waiting on the host. `aside` is for a call whose
+// result nobody needs at once: it gets a stream of its own, behind what the current one has.
 c10::Stream queue_on_device(const std::shared_ptr<Communicator>& communicator, Call& call, bool aside);
-// Delivers on that stream. The work's future is complete from the start, as NCCL's is: who takes its value waits on a
-// stream.
+// Delivers on that stream. The work's future is complete from the start, as NCCL's is: a callback that takes its value
+// waits on a stream.
 c10::intrusive_ptr<::c10d::Work> finish_on_device(TorchWork::Origin origin, Call call, c10::Stream stream);
 
 // The threads that complete futures. Their callbacks may run Python, wait for the GIL, make calls, or wait for other
@@ -114,11 +114,12 @@ class Completer : public std::enable_shared_from_this<Completer> {
   };
   explicit Completer(Order order) : order_(order) {}
 
-  // Completes its future once it has ended. If a callback of a future calls this, it is taken to wait for another one
-  // next.
+  // Completes the work's future once the work has ended. If a callback of a future calls this, the callback is expected
+  // to wait for another future next, and gives up the turn.
   void add(c10::intrusive_ptr<TorchWork> work);
 
-  // After all works have ended, well or not; without the GIL. To be called once at least, or the threads stay.
+  // Ends the threads, after all works have ended, well or not. Called without the GIL. The threads stay until it is
+  // called.
   void stop();
 
  private:
@@ -140,8 +141,8 @@ class Completer : public std::enable_shared_from_this<Completer> {
   bool stopped_ = false;
   std::vector<std::thread> threads_;
   size_t idle_ = 0;              // threads that wait for the turn
-  std::thread::id holder_;       // of the turn
-  Clock::time_point turn_ends_;  // while he runs callbacks: when another one may take it
+  std::thread::id holder_;       // the thread that has the turn
+  Clock::time_point turn_ends_;  // while the holder runs callbacks: when another thread may take the turn
 };
 
 }  // namespace syncengine

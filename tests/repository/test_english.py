@@ -30,6 +30,7 @@ FOLDERS = ("csrc", "syncengine", "syncengine_autoload")
 CLEAN = [
     "csrc/base",
     "csrc/bootstrap",
+    "csrc/c10d",
     "csrc/collectives",
     "csrc/cuda",
     "csrc/kernels",
