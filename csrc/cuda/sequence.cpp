@@ -113,11 +113,34 @@ class Sequence {
     args.destinations[args.destination_count++] = run.out;
     if (step.into_own_slot) args.destinations[args.destination_count++] = at(site_.rank, step.slot + run.offset);
     const kernels::Reduction reduction{
-        .dtype = operation_.dtype,
-        .op = operation_.op,
-        .rounding = operation_.numerics == Numerics::Ring ? kernels::Rounding::EveryHop : kernels::Rounding::Once};
+        .dtype = operation_.dtype, .op = operation_.op, .rounding = rounding_of(operation_.numerics)};
     if (operation_.nonfinite) note(reduction, args, step.input + run.offset);
+    if (operation_.numerics == Numerics::Tree && site_.world > 1) return reduce_tree(reduction, args, run);
     steps_.reduce(reduction, args);
+  }
+
+  // Sums of two at a time, each in the place of its left one: nobody but the rank that owns this slice reads it there
+  // until the slice is reduced. An input that is not the output, too, stays as it is.
+  void reduce_tree(const kernels::Reduction& reduction, const ReduceArgs& all, const Run& run) {
+    const std::vector<uint8_t>& merges = tree_.of(operation_.leaves, site_.world);
+    std::vector<void*> sums;
+    for (int i = 0; i < site_.world; ++i) {
+      sums.push_back(const_cast<void*>(all.sources[i]));
+      for (int left = merges[i]; left > 0; --left) {
+        ReduceArgs args{.source_count = 2, .destination_count = 1, .count = all.count, .gate = all.gate};
+        args.sources[1] = sums.back();
+        sums.pop_back();
+        args.sources[0] = sums.back();
+        if (sums.back() == run.own) sums.back() = run.out;
+        args.destinations[0] = sums.back();
+        if (i == site_.world - 1 && left == 1) {
+          args.scale = all.scale;
+          args.destination_count = all.destination_count;
+          std::copy_n(all.destinations, all.destination_count, args.destinations);
+        }
+        steps_.reduce(reduction, args);
+      }
+    }
   }
 
   // Notes NaN and infinity before the sum is made, while the contributions are still there.
@@ -152,6 +175,7 @@ class Sequence {
   Steps& steps_;
   ChunkPlan plan_;
   std::vector<int> order_;
+  TreeMerges tree_;
   int set_ = -1, half_ = 0;
   bool looked_ = false;
 };
@@ -177,7 +201,7 @@ uint32_t fingerprint(const Operation& operation, Path path, uint64_t place) {
   auto mix = [&hash](uint64_t value) { hash = (hash ^ value) * 0x100000001b3; };  // FNV-1a
   for (uint64_t value :
        {static_cast<uint64_t>(operation.collective), static_cast<uint64_t>(operation.dtype),
-        static_cast<uint64_t>(operation.op), static_cast<uint64_t>(operation.numerics),
+        static_cast<uint64_t>(operation.op), static_cast<uint64_t>(operation.numerics), uint64_t{operation.leaves},
         static_cast<uint64_t>(operation.root), static_cast<uint64_t>(path),
         static_cast<uint64_t>(operation.input.bytes()), static_cast<uint64_t>(operation.output.bytes()),
         operation.layout_hash, place, kernels::bits_as<uint64_t>(operation.prescale),
@@ -191,8 +215,8 @@ uint32_t fingerprint(const Operation& operation, Path path, uint64_t place) {
 bool fits_one_kernel(const Operation& operation, const Site& site, const Route& route) {
   return route.path == Path::OneShot && operation.collective == Collective::AllReduce && !site.areas.empty() &&
          (operation.op == ReduceOp::Sum || operation.op == ReduceOp::Avg) && is_floating(operation.dtype) &&
-         operation.numerics != Numerics::Ring && operation.prescale == 1.0 && !operation.nonfinite &&
-         operation.input.spans().size() == 1 && operation.input.bytes() <= kOneShotBytes;
+         rounding_of(operation.numerics) == kernels::Rounding::Once && operation.prescale == 1.0 &&
+         !operation.nonfinite && operation.input.spans().size() == 1 && operation.input.bytes() <= kOneShotBytes;
 }
 
 void run_sequence(const Operation& operation, const Site& site, const Route& route, uint32_t fingerprint,

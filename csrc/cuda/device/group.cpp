@@ -142,7 +142,8 @@ Route PeerGroup::choose(const Operation& operation) const {
     if (std::ranges::all_of(spans, [&](const Span& span) { return find(span, direct); })) return direct;
   }
   const bool small = algorithm == Algorithm::OneShot || (by_size && operation.input.bytes() <= kOneShotBytes);
-  const bool one_shot = small && operation.collective == Collective::AllReduce && !fakes_arrivals();
+  const bool one_shot = small && operation.collective == Collective::AllReduce &&
+                        operation.numerics != Numerics::Tree && !fakes_arrivals();
   return {.path = one_shot ? Path::OneShot : Path::Staged};
 }
 

@@ -79,6 +79,20 @@ void run_cases(Collective collective) {
 }  // namespace
 
 TEST(cuda_sequences_of_all_reduce) { run_cases(Collective::AllReduce); }
+// Scaled while they are staged, and not.
+TEST(cuda_sequences_of_all_reduce_by_the_tree) {
+  for (int world : {1, 2, 3, 5, 8})
+    for (Path path : {Path::Staged, Path::Direct})
+      for (DType dtype : {DType::Float32, DType::BFloat16})
+        for (size_t count : {1, 37, 150, 700})
+          for (uint32_t extra : {0, 3}) {
+            Case c{Collective::AllReduce, path, Numerics::Tree, dtype, count};
+            c.leaves = static_cast<uint32_t>(world) + extra;
+            run_case(c, world);
+            c.prescale = 1.0 / 3;
+            if (path == Path::Staged) run_case(c, world);
+          }
+}
 TEST(cuda_small_all_reduce_in_one_kernel) {
   for (int world : {1, 2, 3, 8})
     for (size_t count : {1, 5, 37, 150, 4000}) {

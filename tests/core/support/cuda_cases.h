@@ -10,6 +10,7 @@
 #include "collectives/plan.h"
 #include "kernels/element.h"
 #include "kernels_oracle.h"
+#include "tree_oracle.h"
 
 namespace syncengine::testing {
 
@@ -21,6 +22,7 @@ struct Case {
   size_t count = 0;  // elements of the smaller tensor
   double prescale = 1.0;
   bool one_kernel = false;
+  uint32_t leaves = 0;  // with Numerics::Tree
 };
 
 // One rank's tensors of a case; the values depend on the round.
@@ -55,6 +57,7 @@ inline Operation operation_of(const Case& c, Tensors& tensors, std::byte* input,
   operation.dtype = c.dtype;
   operation.numerics = c.numerics;
   operation.root = 1;
+  operation.leaves = c.leaves;
   operation.prescale = c.prescale;
   // Two spans: what is contiguous is cut in the middle.
   auto spans = [&](std::byte* memory, size_t bytes) {
@@ -99,6 +102,13 @@ inline std::vector<std::byte> expected(const Case& c, std::vector<Tensors>& befo
     kernels::Reduction reduction{c.dtype, ReduceOp::Sum,
                                  c.numerics == Numerics::Ring ? kernels::Rounding::EveryHop : kernels::Rounding::Once};
     auto element_bytes = expected(reduction, sources, 1);
+    if (c.numerics == Numerics::Tree) {
+      std::vector<decltype(element_bytes)> parts;
+      for (const void* source : sources) parts.push_back(expected(reduction, {source}, 1));
+      element_bytes = sum_of_tree(c.leaves, parts, [&](const auto& left, const auto& right) {
+        return expected(reduction, {left.data(), right.data()}, 1);
+      });
+    }
     std::memcpy(result.data() + at, element_bytes.data(), element);
   }
   return result;

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <array>
-#include <map>
 #include <numeric>
 #include <random>
 #include <string>
@@ -12,6 +11,7 @@
 #include "gloo_ring.h"
 #include "job.h"
 #include "kernels_oracle.h"
+#include "tree_oracle.h"
 
 namespace syncengine::testing {
 
@@ -24,28 +24,6 @@ struct Case {
   double prescale = 1.0, postscale = 1.0;
   uint32_t leaves = 0;  // with Numerics::Tree
 };
-
-// The tree over leaves [begin, end), read naively: where its left part ends, and its largest nodes, the last first, as
-// often split as there are ranks.
-inline uint32_t middle(uint32_t begin, uint32_t end) {
-  uint32_t half = 1;
-  while (half * 2 < end - begin) half *= 2;
-  return begin + half;
-}
-inline std::map<uint32_t, uint32_t> nodes_of_ranks(uint32_t leaves, int ranks) {
-  std::map<uint32_t, uint32_t> end_of{{0, leaves}};
-  while (static_cast<int>(end_of.size()) < ranks) {
-    uint32_t most = 0;
-    for (auto [begin, end] : end_of) most = std::max(most, end - begin);
-    uint32_t last = 0;
-    for (auto [begin, end] : end_of)
-      if (end - begin == most) last = begin;
-    const uint32_t end = end_of[last], between = middle(last, end);
-    end_of[last] = between;
-    end_of[between] = end;
-  }
-  return end_of;
-}
 
 // What every rank contributes. Floats of mixed size, so that the order of addition shows; bit patterns for the rest.
 inline Bytes contribution(const Case& what, int rank) {
@@ -80,16 +58,9 @@ inline Bytes oracle(const Case& what, Numerics numerics, int world) {
                               {parts.back().data()}, what.count);
   }
   if (numerics == Numerics::Tree) {
-    const auto end_of = nodes_of_ranks(what.leaves, world);
-    auto sum = [&](auto& self, uint32_t begin, uint32_t end) -> Bytes {
-      const auto node = end_of.find(begin);
-      if (node != end_of.end() && node->second == end)
-        return parts[static_cast<size_t>(std::distance(end_of.begin(), node))];
-      const uint32_t between = middle(begin, end);
-      const Bytes left = self(self, begin, between), right = self(self, between, end);
+    const Bytes all = sum_of_tree(what.leaves, parts, [&](const Bytes& left, const Bytes& right) {
       return expected({what.dtype, what.op}, {left.data(), right.data()}, what.count);
-    };
-    const Bytes all = sum(sum, 0, what.leaves);
+    });
     return expected({what.dtype, what.op, kernels::Rounding::Once, what.postscale}, {all.data()}, what.count);
   }
   std::vector<int> rank_order(world);
