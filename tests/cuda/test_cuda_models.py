@@ -5,6 +5,7 @@ Skipped where there is no GPU; `make gpu` runs them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -17,6 +18,7 @@ from test_cuda_equality import ADAM, Run, train
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
 
 import syncengine
 from examples.gpt.model import GPT, GPTConfig
@@ -82,6 +84,45 @@ def test_training_is_bit_equal_to_ddp(name: str):
 @pytest.mark.parametrize("name", REAL_RUNS)
 def test_training_by_kernels_of_a_gpu_is_bit_equal_to_ddp(name: str):
     assert run_processes(2, partial(trains_as_ddp, run=REAL_RUNS[name])) == [True, True]
+
+
+class Normed(nn.Module):
+    """Its buffers are written by kernels that leave versions as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(24, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def numbered(rank: int, model: Callable[[], nn.Module], dtype: torch.dtype) -> list[torch.Tensor]:
+    """What becomes of a model in steps of six micro-batches."""
+    with job():
+        torch.manual_seed(7)
+        parallel = syncengine.Parallel(model().to(dtype).cuda())
+        optimizer = torch.optim.SGD(parallel.parameters(), lr=0.05, momentum=0.9)
+        loader = DataLoader(TensorDataset(torch.randn(72, 24)), batch_size=4)
+        batches = syncengine.micro_batches(parallel, loader, total=6)
+        for _ in range(3):
+            for _, (x,) in batches:
+                parallel(x.to(dtype).cuda()).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [value.cpu() for value in parallel.state_dict().values()]
+
+
+@marked
+@pytest.mark.parametrize(
+    ("model", "dtype"), [(Mlp, torch.float32), (Mlp, torch.bfloat16), (Normed, torch.float32)], ids=str
+)
+def test_micro_batches_have_the_bits_of_any_number_of_ranks(model: Callable[[], nn.Module], dtype: torch.dtype):
+    alone, *_ = run_processes(1, partial(numbered, model=model, dtype=dtype))
+    for world in (2, 3, 4):
+        for own in run_processes(world, partial(numbered, model=model, dtype=dtype)):
+            assert len(own) == len(alone)
+            assert all(map(same, own, alone))
 
 
 def shards(rank: int) -> str:

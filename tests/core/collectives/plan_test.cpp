@@ -243,6 +243,40 @@ TEST(plan_of_a_barrier_waits_and_moves_nothing) {
   }
 }
 
+// docs/memory.md's table: the bytes of a rank that main memory and caches move do not grow with the number of ranks,
+// and neither do its waits, in each of which it reads one line of each peer.
+TEST(bytes_and_waits_of_an_all_reduce_by_ranks) {
+  constexpr size_t kBlock = 32 << 20, kSlotBytes = 256 << 10;
+  for (const Path path : {Path::Staged, Path::Direct}) {
+    for (const size_t world : {2, 4, 8, 16}) {
+      const size_t step = chunk_bytes(Collective::AllReduce, path, static_cast<int>(world), kSlotBytes, 1 << 20);
+      size_t copied = 0, read = 0, written = 0, waits = 0;
+      for (size_t begin = 0; begin < kBlock; begin += step) {
+        ChunkPlan plan;
+        plan_chunk({.collective = Collective::AllReduce,
+                    .path = path,
+                    .rank = 1,
+                    .world = static_cast<int>(world),
+                    .root = kNoRoot,
+                    .element = 4,
+                    .block = kBlock,
+                    .begin = begin,
+                    .length = std::min(step, kBlock - begin)},
+                   plan);
+        for (const Copy& copy : plan.stage) copied += copy.bytes;
+        for (const Pull& pull : plan.pull) copied += pull.bytes;
+        read += plan.reduce.bytes * world;
+        written += plan.reduce.bytes * (plan.reduce.into_peers ? world : 1);
+        waits += plan.reduces + plan.pulls;
+      }
+      CHECK_EQ(copied, path == Path::Direct ? 0 : 2 * (kBlock - kBlock / world));
+      CHECK_EQ(read, kBlock);
+      CHECK_EQ(written, kBlock);
+      CHECK_EQ(waits, 2 * (kBlock / (path == Path::Direct ? std::min(kBlock, world << 20) : kSlotBytes)));
+    }
+  }
+}
+
 TEST(slices_partition_the_block_on_cache_lines) {
   for (int world = 1; world <= 64; ++world) {
     for (size_t length : {0, 1, 63, 64, 65, 4095, 4096, 262144, 262145}) {
