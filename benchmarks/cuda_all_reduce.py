@@ -4,7 +4,7 @@ python -m benchmarks.cuda_all_reduce                          2, 4 and 8 ranks, 
 python -m benchmarks.cuda_all_reduce --ranks 2 --sizes 16Ki 64Mi
 
 Ranks are threads on one GPU, and processes with a GPU each where there are so many: NCCL needs that. `empty` is memory
-of syncengine.empty, `tensor` any tensor. A turn is a graph of chained calls, so that what the host does is not in it.
+of syncengine.empty, `tensor` any tensor. A turn is a graph of chained calls, so that the host's own time is not in it.
 Turns of all peers are interleaved. A turn's time is that of its slowest rank, by events of its stream; results are
 checked after each turn, and written after each size. The floor copies, with the whole device, as many bytes as the
 direct path must read and write: (3 - 1/n) of a tensor for each of n ranks.
@@ -70,7 +70,7 @@ def measurements(options: argparse.Namespace) -> Iterator[list[dict]]:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--sizes", type=parse_size, nargs="+", default=[parse_size(size) for size in SIZES])
@@ -80,13 +80,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def parse_size(text: str) -> int:
-    """'4Ki' is 4096."""
+    """The bytes that a text such as '4Ki' means: 4096."""
     unit = UNITS.get(text[-2:], 1)
     return int(text.removesuffix(text[-2:]) if unit > 1 else text) * unit
 
 
 def measure_threads(ranks: int, size: int, turns: int) -> list[dict]:
-    """Of ranks on one GPU, if it has room for them."""
+    """Measures ranks as threads on one GPU, if it has room for their memory."""
     if 4 * ranks * size > torch.cuda.mem_get_info()[0] // 2:
         print(f"not run: {ranks} ranks x {size} bytes on one GPU, for want of memory")
         return []
@@ -96,13 +96,13 @@ def measure_threads(ranks: int, size: int, turns: int) -> list[dict]:
 
 
 def on_thread(rank: int, communicator: Any, size: int, turns: int) -> Times:
-    """One rank's; the floor is rank 0's."""
+    """The times of one rank. Only rank 0 has the floor."""
     floor = {"floor": Floor(communicator.size, communicator.size, size)} if rank == 0 else {}
     return times(communicator, ours(communicator, size) | floor, PEERS[:-1], turns)
 
 
 def measure_processes(ranks: int, sizes: list[int], turns: int) -> list[dict]:
-    """Of ranks with a GPU each."""
+    """Measures ranks as processes with a GPU each."""
     body = functools.partial(on_gpu, sizes=sizes, turns=turns)
     by_rank = run_processes(ranks, body)
     failed = [f"rank {rank}: {found}" for rank, found in enumerate(by_rank) if isinstance(found, str)]
@@ -116,7 +116,7 @@ def measure_processes(ranks: int, sizes: list[int], turns: int) -> list[dict]:
 
 
 def on_gpu(rank: int, sizes: list[int], turns: int) -> list[Times]:
-    """One rank's, by size; the floor is that of its GPU alone."""
+    """The times of one rank, by size. The floor is that of its GPU alone."""
     dist.init_process_group("cpu:gloo,cuda:nccl")
     communicator = syncengine.init()
     ranks = communicator.size
@@ -162,7 +162,7 @@ def table(results: list[dict]) -> str:
 
 
 def goals(results: list[dict]) -> list[str]:
-    """What one H200 is to reach, where it was measured: with `empty`, ranks as threads."""
+    """Lines that compare the goals for one H200 with the results: with `empty`, ranks as threads."""
     found = {(r["ranks"], r["bytes"], r["peer"]): r["p50"] for r in results if r["gpus"] == 1}
     sizes = {(ranks, size) for ranks, size, _ in found}
     shares = [found[(*key, "floor")] / found[(*key, "empty")] for key in sizes if key[1] >= 64 << 20]

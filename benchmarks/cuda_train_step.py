@@ -1,4 +1,4 @@
-"""What ``syncengine.Parallel`` adds to a step of a GPT of 100 M parameters on a GPU, on the host and on the device.
+"""The time that ``syncengine.Parallel`` adds to a step of a GPT of 100 M parameters, on the host and on the GPU.
 
 python -m benchmarks.cuda_train_step                  8 sequences of 1024 tokens, autocast to bfloat16
 python -m benchmarks.cuda_train_step --trace t.json   beside it a trace of two steps for chrome://tracing
@@ -78,7 +78,7 @@ def why_no_fakes() -> str:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batch", type=int, default=8, help="sequences")
     parser.add_argument("--sequence", type=int, default=1024, help="tokens")
@@ -102,7 +102,7 @@ def step(model: nn.Module, tokens: torch.Tensor) -> None:
 
 
 def report(plain: nn.Module, parallel: nn.Module, tokens: torch.Tensor, options: argparse.Namespace) -> None:
-    """Measures, and says what was found."""
+    """Measures, prints a table, and writes the result file."""
     found = measure(plain, parallel, tokens, options.turns)
     parameters = sum(p.numel() for p in plain.parameters())
     results = [{"peer": peer} | {what: stats.summary(each) for what, each in found[peer].items()} for peer in PEERS]
@@ -149,13 +149,13 @@ def measure(
 
 
 def reduced_bytes(model: nn.Module) -> int:
-    """That the engine has reduced on devices so far."""
+    """The bytes that the engine has reduced on devices so far."""
     counters = model.communicator.counters()
     return sum(counters.get(f"cuda_{way}_bytes", 0) for way in ("direct", "staged", "one_shot", "ring"))
 
 
 def table(results: list[dict]) -> str:
-    """Medians, and what they add to plain torch's."""
+    """Medians in milliseconds, and their difference to plain torch's."""
     base = results[PEERS.index("plain")]
     rows: list[tuple[str, ...]] = [("ms a step", "device", "over plain", "host", "over plain")]
     for result in results:
@@ -168,7 +168,7 @@ def table(results: list[dict]) -> str:
 
 
 def trace(model: nn.Module, tokens: torch.Tensor, path: Path) -> None:
-    """Of two synchronized steps."""
+    """Writes a trace of two synchronized steps to `path`, by torch's profiler."""
     kinds = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA]) as profile:
         for _ in range(2):
@@ -178,7 +178,7 @@ def trace(model: nn.Module, tokens: torch.Tensor, path: Path) -> None:
 
 
 def overlap(events: list[dict]) -> float | None:
-    """Which part of the time of the engine's kernels others ran as well; None if the trace has none of them."""
+    """The part of the engine's kernels' time in which other kernels ran as well; None if the trace has none of them."""
     kernels = [event for event in events if event.get("cat") == "kernel"]
     own = [event for event in kernels if "syncengine" in event["name"]]
     others = sorted((e["ts"], e["ts"] + e["dur"]) for e in kernels if "syncengine" not in e["name"])

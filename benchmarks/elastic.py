@@ -4,9 +4,9 @@ python -m benchmarks.elastic                 40 runs of each model
 python -m benchmarks.elastic --runs 10       quicker
 
 Each run forks its ranks and trains under syncengine.elastic with eight micro-batches a step. One rank, each in its
-turn, is killed by SIGKILL at a random instant of a step. What is timed is the slowest of the others: until it notices,
-and until it begins its next step, which is the same one again, or the one after if somebody had finished it. All must
-end with the weights that one rank alone comes to.
+turn, is killed by SIGKILL at a random instant of a step. The slowest of the others is timed: until it
+notices, and until it begins its next step, which is the same one again, or the one after if some rank had finished it.
+All must end with the weights that one rank alone comes to.
 """
 
 import argparse
@@ -39,7 +39,7 @@ fork = multiprocessing.get_context("fork")  # torch is imported once
 
 
 def train(workload: Workload, begun: Sequence[int]) -> tuple[str, list[float], list[float]]:
-    """What one rank does: the digest of its weights, and when it noticed a death and began the next step."""
+    """Trains on one rank. Returns the digest of its weights, and when it noticed deaths and began the next steps."""
     torch.manual_seed(0)
     net = workload.build()
     rank = syncengine.init(timeout=PATIENCE, summary=False).rank
@@ -93,7 +93,7 @@ class Run:
         answer.send(train(workload, self.begun))
 
     def kill(self, rank: int, step: int, part: float) -> float:
-        """Kills a rank in that step, when it has made so much of it, by how long the one before took; returns when."""
+        """Kills a rank when it has made that part of a step, judged by the time of the step before. Returns when."""
         before = self._begins(rank, step - 1)
         time.sleep(part * (self._begins(rank, step) - before))
         killed = time.monotonic()
@@ -110,7 +110,7 @@ class Run:
         return time.monotonic()
 
     def answers(self, without: int | None = None) -> list[tuple[str, list[float], list[float]]]:
-        """Of all ranks but one what `train` returns."""
+        """The values that `train` returns on all ranks but one."""
         try:
             told = []
             for rank, answer in enumerate(self._answers):
@@ -126,7 +126,7 @@ class Run:
 
 
 def measure(workload: Workload, ranks: int, runs: int) -> dict:
-    """Milliseconds of the slowest rank, by what they are."""
+    """Milliseconds of the slowest rank from the kill until it notices, and until its next step begins."""
     draw = random.Random(0)
     ((expected, _, _),) = Run(workload, 1).answers()
     took: dict[str, list[float]] = {"noticed": [], "next step": []}
@@ -152,7 +152,7 @@ def measure(workload: Workload, ranks: int, runs: int) -> dict:
 
 
 def histogram(samples: Sequence[float]) -> dict[str, int]:
-    """How many are below each edge and not below the one before it; at last, how many are above all."""
+    """Counts of samples between each edge and the one before; the last count is of samples above all edges."""
     counts = {f"< {edge}": 0 for edge in EDGES} | {f">= {EDGES[-1]}": 0}
     for sample in samples:
         counts[next((f"< {edge}" for edge in EDGES if sample < edge), f">= {EDGES[-1]}")] += 1

@@ -85,7 +85,7 @@ class Pump:
 
 
 def own_address() -> str:
-    """Where other hosts reach this one."""
+    """The address at which other hosts reach this one."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((os.environ["MASTER_ADDR"], 9))
         return probe.getsockname()[0]
@@ -110,13 +110,16 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def unused_port() -> int:
-    """On this host, a moment ago."""
+    """A port of this host that nobody used a moment ago."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
 
 
 def exit_status(processes: list[subprocess.Popen]) -> int:
-    """0 once all have ended well; that of one that has not, as soon as there is one: the others may wait for it."""
+    """The exit status of all processes: 0 once all have ended well, or that of the first one that has not.
+
+    It does not wait for the others then, since they may wait for that one.
+    """
     while True:
         codes = [process.poll() for process in processes]
         if any(codes) or None not in codes:
@@ -147,7 +150,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def start(
     rank: int, hosts: Hosts | None, port: int, options: argparse.Namespace, arguments: list[str]
 ) -> subprocess.Popen:
-    """One rank on a host of its own."""
+    """Starts one rank on a host of its own."""
     environ = os.environ | {
         "RANK": str(rank),
         "WORLD_SIZE": str(options.hosts),
@@ -166,7 +169,7 @@ def start(
 
 
 def work(options: argparse.Namespace) -> int:
-    """What a rank does."""
+    """Measures all sizes on one rank; rank 0 reports."""
     import syncengine
 
     torch.set_num_threads(1)
@@ -258,7 +261,7 @@ def one_round(round_: int, peers: list[Peer], start_line: StartLine, sent: Tenso
 
 
 def interface_bytes() -> int:
-    """Sent by this host's interface; by loopback, what all ranks sent."""
+    """The bytes that this host's interface has sent; with loopback, those of all ranks."""
     name = os.environ["GLOO_SOCKET_IFNAME"]
     lines = Path("/proc/self/net/dev").read_text().splitlines()
     (fields,) = (line.split(":")[1].split() for line in lines if line.strip().startswith(f"{name}:"))

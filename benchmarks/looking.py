@@ -1,9 +1,9 @@
-"""What Parallel(nonfinite="raise") and a trace add to the reduction of one gradient, which is one bucket.
+"""The time that Parallel(nonfinite="raise") and a trace add to the reduction of one gradient, which is one bucket.
 
 python -m benchmarks.looking                           2 ranks, float32 and bfloat16, 64 KiB to 25 MiB
 python -m benchmarks.looking --steps 100               quicker
 
-Models of one parameter in the same ranks: one without anything and one that looks for what is not finite take turns
+Models of one parameter in the same ranks: one without anything and one that looks for NaN and Inf take turns
 step by step; one that is traced and one that is not, in turns of 50 steps, whose medians are compared. A sample is the
 time from backward's begin to its end on the slowest rank; backward only fills the gradient, so nearly all of it is
 reduction. The averages are verified.
@@ -30,14 +30,14 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class OneParameter(nn.Module):
-    """Whose gradient is its input everywhere."""
+    """A model of one parameter, whose gradient is the input everywhere."""
 
     def __init__(self, elements: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(elements, dtype=dtype))
 
     def forward(self, factor: float) -> Tensor:
-        """A scalar."""
+        """The loss: a scalar."""
         return self.weight.sum() * factor
 
 
@@ -49,7 +49,7 @@ class Peer:
     seconds: list[float] = field(default_factory=list)
 
     def step(self) -> None:
-        """Timed from where all ranks begin."""
+        """Times one backward, from a barrier on."""
         rank, size = self.model.communicator.rank, self.model.communicator.size
         loss = self.model(float(1 + rank))
         self.model.communicator.barrier()

@@ -1,11 +1,11 @@
-"""What an engine costs in memory: growth of each rank's peak, for syncengine.Parallel and two settings of DDP.
+"""The memory that an engine costs: growth of each rank's peak, for syncengine.Parallel and two settings of DDP.
 
 python -m benchmarks.memory                            all models, 2 ranks
 python -m benchmarks.memory --models mlp --repeats 1   one model, quicker
 
 Growth: from before the model is wrapped to the peak while it is wrapped and trained, less what the model grows by alone
 (gradients, activations, the optimizer's state). Each measurement has processes of its own, so that all find the same
-heap: one in which a model was trained before keeps its gradients' pages for whoever allocates there next. Memory is
+heap: one in which a model was trained before keeps its gradients' pages for the next allocation. Memory is
 counted as Pss, without program files: a page that ranks share counts for each in parts, so that the sum over the ranks
 is what the machine gives.
 """
@@ -62,7 +62,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measure(model: str, engine: str, options: argparse.Namespace) -> tuple[int, int]:
-    """Exit status of processes made for it, and the growth of the rank that grew most, in bytes."""
+    """Measures in processes of its own.
+
+    Returns their exit status, and the growth of the rank that grew most, in bytes.
+    """
     with tempfile.NamedTemporaryFile(suffix=".json") as part:
         arguments = ["--worker", "--models", model, "--engine", engine, f"--steps={options.steps}"]
         status = ranks.run_ranks("benchmarks.memory", options.ranks, "torchrun", [*arguments, "--out", part.name])
@@ -70,7 +73,7 @@ def measure(model: str, engine: str, options: argparse.Namespace) -> tuple[int, 
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = arguments.parser("memory", __doc__, tuple(WORKLOADS), ENGINES)
     parser.add_argument("--steps", type=int, default=20, help="default %(default)s")
     parser.add_argument("--repeats", type=int, default=3, help="sets of processes for each engine; default %(default)s")
@@ -115,7 +118,7 @@ def work(options: argparse.Namespace) -> None:
 
 
 def wrapper(engine: str) -> Callable[[nn.Module], nn.Module]:
-    """What wraps the model; the engine is initialized already."""
+    """The function that wraps the model. Initializes the engine."""
     if engine == "syncengine":
         import syncengine
 
@@ -127,7 +130,7 @@ def wrapper(engine: str) -> Callable[[nn.Module], nn.Module]:
 
 
 def train(model: nn.Module, workload: Workload, batch: tuple[Tensor, Tensor], steps: int, peak: PeakPss) -> None:
-    """Steps as in any script."""
+    """Makes training steps, as any script does."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     inputs, targets = batch
     for _ in range(steps):

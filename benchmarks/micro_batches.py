@@ -3,11 +3,12 @@
 python -m benchmarks.micro_batches                     M = ranks beside rank_order, then M = 8 on 1, 2, 3 and 4 ranks
 python -m benchmarks.micro_batches --steps 20          quicker
 
-All is trained in the same processes, in turns. First each rank computes one micro-batch a step, by micro_batches() and
-by Parallel alone, which adds in the order of ranks. Then the first 1, 2, 3 and 4 ranks train with eight micro-batches a
-step, while the others sleep. `3 (3, 3, 2)` is the cost of another deal, with nearly as many micro-batches on each rank
-and two synchronized backwards a step; it has not the bits of the tree. `elsewhere` is a model whose micro-batches take
-10 ms without a processor, as if each rank had one for itself. What trained the same must agree in every bit.
+All trainees run in the same processes, in turns. First each rank computes one micro-batch a step, by micro_batches()
+and by Parallel alone, which adds in the order of ranks. Then the first 1, 2, 3 and 4 ranks train with eight
+micro-batches a step, while the others sleep. `3 (3, 3, 2)` is the cost of another deal, with nearly as many
+micro-batches on each rank and two synchronized backwards a step; it has not the bits of the tree. `elsewhere` is a
+model whose micro-batches take 10 ms without a processor, as if each rank had one for itself. Trainees that trained the
+same must agree in every bit.
 """
 
 import argparse
@@ -39,13 +40,13 @@ class Elsewhere(nn.Module):
         self.layers = nn.Sequential(*(nn.Linear(256, 256) for _ in range(10)))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """[batch, 256], as its inputs."""
+        """Maps inputs [batch, 256] to outputs of that shape."""
         time.sleep(10e-3)
         return self.layers(inputs)
 
 
 def few(generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Inputs and targets."""
+    """Eight random inputs and targets."""
     return torch.randn(8, 256, generator=generator), torch.randn(8, 256, generator=generator)
 
 
@@ -57,7 +58,7 @@ MODELS = {
 
 
 class Batches(Dataset):
-    """Whole micro-batches."""
+    """A data set whose samples are whole micro-batches."""
 
     def __init__(self, workload: Workload) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -71,7 +72,7 @@ class Batches(Dataset):
 
 
 def only(batches: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """The one of a batch of one."""
+    """The sample of a batch of one."""
     return batches[0]
 
 
@@ -95,7 +96,7 @@ class Trainee:
 
 
 def numbered(workload: Workload, communicator: syncengine.Communicator, total: int) -> Trainee:
-    """By micro_batches()."""
+    """A trainee that steps by micro_batches()."""
     model, optimizer, loader = parts(workload, communicator)
     batches = syncengine.micro_batches(model, loader, total=total)
 
@@ -107,7 +108,10 @@ def numbered(workload: Workload, communicator: syncengine.Communicator, total: i
 
 
 def in_rank_order(workload: Workload, communicator: syncengine.Communicator, deal: list[int]) -> Trainee:
-    """By Parallel alone: each rank computes as many as it is dealt, of which as many synchronize as all have."""
+    """A trainee that steps by Parallel alone.
+
+    Each rank computes as many micro-batches as it is dealt, and synchronizes as many as every rank has.
+    """
     model, optimizer, loader = parts(workload, communicator)
     mine, synchronized = deal[communicator.rank], min(deal)
     first = sum(deal[: communicator.rank])
@@ -132,7 +136,7 @@ def in_rank_order(workload: Workload, communicator: syncengine.Communicator, dea
 def parts(
     workload: Workload, communicator: syncengine.Communicator
 ) -> tuple[syncengine.Parallel, torch.optim.Optimizer, DataLoader]:
-    """A model that starts like all others."""
+    """A model that starts like all others, with its optimizer and loader."""
     torch.manual_seed(0)
     net = workload.build()
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9)
@@ -141,7 +145,7 @@ def parts(
 
 
 def measure(trainees: dict[str, Trainee | None], steps: int) -> dict[str, np.ndarray]:
-    """Milliseconds of the slowest rank, by trainee; None: one that this rank has no part in."""
+    """Milliseconds of the slowest rank, by trainee. A trainee is None on ranks that have no part in it."""
     names = list(trainees)
     for round_ in range(WARMUP + steps):
         for turn in range(len(names)):  # each round begins with another
@@ -165,14 +169,14 @@ def verify_equal(trainees: dict[str, Trainee | None]) -> None:
 
 
 def ratio(took: np.ndarray, beside: np.ndarray) -> dict[str, float]:
-    """Of two steps of one round: the median, and its 95 % bootstrap interval."""
+    """The median ratio of two steps of one round, and its 95 % bootstrap interval."""
     return dict(zip(("median", "lower", "upper"), stats.median_interval(took / beside), strict=True))
 
 
 def measure_all(
     workload: Workload, groups: dict[int, syncengine.Communicator], rank: int, options: argparse.Namespace
 ) -> list[dict]:
-    """Both comparisons of one model; each on as many of the first ranks as are named."""
+    """Both comparisons of one model, each on the first ranks of its size."""
     results = []
     for size in (2, max(groups)):
         pair: dict[str, Trainee | None] = {"rank_order": None, "micro_batches": None}
@@ -197,7 +201,7 @@ def measure_all(
 
 
 def summary(took: dict[str, np.ndarray]) -> dict[str, dict]:
-    """Of each: its milliseconds, and their ratio to those of the first in the same round."""
+    """Each trainee's milliseconds, and their ratio to those of the first trainee in the same round."""
     first = next(iter(took.values()))
     return {
         "ms": {name: stats.summary(one) for name, one in took.items()},

@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def fill(text: str) -> str:
-    """A document with what stands between its markers made anew."""
+    """A document in which the sections between markers are made anew."""
     sections: dict[str, Callable[[], str]] = {
         "all_reduce": all_reduce,
         "train_step": train_step,
@@ -73,7 +73,7 @@ def load(name: str) -> dict:
 
 
 def all_reduce() -> str:
-    """The collective alone, beside others."""
+    """The table of all-reduce alone, beside others."""
     openmpi, mpich = load("all_reduce-2ranks-openmpi"), load("all_reduce-2ranks-mpich")
     theirs = {result["bytes"]: result["peers"]["mpi"]["p50"] for result in mpich["results"]}
     rows = []
@@ -97,7 +97,7 @@ def all_reduce() -> str:
 
 
 def train_step() -> str:
-    """The first screen's table: what a model costs, in time and memory."""
+    """The first screen's table: the time and memory that synchronizing a model costs."""
     step, memory = load("train_step-2ranks"), load("memory-2ranks")
     growth = {result["model"]: beyond_plain(result["growth_bytes"]) for result in memory["results"]}
     rows = []
@@ -120,8 +120,9 @@ def train_step() -> str:
     head = ["model", "parameters", "step, ms", "floor, ms", "overhead, ms", "DDP's, ms", "ratio"]
     head += ["peak memory, MiB", "DDP's", "DDP's with views"]
     title = """
-        What synchronization adds to a training step, the *overhead*: forward and backward with it, less the same
-        without it, in the same process, of the slowest rank. And what wrapping adds to a rank's peak memory. 2 ranks
+        The *overhead* is the time that synchronization adds to a training step: forward and backward with it, less
+        the same without it, in the same process, of the slowest rank. *Peak memory* is what wrapping adds to a
+        rank's. 2 ranks
         on 2 cores, one thread each; DDP at its defaults, over Gloo, takes turns with `syncengine.Parallel`; trained
         models bit-equal:"""
     caption = f"""
@@ -134,7 +135,7 @@ def train_step() -> str:
 
 
 def sharded() -> str:
-    """A whole step with one copy of the weights on a host, beside the plain optimizer and ZeRO."""
+    """The table of a whole step with one copy of the weights on a host, beside the plain optimizer and ZeRO."""
     step, memory = load("sharded-2ranks"), load("sharded_memory-2ranks")
     held = {result["model"]: peaks(result) for result in memory["results"]}["mlp67"]
     rows = []
@@ -157,14 +158,14 @@ def sharded() -> str:
         processes, trained weights bit-equal: medians of {step["options"]["rounds"]} with a bootstrap interval
         (95 %), {distance(step)} ns from core to core and back. *Plain*: `syncengine.Parallel` with
         torch.optim.AdamW on each rank. *ZeRO*: torch's `ZeroRedundancyOptimizer`. *Optimizer*: its part of the
-        step, ranks start together. What a rank's peak memory (Pss) is above what it was before an MLP of 67 M
-        parameters was built: {held["sharded"]:.0f} MiB sharded, {held["today"]:.0f} plain.
+        step, ranks start together. From before an MLP of 67 M parameters is built to the peak, a rank's memory (Pss)
+        grows by {held["sharded"]:.0f} MiB sharded, and by {held["today"]:.0f} plain.
         {measured_at(step, memory)}"""
     return f"{markdown(head, rows)}\n\n{wrapped(caption)}"
 
 
 def sharded_memory() -> str:
-    """What a rank holds, by the number of ranks, beside what it should."""
+    """The table of a rank's memory by the number of ranks, beside that of one copy."""
     rows = []
     documents = [load(path.stem) for path in RESULTS.glob("sharded_memory-*ranks.json")]
     for document in sorted(documents, key=lambda document: document["options"]["ranks"]):
@@ -187,7 +188,7 @@ def sharded_memory() -> str:
 
 
 def micro_batches() -> str:
-    """Steps whose bits do not depend on the number of ranks: beside rank_order, and by ranks."""
+    """The table of steps whose bits do not depend on the number of ranks: beside rank_order, and by ranks."""
     document = load("micro_batches-4ranks")
     rows: dict[str, list[str]] = {}
     for result in document["results"]:
@@ -208,7 +209,7 @@ def micro_batches() -> str:
 
 
 def elastic() -> str:
-    """From the kill of one rank to the next step of the others."""
+    """The table of the time from the kill of one rank to the next step of the others."""
     document = load("elastic-4ranks")
     rows = []
     for result in document["results"]:
@@ -225,17 +226,17 @@ def elastic() -> str:
 
 
 def peaks(result: dict) -> dict[str, float]:
-    """By engine: MiB that the peak grows by."""
+    """The growth of the peak in MiB, by engine."""
     return {engine: median(each["peak"] for each in found) / 2**20 for engine, found in result["growth_bytes"].items()}
 
 
 def beyond_plain(growth: dict[str, list[int]]) -> dict[str, float]:
-    """By engine: MiB that the peak grows by, less what it grows by with the model alone."""
+    """The growth of the peak in MiB beyond that of the model alone, by engine."""
     return {engine: (median(found) - median(growth["plain"])) / 2**20 for engine, found in growth.items()}
 
 
 def measured_at(*documents: dict) -> str:
-    """A sentence that says of which commits these results are; "-dirty": and of changes that were not committed."""
+    """A sentence that names the commits of these results; "-dirty" means uncommitted changes, too."""
     commits = sorted({document["commit"] for document in documents})
     return f"Measured at {' and '.join(commits)}."
 
@@ -252,25 +253,25 @@ def wrapped(text: str) -> str:
 
 
 def markdown(head: list[str], rows: Iterable[list[str]]) -> str:
-    """The first column to the left, the others to the right."""
+    """A table in Markdown, with the first column to the left and the others to the right."""
     lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows]
     return "\n".join(re.sub(r"^\|  \|", "| |", "| " + " | ".join(line) + " |") for line in lines)
 
 
 def bytes_text(size: int) -> str:
-    """As people say it."""
+    """Bytes as a text such as 4 MiB."""
     if size >= 2**20:
         return f"{size >> 20} MiB"
     return f"{size >> 10} KiB" if size >= 2**10 else f"{size} B"
 
 
 def mebibytes(value: float | None) -> str:
-    """Nothing for what was not measured."""
+    """A number with one digit; empty if it was not measured."""
     return "" if value is None else f"{value:.1f}"
 
 
 def microseconds(value: float) -> str:
-    """Three digits or more."""
+    """A number with three digits or more."""
     return f"{value:.1f}" if value < 100 else f"{value:,.0f}".replace(",", " ")
 
 

@@ -1,11 +1,11 @@
-"""What a whole step takes, optimizer included: syncengine.ShardedOptimizer beside the plain one, and DDP with ZeRO.
+"""The time of a whole step, optimizer included: syncengine.ShardedOptimizer beside the plain one, and DDP with ZeRO.
 
 python -m benchmarks.sharded                          all models, 2 ranks
 python -m benchmarks.sharded --models mlp --rounds 20  one, quicker
 
-The same model is trained by all engines in the same processes, in turns of two steps. One is timed as a whole: clearing
-the gradients, forward, backward, optimizer. In the other the ranks start together into the optimizer, which is timed
-alone, with all that its ranks wait for each other in it. At the end the weights must agree in every bit.
+The same model is trained by all engines in the same processes, in turns of two steps. One step is timed as a whole:
+clearing the gradients, forward, backward, optimizer. In the other the ranks start together into the optimizer, which is
+timed alone, with the waits of its ranks for each other. The weights must agree in every bit at the end.
 """
 
 import argparse
@@ -68,7 +68,7 @@ class Trainee:
 
 
 def page_faults() -> int:
-    """Of this process so far."""
+    """Page faults of this process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
@@ -98,14 +98,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = arguments.parser("sharded", __doc__, tuple(MODELS), ENGINES)
     parser.add_argument("--rounds", type=int, default=50, help="turns of each engine; default %(default)s")
     return arguments.parse(parser, argv)
 
 
 def make_trainee(engine: str, workload: Workload) -> Trainee:
-    """One engine around a model that starts like all others."""
+    """An engine around a model that starts like all others."""
     import syncengine
 
     torch.manual_seed(0)
@@ -121,7 +121,7 @@ def make_trainee(engine: str, workload: Workload) -> Trainee:
 
 
 def measure(workload: Workload, rank: int, start_line: StartLine, options: argparse.Namespace) -> dict:
-    """All engines on one model: a result of milliseconds."""
+    """Measures all engines on one model: milliseconds."""
     generator = torch.Generator().manual_seed(rank)
     batches = [workload.batch(generator) for _ in range(BATCHES)]
     trainees = [make_trainee(engine, workload) for engine in options.engines]
@@ -152,12 +152,12 @@ def verify_equal(name: str, trainees: list[Trainee]) -> None:
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """Its bytes: 0.0 is not -0.0 there, and a NaN is equal to itself."""
+    """The bytes of a tensor: 0.0 is not -0.0 there, and a NaN is equal to itself."""
     return tensor.contiguous().flatten().view(torch.uint8)
 
 
 def evaluate(trainees: dict[str, Trainee]) -> dict[str, dict]:
-    """Each engine's milliseconds, and what ours takes of theirs, turn by turn."""
+    """Each engine's milliseconds, and the ratio of ours to theirs, turn by turn."""
     step = {name: 1e3 * slowest(trainee.step) for name, trainee in trainees.items()}
     update = {name: 1e3 * slowest(trainee.update) for name, trainee in trainees.items()}
     results = {}
@@ -174,7 +174,7 @@ def evaluate(trainees: dict[str, Trainee]) -> dict[str, dict]:
 
 
 def slowest(samples: list[float]) -> np.ndarray:
-    """Of the rank that had most, without the warm-up."""
+    """The samples of the slowest rank, without the warm-up."""
     return ranks.slowest(torch.tensor(samples[WARMUP_ROUNDS:], dtype=torch.float64)).numpy()
 
 
@@ -199,7 +199,7 @@ def report(results: list[dict], options: argparse.Namespace) -> None:
 
 
 def ratio(entry: dict, kind: str) -> str:
-    """With its interval; nothing for ours itself."""
+    """A ratio with its interval; empty for our own engine."""
     found = entry.get(f"{kind}_ratio")
     return f"{found['median']:.3f} ({found['lower']:.3f} to {found['upper']:.3f})" if found else ""
 

@@ -1,11 +1,11 @@
-"""What a rank holds to train with AdamW: with syncengine.ShardedOptimizer, with the plain one, with DDP and with ZeRO.
+"""The memory of a rank that trains with AdamW: by syncengine.ShardedOptimizer, by the plain one, by DDP and by ZeRO.
 
 python -m benchmarks.sharded_memory                            2 ranks
 python -m benchmarks.sharded_memory --ranks 8 --engines today sharded
 
-Growth of Pss from before the model is built: at its peak, and after the last step, with gradients, of the rank that
-grew most. Beside it what one copy of weights and state a host and a gradient a rank take. Each measurement has
-processes of its own, as in benchmarks.memory, which says how memory is counted.
+The figures are the growth of Pss from before the model is built, of the rank that grew most: at its peak, and after the
+last step, with gradients. One copy of weights and state a host, and a gradient a rank, is shown beside them. Each
+measurement has processes of its own, as in benchmarks.memory, which says how memory is counted.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = arguments.parser("sharded_memory", __doc__, tuple(MODELS), ENGINES)
     parser.set_defaults(models=("mlp", "mlp67", "gpt"))
     parser.add_argument("--steps", type=int, default=8, help="default %(default)s")
@@ -103,7 +103,7 @@ def work(options: argparse.Namespace) -> None:
 
 
 def load_modules() -> None:
-    """What torch imports for the first optimizer, tens of MiB whatever the model, is there before the first look."""
+    """Lets torch import the modules of the first optimizer, tens of MiB whatever the model, before the first look."""
     model = torch.nn.Linear(1, 1)
     model(torch.ones(1, 1)).sum().backward()
     torch.optim.AdamW(model.parameters(), fused=True).step()

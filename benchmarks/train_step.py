@@ -1,4 +1,4 @@
-"""What data-parallel training costs in a step: syncengine.Parallel and DDP over Gloo beside plain torch.
+"""The cost of data parallelism in a training step: syncengine.Parallel and DDP over Gloo beside plain torch.
 
 python -m benchmarks.train_step                       all models, 2 ranks
 python -m benchmarks.train_step --models mlp gpt      some
@@ -6,8 +6,8 @@ python -m benchmarks.train_step --pairs 20            quicker
 python -m benchmarks.train_step --engines syncengine nonfinite traced
 
 The same model is trained by all engines in the same processes, their steps interleaved. Each batch is run twice, with
-and without synchronization; the overhead is the difference of both, each at its slowest rank. At the end the parameters
-that syncengine and DDP trained must agree in every bit.
+and without synchronization; the overhead is the difference of both, each at its slowest rank. The parameters that
+syncengine and DDP trained must agree in every bit at the end.
 """
 
 import argparse
@@ -125,7 +125,7 @@ def recorded() -> Iterator[None]:
 
 
 def page_faults() -> int:
-    """Of this process so far."""
+    """Page faults of this process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
@@ -159,7 +159,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = arguments.parser("train_step", __doc__, tuple(WORKLOADS), ENGINES)
     parser.add_argument("--launcher", choices=ranks.LAUNCHERS, default="torchrun", help="default %(default)s")
     parser.set_defaults(engines=[engine for engine in ENGINES if engine not in ON_DEMAND])
@@ -190,14 +190,14 @@ def make_trainee(engine: str, workload: Workload) -> Trainee:
 
 @functools.cache
 def backend_group() -> torch.distributed.ProcessGroup:
-    """All ranks, on the torch.distributed backend."""
+    """The process group of all ranks, on the torch.distributed backend."""
     import syncengine  # noqa: F401  registers it
 
     return torch.distributed.new_group(backend="syncengine")
 
 
 def measure(workload: Workload, rank: int, start_line: StartLine, options: argparse.Namespace) -> dict:
-    """All engines on one model: a result of milliseconds."""
+    """Measures all engines on one model: milliseconds."""
     generator = torch.Generator().manual_seed(rank)
     batches = [workload.batch(generator) for _ in range(BATCHES)]
     trainees = [make_trainee(engine, workload) for engine in options.engines]
@@ -218,7 +218,7 @@ def measure(workload: Workload, rank: int, start_line: StartLine, options: argpa
 
 
 class Floor:
-    """What an all-reduce of all gradients costs at least: every rank scales as many bytes in place."""
+    """The least cost of an all-reduce of all gradients: every rank scales as many bytes in place."""
 
     def __init__(self, elements: int) -> None:
         self._memory = torch.ones(elements)
@@ -226,7 +226,7 @@ class Floor:
         self.seconds: list[float] = []
 
     def timed(self, start_line: StartLine) -> None:
-        """One scaling, checked."""
+        """Times one scaling, and checks it."""
         scale = 2.0 if self._value == 1 else 0.5
         start_line.wait()
         begin = time.perf_counter()

@@ -17,7 +17,7 @@ KILLED = {0: 10, 2: 30}  # rank and step
 
 
 def train() -> None:
-    """What one rank does."""
+    """Trains on one rank."""
     import syncengine
 
     net, optimizer = make()
@@ -51,7 +51,7 @@ def compare() -> int:
 
 
 def start(ranks: int) -> str:
-    """What the ranks print."""
+    """Runs the training on so many ranks. Returns the text that they print."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     processes = []

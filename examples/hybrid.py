@@ -39,7 +39,7 @@ def learn(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> float:
 
 
 def tensor(mesh: DeviceMesh, wrap: type) -> Result:
-    """On the ranks of the axis `model`: columns of the first layer and rows of the second one."""
+    """Trains an MLP cut over the axis `model`: columns of the first layer and rows of the second one."""
     module = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, 1))
     parallelize_module(module, mesh["model"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     model = wrap(module, device_mesh=mesh["data"])  # averages each shard with the same shard of the other replica
@@ -51,7 +51,7 @@ def tensor(mesh: DeviceMesh, wrap: type) -> Result:
 
 
 def pipeline(mesh: DeviceMesh, wrap: type) -> Result:
-    """Four microbatches a step; gradients are averaged in the backward of the last one."""
+    """Trains a pipeline with four microbatches a step; the backward of the last one averages the gradients."""
     stage, mean = mesh.get_local_rank("model"), []
     module = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), nn.Linear(WIDTH, 1)][stage]
     model = wrap(module, device_mesh=mesh["data"])
@@ -76,7 +76,7 @@ class ShardedEmbedding(nn.Module):
         self.rows.weight.register_hook(lambda gradient: gradient / dist.get_world_size())  # a mean, as Parallel's
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """[sample, feature] of ids [sample]."""
+        """The rows [sample, feature] of ids [sample]."""
         ranks = dist.get_world_size()
         order = (ids % ranks).argsort(stable=True)
         asked = (ids % ranks).bincount(minlength=ranks)
@@ -89,7 +89,7 @@ class ShardedEmbedding(nn.Module):
 
 
 def recommendation(_: DeviceMesh, wrap: type) -> Result:
-    """Who likes what: each person and each thing has a row. `wrap` averages the dense part alone, over all ranks."""
+    """Learns which people like which things: each has a row. `wrap` averages only the dense part, over all ranks."""
     taste = torch.randn(ROWS, 2, generator=torch.Generator().manual_seed(1))
     embedding, dense = ShardedEmbedding(), nn.Sequential(nn.Linear(2 * FEATURES, 64), nn.ReLU(), nn.Linear(64, 1))
     model, parameters = wrap(dense), [*dense.parameters(), *embedding.parameters()]

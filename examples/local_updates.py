@@ -25,14 +25,14 @@ HOST, RANK = divmod(int(os.environ.get("RANK", 0)), RANKS)
 
 
 def make() -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The same on all ranks."""
+    """The model and its optimizer, the same on all ranks."""
     torch.manual_seed(1)
     module = nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 8))
     return module, torch.optim.AdamW(module.parameters(), lr=0.002)
 
 
 def loss_of(model: nn.Module, step: int, host: int, rank: int) -> torch.Tensor:
-    """On the batch of one rank in one step: what a random network says. Each host sees another part of the world."""
+    """The loss on the batch of one rank in one step. A random network gives targets; each host draws other inputs."""
     fixed, drawn = torch.Generator().manual_seed(2), torch.Generator().manual_seed((step * HOSTS + host) * RANKS + rank)
     first, last, means = (torch.randn(*shape, generator=fixed) for shape in ((32, 64), (64, 8), (HOSTS, 32)))
     x = torch.randn(64, 32, generator=drawn) + means[host]
@@ -87,7 +87,7 @@ def train(way: str, within: dist.ProcessGroup, port: int, lighthouse: str) -> tu
 
 
 def report(results: dict[str, tuple[list[float], int]], path: Path) -> None:
-    """Of each way the losses, and how many bytes host 0 has sent."""
+    """Draws the losses of each way, by step and by the bytes that host 0 has sent."""
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
     left.set(xlabel="step", ylabel="validation loss")
     right.set(xlabel="MB that one host has sent to the other one", xscale="log")

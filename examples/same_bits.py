@@ -22,7 +22,7 @@ LOADER = DataLoader(TensorDataset(_SAMPLES, _SAMPLES.cumsum(1)), batch_size=4, s
 
 
 def make() -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The model, and what trains it."""
+    """The model and its optimizer."""
     torch.manual_seed(2)
     model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 32))
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -35,12 +35,12 @@ def loss_of(model: nn.Module, batch: list[Tensor]) -> Tensor:
 
 
 def digest(model: nn.Module) -> str:
-    """Of the bits of all weights."""
+    """A digest of the bits of all weights."""
     return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()[:16]
 
 
 def train() -> None:
-    """One run."""
+    """Makes one run on the ranks of this launch."""
     import syncengine  # here, so that the plain loop never loads it
 
     net, optimizer = make()
@@ -58,7 +58,7 @@ def train() -> None:
 
 
 def compare() -> int:
-    """1 if the runs have trained different weights."""
+    """Makes all runs. Returns 1 if they have trained different weights."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     commands = [[*torchrun, __file__, "train"], [__file__, "train"], ["-m", "examples.same_bits_plain"]]
     root = str(Path(__file__).resolve().parents[1])

@@ -1,4 +1,4 @@
-"""The training of same_bits.py in torch alone, on one process: what docs/numerics.md promises, to be read."""
+"""The training of same_bits.py in torch alone, on one process: the promise of docs/numerics.md in code."""
 
 import zlib
 
@@ -8,12 +8,12 @@ from examples.same_bits import LOADER, SEED, STEPS, TOTAL, digest, loss_of, make
 
 
 def seed(*key: object) -> None:
-    """Of what is drawn for an epoch, or for a micro-batch of a step."""
+    """Seeds the random numbers of an epoch, or of a micro-batch of a step."""
     torch.manual_seed(zlib.crc32(" ".join(map(str, key)).encode()))
 
 
 def tree(gradients: list[list[torch.Tensor]]) -> list[torch.Tensor]:
-    """Their sum: that of the largest power of two of them, but not all, and that of the rest."""
+    """The sum over the tree: the sum of the largest power of two of them, but not all, and the sum of the rest."""
     if len(gradients) == 1:
         return gradients[0]
     half = 1 << ((len(gradients) - 1).bit_length() - 1)

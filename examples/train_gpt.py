@@ -20,7 +20,7 @@ OUT = Path("outputs/train_gpt")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line."""
+    """Runs one of the commands."""
     parser = argparse.ArgumentParser(prog="examples.train_gpt", description="A character-level GPT, data-parallel.")
     commands = parser.add_subparsers(dest="command", required=True)
 

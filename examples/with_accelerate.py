@@ -19,7 +19,7 @@ if __name__ == "__main__":
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
 
-    # The one line: Accelerator of syncengine.accelerate instead of Accelerate's.
+    # The one changed line takes the Accelerator of syncengine.accelerate instead of Accelerate's.
     kind = accelerate.Accelerator if options.ddp else syncengine.accelerate.Accelerator
     accelerator = kind(cpu=True, gradient_accumulation_steps=2)
     accelerate.utils.set_seed(1)

@@ -3,7 +3,7 @@
 python examples/with_flower.py  # FedAvg; the ranks of host 1 are killed after the first round
 python examples/with_flower.py --strategy fedbuff  # host 1 vanishes, host 2 is slow: nobody waits for these
 
-This file starts Flower's processes and the hosts' ranks; flower/app.py is what Flower runs, flower/host.py a rank.
+This file starts Flower's processes and the hosts' ranks; Flower runs flower/app.py, and a rank runs flower/host.py.
 """
 
 import argparse
@@ -29,13 +29,13 @@ UNTIL = 1  # the slow host's first message takes until the others have made this
 
 
 def listens(port: int) -> bool:
-    """Whether somebody does."""
+    """Whether a process of this machine listens at the port."""
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def unused_ports(count: int) -> list[int]:
-    """Of this machine, below those that the kernel gives to anybody while Flower starts."""
+    """Unused ports of this machine, below those that the kernel may give to others while Flower starts."""
     return [port for port in random.sample(range(20_000, 32_000), 10 * count) if not listens(port)][:count]
 
 
@@ -49,7 +49,7 @@ def wait_for(condition, processes: list[subprocess.Popen], what: str) -> None:
 
 
 def run(strategy: str, out: Path) -> None:
-    """Flower's SuperLink, a SuperNode for each host, and the host's ranks, which are there for all messages."""
+    """Starts Flower's SuperLink, a SuperNode for each host, and the host's ranks, which serve all messages."""
     ports = unused_ports(1 + 2 * HOSTS)
     link = f"127.0.0.1:{ports[0]}"
     settings = {"FLWR_HOME": str(out / "flwr"), "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
@@ -96,7 +96,7 @@ def run(strategy: str, out: Path) -> None:
 
 
 def loss_of(weights: Path) -> float:
-    """Of a version, on all that the hosts see."""
+    """The loss of a version of the weights, on the examples of all hosts."""
     with np.load(weights) as arrays, torch.no_grad():
         module = host.load(host.make(), [arrays[name] for name in arrays.files])
         pairs = [host.examples_of(number) for number in range(HOSTS)]

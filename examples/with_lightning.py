@@ -30,7 +30,7 @@ class Regression(lightning.LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Adam."""
+        """The optimizer: Adam."""
         return torch.optim.Adam(self.parameters(), lr=0.01)
 
 

@@ -17,7 +17,7 @@ import syncengine
 
 
 def train(options: dict) -> None:
-    """One worker."""
+    """Trains on one worker."""
     rank = ray.train.get_context().get_world_rank()
     torch.manual_seed(1)
     torch.set_num_threads(1)

@@ -26,20 +26,20 @@ GROUPS, RANKS, KILLED = 3, 2, 1
 
 
 def make() -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The same on all ranks."""
+    """The model and its optimizer, the same on all ranks."""
     torch.manual_seed(1)
     module = nn.Sequential(nn.Linear(16, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 1))
     return module, torch.optim.Adam(module.parameters(), lr=0.003)
 
 
 def loss_of(model: nn.Module, step: int, group: int, rank: int) -> torch.Tensor:
-    """On the batch of one rank in one step, whenever that is made."""
+    """The loss on the batch of one rank in one step, whenever that step is made."""
     x = torch.randn(64, 16, generator=torch.Generator().manual_seed((step * GROUPS + group) * RANKS + rank))
     return (model(x) - (x.sum(1, keepdim=True) / 4).sin()).square().mean()
 
 
 def train(group: int, out: Path) -> None:
-    """One rank of a replica group, up to the first step in which one of all the ranks saw the file `stop`."""
+    """Trains on one rank of a replica group, up to the first step in which some rank saw the file `stop`."""
     dist.init_process_group("syncengine")
     rank, (module, plain_optimizer) = dist.get_rank(), make()
     model = syncengine.Parallel(module)
@@ -73,7 +73,7 @@ def train(group: int, out: Path) -> None:
 
 
 def start(group: int, out: Path, lighthouse: str) -> list[subprocess.Popen]:
-    """A replica group, as on a host of its own."""
+    """Starts a replica group, as on a host of its own."""
     below = random.sample(range(20_000, 32_000), 100)  # those that the kernel gives to anybody meanwhile
     port = str(next(port for port in below if socket.socket().connect_ex(("127.0.0.1", port))))
     host = {"SYNCENGINE_HOST_ID": f"host{group}", "SYNCENGINE_INTERFACE": "lo", "TORCHFT_LIGHTHOUSE": lighthouse}
@@ -83,7 +83,7 @@ def start(group: int, out: Path, lighthouse: str) -> list[subprocess.Popen]:
 
 
 def lines(out: Path, group: int) -> list[dict]:
-    """What a replica group has committed."""
+    """The steps that a replica group has committed, as it has logged them."""
     return [json.loads(line) for log in out.glob(f"group{group}-rank0.jsonl") for line in log.open()]
 
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Runs tests and benchmarks on a machine with a GPU: steps in order of worth, each with a limit and a log of its own.
 
-    make gpu                           all of them, in at most 540 seconds
-    make gpu STEPS="build faults"      some of them
+    make gpu                           all steps, in at most 540 seconds
+    make gpu STEPS="build faults"      some steps
     GPU_SECONDS=3000 python3 scripts/gpu_run.py     without make; the limits grow alike
 
 A GPU may be lent for minutes: a step that hangs costs its limit and no more, a run that is cut short loses nothing, and
@@ -46,10 +46,10 @@ DEFAULTS = {
     "RES_OPTIONS": "timeout:1 attempts:1",
     # cuBLAS gives the same bits on all streams.
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    # On SIGABRT Python prints the stacks of all threads.
+    # Python prints the stacks of all threads on SIGABRT.
     "PYTHONFAULTHANDLER": "1",
     "PYTHONUNBUFFERED": "1",
-    # Another compiler may warn of what that of `make test` does not: no reason to end here.
+    # Another compiler may give warnings that the one of `make test` does not: no reason to end here.
     "WERROR": "",
     "SYNCENGINE_TEST_CASES": "25",
     "SYNCENGINE_TEST_TURNS": "120",
@@ -57,7 +57,7 @@ DEFAULTS = {
 
 
 class Step(NamedTuple):
-    """One of the run's parts."""
+    """A step of the run: a command with a limit and a log."""
 
     name: str
     seconds: float  # at most
@@ -65,7 +65,7 @@ class Step(NamedTuple):
     needs: Sequence[str] = ()  # steps that must have passed
 
 
-# ---- what is run ----
+# ---- the steps ----
 
 PROBE = r"""
 import os, shutil, sys, time
@@ -86,7 +86,7 @@ for mode in "LAZY", "EAGER":  # in forks, as the tests' ranks are: importing tor
     failed |= os.wait()[1]
 sys.exit(bool(failed))
 """
-# Two builds side by side, unless what is there loads and was made of these sources.
+# Two builds run side by side, unless the extension that is there loads and was made of these sources.
 BUILD = """
 usable() {
   "$PYTHON" -c 'import torch; from syncengine import _C; assert _C.has_cuda and _C.has_test_hooks' &&
@@ -105,7 +105,7 @@ HOLD = "import torch, time; torch.zeros(1, device='cuda'); time.sleep(86400)"
 
 
 def sources() -> str:
-    """A hash of all that is compiled, which tells whether what was built before is of today."""
+    """A hash of all compiled sources, by which a build made before is known to be up to date."""
     files = [path for folder in ("csrc", "tests/cuda", "tests/core") for path in (ROOT / folder).rglob("*")]
     files = [path for path in files if path.suffix in (".h", ".cpp", ".cu") or path.name == "Makefile"]
     text = b"".join(path.read_bytes() for path in [*sorted(files), ROOT / "setup.py"])
@@ -113,12 +113,12 @@ def sources() -> str:
 
 
 def core(tests: str) -> list[str]:
-    """Tests of the core. Ranks that are threads must not wait for each other's kernels to be loaded."""
+    """The command for tests of the core. Ranks that are threads must not wait for each other's kernels to be loaded."""
     return ["env", "CUDA_DEVICE_MAX_CONNECTIONS=32", "CUDA_MODULE_LOADING=EAGER", "build/core-gpu/cuda_tests", tests]
 
 
 def pytest(*tests: str, seconds: float = 50, workers: int = 1) -> list[str]:
-    """Python's tests, each of which gets `seconds`. A test's ranks end before the test."""
+    """The command for Python's tests, each of which gets `seconds`. A test's ranks end before the test."""
     limit = round(seconds * SCALE)
     options = ["-q", "--noconftest", "-p", "no:cacheprovider", "--durations", "15"]
     if importlib.util.find_spec("pytest_timeout"):  # the method of threads ends what hangs in CUDA, too
@@ -130,12 +130,12 @@ def pytest(*tests: str, seconds: float = 50, workers: int = 1) -> list[str]:
 
 
 def benchmark(name: str, options: str, out: Path) -> list[str]:
-    """A benchmark whose results go to `out`."""
+    """The command for a benchmark whose results go to `out`."""
     return [sys.executable, "-m", f"benchmarks.{name}", *shlex.split(options), "--out", str(out)]
 
 
 def all_steps(results: Path) -> list[Step]:
-    """In order of worth: whether it works, its bits, faults, speed, the rest."""
+    """All steps in order of worth: whether it works, its bits, faults, speed, the rest."""
     first = "_parallel.py::test_gradients_are_the_average_in_rank_order[2]"
     others = ("_parallel.py", "_models.py", "_hooks.py", "_backend.py", ".py")
     sizes = "8 16Ki 128Ki 1Mi 16Mi 64Mi 256Mi"
@@ -177,7 +177,7 @@ def all_steps(results: Path) -> list[Step]:
 
 
 def adopt_orphans() -> None:
-    """Makes what a step leaves behind a child of this process, whatever session it has made itself."""
+    """Makes processes that a step leaves behind children of this one, in whichever session they are."""
     set_child_subreaper = 36
     if ctypes.CDLL(None).prctl(set_child_subreaper, 1, 0, 0, 0) != 0:
         raise OSError("prctl(PR_SET_CHILD_SUBREAPER) failed")
@@ -197,7 +197,7 @@ def descendants(without: int) -> list[int]:
 
 
 def signal_all(number: int, spared: int) -> bool:
-    """Whether there was anybody."""
+    """Signals all descendants but `spared`. Returns whether there were any."""
     processes = descendants(spared)
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
@@ -206,7 +206,7 @@ def signal_all(number: int, spared: int) -> bool:
 
 
 def end_all(spared: int) -> None:
-    """Until none is left, since processes may be starting others."""
+    """Kills descendants until none is left, since processes may be starting others."""
     deadline = time.monotonic() + 10  # what hangs in a driver can't be ended
     while signal_all(signal.SIGKILL, spared) and time.monotonic() < deadline:
         with contextlib.suppress(ChildProcessError):
@@ -216,7 +216,7 @@ def end_all(spared: int) -> None:
 
 
 def run(step: Step, seconds: float, log: Path, spared: int) -> str:
-    """The outcome: "passed", or a text. Nothing that the step has started lives on, but for `spared`."""
+    """Runs a step. Returns its outcome: "passed", or a text. No process of the step lives on, but for `spared`."""
     with log.open("w") as file:
         print("$", shlex.join(step.command)[:2000], file=file, flush=True)
         try:
@@ -237,7 +237,7 @@ def run(step: Step, seconds: float, log: Path, spared: int) -> str:
 
 
 def keep(out: Path, folder: Path, rows: Sequence[str]) -> None:
-    """What `out` holds is whole at any time."""
+    """Writes the summary and the archive into `out`, which holds whole files at any time."""
     (out / "summary.new").write_text("\n".join([f"commit {os.environ.get('COMMIT', 'unknown')}", *rows, ""]))
     with tarfile.open(out / "run.new", "w:gz") as tar:
         tar.add(folder, "run")
@@ -248,7 +248,7 @@ def keep(out: Path, folder: Path, rows: Sequence[str]) -> None:
 def run_all(
     steps: Sequence[Step], out: Path, folder: Path, seconds: float, spared: int = 0, passed: Iterable[str] = ()
 ) -> bool:
-    """Whether all passed. Logs lie in `folder`, with what steps put there; `passed`: steps that need not run."""
+    """Runs all steps. Returns whether all passed. Logs go to `folder`; the steps in `passed` need not run."""
     end = time.monotonic() + seconds
     good, rows = set(passed), []
     for step in steps:
@@ -271,7 +271,7 @@ def run_all(
 
 
 def main() -> int:
-    """Runs the steps that the command line names, or all."""
+    """Runs the steps that the command line names, or all steps."""
     if sys.argv[1:] == ["--sources"]:
         print(sources())
         return 0

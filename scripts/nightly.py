@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Runs all tests that there are, in parts: what CI runs on each change and what would take too long for that.
+"""Runs all tests, in parts: those that CI runs on each change, and those that would take too long for that.
 
     make nightly                 all parts; goes on after one that fails
     make nightly PART=chaos      one part, or several
 
-A part has a limit, after which it is ended, and a log in build/nightly/. At the end each part's outcome is said, with
-what its tests said last and which of them failed. The exit status is 1 if a part failed. CONTRIBUTING.md has a table of
-the parts. Variables in the environment are stronger than those of a part: SYNCENGINE_TEST_CHAOS=5000 for a release.
+A part has a limit, after which it is ended, and a log in build/nightly/. At the end each part's outcome is printed,
+with its tests' last lines and the tests that failed. The exit status is 1 if a part failed. CONTRIBUTING.md has a table
+of the parts. Variables in the environment are stronger than those of a part: SYNCENGINE_TEST_CHAOS=5000 for a release.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gpu_run import ROOT, Step, adopt_orphans, end_all, run
 
 LOGS = ROOT / "build" / "nightly"
 PYTEST = ".venv/bin/python -m pytest -q --numprocesses 2 --dist loadfile"
-# What pytest, the core's tests and make say of tests, and why a part failed.
+# Lines in which pytest, the core's tests and make say how tests ended, and why a part failed.
 SAYS = re.compile(r"(FAILED|ERROR|HUNG) .*|\d+ (passed|failed|skipped).*|make.*\*\*\*.*|.*: skipped; .*|not among .*")
 
 
@@ -55,7 +55,7 @@ PARTS = {
 
 
 def report(name: str, outcome: str, seconds: float) -> str:
-    """What a part's log says of its tests, above its outcome."""
+    """The lines of a part's log about its tests, above its outcome."""
     text = (LOGS / f"{name}.log").read_text(errors="replace")
     said = [line for line in text.splitlines() if SAYS.fullmatch(line.strip())]
     return "\n".join([*(f"    {line[:300]}" for line in said), f"{name:12}{seconds / 60:6.1f} min  {outcome}"])

@@ -149,6 +149,7 @@ class FabricSeam(InPlaceOfDDP):
 
 def make(module: str, callbacks: Any, strategies: Any, fabric: Any) -> tuple[Any, Any, Any]:
     """Makes the strategies for ``Trainer`` and ``Fabric``, and a callback, of the packages of one of the two trees.
+
     The strategy for ``Trainer`` adds the callback. All three are to be attributes of ``module``.
     """
     own = {"__module__": module, "__doc__": "Takes the arguments of Lightning's `DDPStrategy`."}

@@ -1,1 +1,1 @@
-"""What the benchmarks share: ranks, a common start, statistics, the machine's description."""
+"""The common parts of the benchmarks: ranks, a common start, statistics, the machine's description."""

@@ -1,4 +1,4 @@
-"""What the command lines of benchmarks of models have in common."""
+"""The common part of the command lines of benchmarks of models."""
 
 import argparse
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from benchmarks.support import output
 
 
 def parser(name: str, docstring: str, models: Sequence[str], engines: Sequence[str]) -> argparse.ArgumentParser:
-    """Of ``benchmarks.name``; `--worker` marks the processes that it starts. `engines`: empty if there is no choice."""
+    """The parser of ``benchmarks.name``; `--worker` marks the processes that it starts. `engines` may be empty."""
     made = argparse.ArgumentParser(prog=f"benchmarks.{name}", description=docstring.split("\n")[0])
     made.add_argument("--ranks", type=int, default=2, help="default %(default)s")
     made.add_argument("--models", nargs="+", choices=tuple(models), default=tuple(models))
@@ -20,7 +20,7 @@ def parser(name: str, docstring: str, models: Sequence[str], engines: Sequence[s
 
 
 def parse(made: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
-    """With a result file named after benchmark and ranks, if none is given."""
+    """Parses the command line. The result file is named after benchmark and ranks, if none is given."""
     options = made.parse_args(argv)
     options.out = options.out or output.RESULTS / f"{made.prog.partition('.')[2]}-{options.ranks}ranks.json"
     return options

@@ -1,8 +1,8 @@
 """GPU ranks as threads of one process, each with a stream of its own: for measuring collectives on one GPU.
 
-There processes would take turns. What waits for the whole device (torch.cuda.synchronize, freeing memory, loading a
-kernel) would wait for other ranks' streams, which may wait for this rank: bodies synchronize their stream, or do it
-where no rank can be ahead, between barriers; and the kernels that they need of torch are loaded before they begin.
+Processes would take turns on it. A call that waits for the whole device (torch.cuda.synchronize, freeing memory,
+loading a kernel) would wait for other ranks' streams, which may wait for this rank. So bodies synchronize their stream,
+or make such calls where no rank can be ahead, between barriers; and torch's kernels are loaded before bodies begin.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TIMEOUT = 60.0
 
 
 def load_kernels() -> None:
-    """Those of torch that bodies may use: fill_, copy_, eq and all."""
+    """Loads the kernels of torch that bodies may use: fill_, copy_, eq and all."""
     a, b = (torch.empty(64, device="cuda") for _ in range(2))
     b.copy_(a.fill_(1.0))
     assert a.eq(1.0).all() and bool(b.eq(a).all())

@@ -17,14 +17,15 @@ Times = dict[str, list[float]]  # a peer's microseconds a call, by turn
 
 
 def buffer(size: int) -> torch.Tensor:
-    """float32, of `size` bytes, of a CUDA device."""
+    """A float32 tensor of `size` bytes on a CUDA device."""
     return torch.empty(max(size // 4, 1), device="cuda")
 
 
 class Chain:
     """A turn of a peer that averages: a graph of calls one after the other, on one tensor.
 
-    Of a graph, since one interpreter needs longer to queue a call of each of eight threads than a device needs for it.
+    The calls are a graph, since one interpreter needs longer to queue a call for each of eight threads than a device
+    needs to make it.
     """
 
     def __init__(self, average: Callable[[torch.Tensor], object], tensor: torch.Tensor) -> None:
@@ -33,9 +34,9 @@ class Chain:
         self.graph = torch.cuda.CUDAGraph()
 
     def prepare(self, communicator: Communicator) -> None:
-        """On every rank: what is set up by the first call, and the graph.
+        """Makes the first call, which sets up memory, and the graph. Every rank calls it.
 
-        Capturing begins by waiting for the device: one rank at a time, and none has begun with what comes after.
+        Capturing begins by waiting for the device, so one rank at a time does it, and no rank has begun its turns.
         """
         self.start(0.0)
         self.average(self.tensor)
@@ -50,7 +51,7 @@ class Chain:
         communicator.barrier()
 
     def run(self) -> None:
-        """The calls."""
+        """Runs the calls of the graph."""
         self.graph.replay()
 
     def start(self, value: float) -> None:
@@ -58,15 +59,15 @@ class Chain:
         self.tensor.fill_(value)
 
     def is_good(self, average: float) -> bool:
-        """Whether a turn gave this."""
+        """Whether the tensor holds this average."""
         return bool(self.tensor.eq(average).all())
 
 
 class Floor:
     """Copies that read and write as many bytes as a device must for `ranks` ranks' all-reduce of `size` bytes.
 
-    Those are (3 - 1/n) size a rank of n: it reads its slice of all tensors, writes it to its own, and copies those of
-    the others. Two buffers are copied onto each other.
+    Each of n ranks moves (3 - 1/n) size: it reads its slice of all tensors, writes the sum to its own, and copies the
+    slices of the others. Two buffers are copied onto each other.
     """
 
     def __init__(self, world: int, ranks: int, size: int) -> None:
@@ -75,23 +76,23 @@ class Floor:
         self.calls = max(2, min(CHAIN, CHAIN_BYTES // size))
 
     def run(self) -> None:
-        """The copies."""
+        """Runs the copies."""
         for _ in range(self.calls):
             self.b.copy_(self.a)
             self.a.copy_(self.b)
 
     def start(self, value: float) -> None:
-        """Fills the halves, not alike."""
+        """Fills the two buffers with different values."""
         self.a.fill_(value)
         self.b.fill_(value + 1)
 
     def is_good(self, average: float) -> bool:
-        """Whether copies were made; ``average`` is not theirs."""
+        """Whether the copies were made. ``average`` does not matter to them."""
         return bool(self.a.eq(self.b).all())
 
 
 def times(communicator: Communicator, peers: dict[str, Chain | Floor], names: tuple[str, ...], turns: int) -> Times:
-    """One rank's, turns of `names` interleaved. Ranks have the same chains; those without the floor wait meanwhile."""
+    """The times of one rank, with turns of `names` interleaved. Ranks without the floor wait during its turns."""
     for peer in peers.values():
         if isinstance(peer, Chain):
             peer.prepare(communicator)
@@ -113,7 +114,7 @@ def times(communicator: Communicator, peers: dict[str, Chain | Floor], names: tu
 
 
 def timed(peer: Chain | Floor) -> float:
-    """Microseconds a call."""
+    """Microseconds of a call, from one turn."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
     peer.run()

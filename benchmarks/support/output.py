@@ -21,7 +21,7 @@ PACKAGES = ("torch", "numpy", "mpi4py", "syncengine")
 
 
 def table(rows: list[tuple[str, ...]]) -> str:
-    """Columns as wide as they need to be: the first to the left, numbers to the right."""
+    """A table with columns as wide as they need to be: the first to the left, numbers to the right."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     lines = []
     for first, *rest in rows:
@@ -48,7 +48,7 @@ def save(path: Path, benchmark: str, options: dict, results: list[dict], **versi
 
 
 def machine() -> dict[str, object]:
-    """What a reader needs to judge a timing. The load average tells whether something else was running."""
+    """Facts of the machine by which a reader judges a timing. The load average tells if anything else was running."""
     pairs = dict(line.split(":", 1) for line in said("env", "LC_ALL=C", "lscpu").splitlines() if ":" in line)
     cpu = {field: pairs[field].strip() for field in CPU_FIELDS if field in pairs}
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
@@ -63,7 +63,7 @@ def machine() -> dict[str, object]:
 
 
 def round_trip() -> list[int] | None:
-    """How far apart two cores are, which decides what exchanging data costs. None where it can't be measured."""
+    """Nanoseconds of a round trip between two cores, on which exchanges depend; None where it can't be measured."""
     with tempfile.TemporaryDirectory() as folder:
         program = str(Path(folder, "round_trip"))
         compile_it = ["g++", "-O2", "-std=c++20", "-o", program, str(Path(__file__).with_name("round_trip.cpp"))]
@@ -96,7 +96,7 @@ def commit() -> str:
 
 
 def said(*command: str) -> str:
-    """What a program prints; nothing where it fails, or is not there."""
+    """The output of a program; empty if it fails, or is not there."""
     try:
         run = subprocess.run(command, check=False, cwd=REPOSITORY, capture_output=True, text=True)
     except OSError:

@@ -58,7 +58,7 @@ def join(launcher: str) -> tuple[int, int]:
 
 
 def leave() -> None:
-    """All ranks together, behind the last measurement."""
+    """Disconnects all ranks together, behind the last measurement."""
     dist.barrier()
     syncengine.shutdown()
     dist.destroy_process_group()

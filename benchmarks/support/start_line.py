@@ -1,4 +1,4 @@
-"""A common start for what is timed."""
+"""A common start of all ranks for timed calls."""
 
 import mmap
 import os

@@ -1,4 +1,4 @@
-"""What Flower runs for examples/with_flower.py: a server with FedAvg or FedBuff, and clients that ask their host."""
+"""Flower's app for examples/with_flower.py: a server with FedAvg or FedBuff, and clients that ask their host."""
 
 import json
 import time
@@ -16,7 +16,7 @@ EXAMPLES = "num-examples"  # FedAvg's name for a reply's weight
 
 
 def origins(replies: Iterable[RecordDict], _: str = "") -> MetricRecord:
-    """Which hosts a version is made of, in this order, and from which version each began."""
+    """The hosts whose answers make a version, in this order, and the version from which each began."""
     metrics = [reply["metrics"] for reply in replies]
     return MetricRecord({name: [each[name] for each in metrics] for name in ("host", "began")})
 
@@ -43,7 +43,10 @@ class FedBuff(FedAvg):
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
     ) -> Result:
-        """As Strategy's, but `timeout`, in seconds, is for all rounds; clients evaluate nothing."""
+        """Runs all rounds, as Strategy.start does, but `timeout`, in seconds, is for all of them.
+
+        Clients evaluate nothing.
+        """
         result, version, newest = Result(), 0, initial_arrays.to_numpy_ndarrays()
         sent: dict[str, tuple[int, int, list[np.ndarray]]] = {}  # by message: the node, from which version, its arrays
         replies: list[RecordDict] = []
@@ -82,7 +85,7 @@ server = ServerApp()
 
 @server.main()
 def serve(grid: Grid, context: Context) -> None:
-    """Leaves each version's weights in the folder `out`, and at the end in log.json what they are made of."""
+    """Runs the server. Leaves each version's weights in the folder `out`, and at the end their origins in log.json."""
     config = context.run_config
     out = Path(config["out"])
 
@@ -108,7 +111,7 @@ client = ClientApp()
 
 @client.train()
 def train(message: Message, context: Context) -> Message:
-    """The host's ranks go on between messages, which this process does not: they listen at a socket."""
+    """Trains on the host's ranks, which listen at a socket: they outlive a message, and this process does not."""
     began = message.content["config"]["server-round"] - 1
     with Client(context.node_config["socket"]) as host:
         host.send((began, message.content["arrays"].to_numpy_ndarrays()))

@@ -18,13 +18,13 @@ RANKS, STEPS, BATCH, EXAMPLES = 2, 20, 32, 1280
 
 
 def make() -> nn.Module:
-    """The same everywhere."""
+    """The model, with the same weights everywhere."""
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
 
 
 def load(module: nn.Module, arrays: list[np.ndarray]) -> nn.Module:
-    """Flower's arrays as parameters."""
+    """Copies Flower's arrays into the parameters."""
     with torch.no_grad():
         for parameter, array in zip(module.parameters(), arrays, strict=True):
             parameter.copy_(torch.from_numpy(array))
@@ -32,13 +32,13 @@ def load(module: nn.Module, arrays: list[np.ndarray]) -> nn.Module:
 
 
 def examples_of(host: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """[example, feature] and [example, 1]: what this host alone sees."""
+    """Examples [example, feature] and targets [example, 1] that this host alone sees."""
     x = torch.randn(EXAMPLES, 16, generator=torch.Generator().manual_seed(host)) + host / 8
     return x, (x.sum(1, keepdim=True) / 4).sin()
 
 
 def loss_of(model: nn.Module, host: int, began: int, step: int, rank: int) -> torch.Tensor:
-    """On the batch of one rank, in a step that follows version `began` of the weights."""
+    """The loss on the batch of one rank, in a step that follows version `began` of the weights."""
     drawn = torch.Generator().manual_seed((began * STEPS + step) * RANKS + rank)
     batch = torch.randint(EXAMPLES, (BATCH,), generator=drawn)
     x, y = (each[batch] for each in examples_of(host))
@@ -46,12 +46,12 @@ def loss_of(model: nn.Module, host: int, began: int, step: int, rank: int) -> to
 
 
 def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
-    """New for each message, as FedAvg has it."""
+    """An optimizer, made anew for each message, as FedAvg has it."""
     return torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
 
 
 def serve(host: int, rank: int, address: str, wait_for: Path | None) -> None:
-    """Until the process is ended. Rank 0 hears from the client; with `wait_for` it is slow until that file is there."""
+    """Serves until the process is ended. Rank 0 hears from the client; with `wait_for` it waits until that file is there."""
     dist.init_process_group("syncengine", timeout=timedelta(days=1))  # which may pass between two messages
     module = make()
     model = syncengine.Parallel(module)

@@ -38,7 +38,7 @@ class Attention(nn.Module):
         self.project_out = nn.Linear(config.width, config.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """What each position of x [batch, length, width] gathers from itself and those before it."""
+        """Lets each position of x [batch, length, width] attend to itself and the positions before it."""
         batch, length, width = x.shape
         qkv = self.project_in(x).view(batch, length, 3, self.heads, width // self.heads)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)

@@ -36,12 +36,12 @@ class Run:
 
     @property
     def step_ms(self) -> float:
-        """Of the slowest rank, the median over ordinary steps."""
+        """The milliseconds of an ordinary step on the slowest rank: the median."""
         return 1e3 * median(self.metrics["step_seconds"])
 
     @property
     def overhead_ms(self) -> float:
-        """What synchronization adds to forward + backward: the median over pairs of the same batch."""
+        """Milliseconds that synchronization adds to forward and backward: the median over pairs of the same batch."""
         pairs = zip(self.metrics["sync_seconds"], self.metrics["no_sync_seconds"], strict=True)
         return 1e3 * median(sync - no_sync for sync, no_sync in pairs)
 

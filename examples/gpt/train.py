@@ -21,7 +21,7 @@ LEAST_STEPS = WARMUP_STEPS + 2 * PROBE_EVERY
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """What one training run depends on; two runs with equal options differ in nothing but the engine."""
+    """The options of one training run. Two runs with equal options differ in nothing but the engine."""
 
     engine: str
     out: Path
