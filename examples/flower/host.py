@@ -51,7 +51,10 @@ def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
 
 
 def serve(host: int, rank: int, address: str, wait_for: Path | None) -> None:
-    """Serves until the process is ended. Rank 0 hears from the client; with `wait_for` it waits until that file is there."""
+    """Serves until the process is ended.
+
+    Rank 0 hears from the client; with `wait_for` it waits until that file is there.
+    """
     dist.init_process_group("syncengine", timeout=timedelta(days=1))  # which may pass between two messages
     module = make()
     model = syncengine.Parallel(module)
