@@ -1,4 +1,4 @@
-"""What ranks tell each other before they change what they have in common, so that all do it or none."""
+"""Agreements: ranks compare facts before they change the memory that they have in common, so all do it or none."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ def agree(
     error: str,
     advise: Callable[[], str],
 ) -> None:
-    """Returns on all ranks if ``facts`` are the same on all and none has an ``error``. Else all raise. Collective.
+    """Returns on all ranks if ``facts`` are the same on all and none has an ``error``; else all raise.
 
-    ``InvalidUsage`` with its own error on a rank that has one, ``Aborted`` with it on the others; ``Mismatch`` with the
-    first line of ``describe`` that differs, and what ``advise`` says. The communicator can still be used.
+    All ranks call it. A rank that has an ``error`` raises it as ``InvalidUsage``; the others raise ``Aborted`` with the
+    same text. If facts differ, all raise ``Mismatch`` with the first line of ``describe`` that differs, and the text of
+    ``advise``. The communicator can still be used.
     """
     own = hashlib.sha256(facts).digest()[:_DIGEST] + bytes([bool(error)])
     everyone = gather_bytes(communicator, own, len(own))
@@ -45,14 +46,15 @@ def agree(
 
 
 def gather_json(communicator: Communicator, value: Any) -> list[Any]:
-    """Every rank's value: texts, numbers, lists and dicts of them. Collective."""
+    """Every rank's value, made of texts, numbers, lists and dicts. All ranks call it."""
     return list(map(json.loads, gather_texts(communicator, json.dumps(value))))
 
 
 def only_makes_state(communicator: Communicator, groups: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether all gradients are zeros on all ranks. Collective.
+    """Whether all gradients are zeros on all ranks. All ranks call it.
 
-    torch.distributed.checkpoint steps so, while it holds views of the weights, which would not follow them.
+    torch.distributed.checkpoint makes such a step, while it holds views of the weights that would not follow them into
+    shared memory.
     """
     gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None]
     zeros = bool(gradients) and all(g.layout is torch.strided and not g.any() for g in gradients)

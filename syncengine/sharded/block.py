@@ -1,4 +1,4 @@
-"""Parameters that came into shared memory together, and what updates them there."""
+"""A block: parameters that came into shared memory together, with the shard and the state that update them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from syncengine.sharded.weights import Named, SharedWeights
 
 
 class Block:
-    """Weights, this rank's shard of them, and its state. Made collectively, of the same parameters on all ranks.
+    """Weights, this rank's shard of them, and its state. All ranks make a block together, of the same parameters.
 
-    ``make_shard`` calls the user's class: if that raises on one rank, all raise, and the weights are private again.
+    ``make_shard`` calls the user's class. If that raises on one rank, all raise, and the weights are private again.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Block:
         self.claims: list[Claim] = [claim(one.parameter, one.name, self.weights) for one in named]
 
     def give_loaded(self) -> None:
-        """What was loaded goes into the common memory. Collective; raises ``Mismatch`` where weights differ."""
+        """Copies loaded weights and state into the common memory. All ranks call it; ``Mismatch`` if weights differ."""
         if self.weights.loaded:
             self.weights.give()
         if self.state.loaded:
@@ -63,7 +63,7 @@ class Block:
             self.state.give()
 
     def take_loaded(self) -> None:
-        """The second half of that, which nothing interrupts."""
+        """Finishes give_loaded(): switches to the loaded tensors in common memory. Neither raises nor waits."""
         if self.weights.loaded:
             self.weights.take()
             self.shard.follow()
@@ -71,11 +71,14 @@ class Block:
             self.state.take()
 
     def describe_gradients(self) -> list[str]:
-        """Which parameters have one, for messages."""
+        """Lines for messages that say which parameters have a gradient."""
         return [f"{name}: {'no ' if p.grad is None else ''}gradient" for name, p in self.weights.named]
 
     def sparse_gradient(self, gradients: bytes) -> str:
-        """Says which parameter has one, of all ``gradients``, as of ``WatchedWeights``; or an empty text."""
+        """A text that names a parameter with a sparse gradient; empty if there is none.
+
+        ``gradients``: as from ``WatchedWeights.gradients``.
+        """
         index = gradients.find(2)
         if index < 0:
             return ""
@@ -84,7 +87,7 @@ class Block:
 
 
 def part(memories: Sequence[CommonMemory], claims: Sequence[Claim], torn: str = "") -> bool:
-    """Gives this rank private copies of what it shares; False if memory is too short for that."""
+    """Gives this rank private copies of shared memory. False if memory is too short for that."""
     parted = True
     for memory in memories:
         with contextlib.suppress(MemoryError):

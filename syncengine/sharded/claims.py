@@ -1,4 +1,4 @@
-"""Which parameters lie in shared memory, and what is kept from writing to them."""
+"""Claims: notes of the parameters in shared memory, which keep other code from writing to them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from syncengine.sharded.weights import SharedWeights
 
 
 class Claim:
-    """Of one parameter."""
+    """The claim of an optimizer on one parameter."""
 
     def __init__(self, parameter: torch.nn.Parameter, name: str, by: SharedWeights) -> None:
         self._parameter = weakref.ref(parameter)
@@ -28,13 +28,13 @@ class Claim:
         self.torn = ""  # why nobody must use its values
 
     def tear(self, why: str) -> None:
-        """Its values must not be used."""
+        """Notes why the parameter's values must not be used."""
         global _torn
         _torn = True
         self.torn = why
 
     def give_up(self) -> None:
-        """The parameter is private again. Once: after that it may be another one's."""
+        """Gives the parameter up: it is private again. Only the first call counts, as another may claim it then."""
         if self.by is None:
             return
         self.by = None
@@ -72,7 +72,7 @@ def check_not_torn(parameters: Iterable[torch.Tensor | None]) -> None:
 
 
 def stop_forwards() -> None:
-    """Those of modules with torn weights raise ``TornWeights`` from now on, until they have loaded others."""
+    """Makes forwards of modules with torn weights raise ``TornWeights``, until other weights are loaded."""
     for module in list(_guarded):
         if any(isinstance(hook, _Stop) for hook in module._forward_pre_hooks.values()):
             continue
@@ -84,7 +84,7 @@ def stop_forwards() -> None:
 
 
 class _Stop:
-    """A hook that goes with what it is there for; without one, forwards take no longer."""
+    """A forward hook that removes itself when the weights are whole, so that later forwards take no longer."""
 
     handle: RemovableHandle
 
@@ -97,9 +97,9 @@ class _Stop:
 
 
 def unload(module: torch.nn.Module) -> None:
-    """Other code is about to write to the parameters of ``module``, the same on all ranks: as ``load_state_dict``.
+    """Moves the parameters of ``module`` into private memory, for other code to write the same to them on all ranks.
 
-    They lie in private memory until the next step. Raises ``InvalidUsage`` if they were written to before.
+    The next step shares them again. Raises ``InvalidUsage`` if they were written to before.
     """
     found = [_claims.get(parameter) for parameter in module.parameters()]
     claimants = {id(claim.by): claim.by for claim in found if claim is not None and claim.by is not None}
@@ -110,7 +110,7 @@ def unload(module: torch.nn.Module) -> None:
 
 
 def _is_claimed(found: Claim) -> bool:
-    """Also where the optimizer is gone on some ranks, and on this one but for a cycle."""
+    """Whether a living optimizer has the parameter. One that only a reference cycle holds is collected first."""
     if found.by is not None:
         gc.collect()
     return found.by is not None
@@ -132,12 +132,12 @@ def _refuse_plain_optimizers(optimizer: torch.optim.Optimizer, args: Any, kwargs
 
 
 def guard(module: torch.nn.Module) -> None:
-    """Follows what loads into, saves and copies the claimed parameters of ``module`` and its submodules."""
+    """Hooks into the loading, saving and copying of claimed parameters, of ``module`` and its submodules."""
     _guard(module, {id(parameter) for parameter in _claims})
 
 
 def _guard(module: torch.nn.Module, claimed: set[int]) -> bool:
-    """Returns whether it has claimed parameters, itself or below."""
+    """Hooks into a module. Returns whether the module, or one below it, has claimed parameters."""
     own = any(id(parameter) in claimed for parameter in module._parameters.values())
     below = [_guard(child, claimed) for child in module.children()]
     if own and not any(isinstance(hook, _Guard) for hook in module._state_dict_pre_hooks.values()):
@@ -150,7 +150,7 @@ def _guard(module: torch.nn.Module, claimed: set[int]) -> bool:
 
 
 class _Guard:
-    """Hooks of a module. Copies and pickles of the module have something harmless in its place."""
+    """The hooks of a module. Copies and pickles of the module have a harmless function in place of this object."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = weakref.ref(module)

@@ -1,7 +1,7 @@
-"""Steps while some ranks have run out of batches: those still have their part of the weights to update.
+"""Steps while some ranks have run out of batches: these ranks still have their part of the weights to update.
 
-They have no gradients of their own. Those of a rank that trains are sent to them as they are when it steps, so that
-clipping and the like count; and the options of its parameter groups, which a scheduler may have changed.
+Such ranks have no gradients of their own. A rank that trains sends them its gradients as they are when it steps, so
+that clipping and the like count; and the options of its parameter groups, which a scheduler may have changed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from syncengine.sharded.state import State
 
 
 def announce_step(sharing: Sharing, number: Callable[[Parallel], int], in_torch_join: bool) -> Round | None:
-    """In a join context, tells ranks that have joined of a step. Returns what all do; None outside of one."""
+    """Tells ranks that have joined of a step, within a join context. Returns the round; None outside of a context."""
     for known in sharing.models:
         if (model := known()) is None or not model._join_config.enable or sharing.host is None:
             continue
@@ -34,9 +34,9 @@ def announce_step(sharing: Sharing, number: Callable[[Parallel], int], in_torch_
 
 
 def catch_up(sharing: Sharing, groups: Groups, state: State, current: Round | None) -> None:
-    """Shares parameters that were frozen; sends gradients and options to the ranks that have joined. Collective.
+    """Shares parameters that were frozen, and sends gradients and options to ranks that have joined. All ranks call it.
 
-    Those are the first rank's that trains. ``current`` is what ``announce_step`` returned.
+    The gradients and options are those of the first rank that trains. ``current`` is the result of ``announce_step``.
     """
     late = sharing.members.late(groups)
     if current is None and not late:
@@ -76,13 +76,13 @@ def catch_up(sharing: Sharing, groups: Groups, state: State, current: Round | No
 
 
 class StepHook(JoinHook):
-    """What torch's ``Join`` calls on a rank that has joined."""
+    """The hook that torch's ``Join`` calls on a rank that has joined."""
 
     def __init__(self, sharing: Sharing, follow: Callable[[Round], None]) -> None:
         self._sharing, self._follow = sharing, follow
 
     def main_hook(self) -> None:
-        """Takes part in the others' step."""
+        """Takes part in a step of the other ranks."""
         if self._sharing.host is None:
             return
         current = tell(self._sharing.host.communicator, Intent(trains=0.0))

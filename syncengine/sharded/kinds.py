@@ -1,4 +1,4 @@
-"""Which optimizers can be cut: those that treat each element by itself, so that a slice's bits are the whole's."""
+"""Kinds of optimizers: those that treat each element by itself can be cut, as a slice's bits are the whole's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from syncengine._C import Communicator
 from syncengine.errors import InvalidUsage
 from syncengine.parallel.groups import Group, check_group
 
-# Exactly these: a subclass may do anything.
+# Exactly these classes treat each element by itself; a subclass may do anything.
 ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.SGD,
     torch.optim.Adam,
@@ -30,7 +30,7 @@ _REFUSED = {
     torch.optim.LBFGS: "it evaluates its closure several times within one step",
     torch.optim.SparseAdam: "it is for sparse gradients",
 }
-# Where one of these is true, a parameter's update depends on other parameters, which another rank may have.
+# If one of these options is true, a parameter's update depends on other parameters, which another rank may have.
 _BY_ITSELF = "use it by itself, on each rank"
 _CLIP = "call torch.nn.utils.clip_grad_norm_() before step()"
 _COUPLING = {  # (what it is, what to do)
@@ -42,7 +42,7 @@ _COUPLING = {  # (what it is, what to do)
 
 
 def is_elementwise(optimizer_class: type[torch.optim.Optimizer], elements: bool | None) -> bool:
-    """Whether parameters may be cut. Raises ``InvalidUsage`` where that is not known, and for what can't be sharded."""
+    """Whether parameters may be cut. Raises ``InvalidUsage`` if that is not known, or the class can't be sharded."""
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
         raise InvalidUsage(
             f"ShardedOptimizer needs a class of optimizers, such as torch.optim.AdamW: {optimizer_class!r}"
@@ -63,13 +63,13 @@ def is_elementwise(optimizer_class: type[torch.optim.Optimizer], elements: bool 
 
 
 def own_options(plain: torch.optim.Optimizer, given: Iterable[Mapping[str, Any]]) -> set[str]:
-    """Those of an optimizer's class. What else is in the groups that were ``given`` to it is the user's own."""
+    """The options of an optimizer's class. Other keys of the groups that were ``given`` to it are the user's own."""
     in_groups = {name for group in plain.param_groups for name in group} - {name for group in given for name in group}
     return in_groups | set(plain.defaults) | set(vars(plain))
 
 
 def coupling(name_of_class: str, own: set[str], options: Iterable[Mapping[str, Any]]) -> str:
-    """Says which of ``options``, as far as they are the class's ``own``, couples parameters; or an empty text."""
+    """A text that names one of ``options``, if it is the class's ``own``, that couples parameters; or an empty text."""
     for group in options:
         for name, (what, remedy) in _COUPLING.items():
             value = group.get(name) if name in own else None
@@ -82,7 +82,7 @@ def coupling(name_of_class: str, own: set[str], options: Iterable[Mapping[str, A
 
 
 def check_arguments(process_group: Any, as_bucket_view: Any, overlaps: Any, elements: Any) -> None:
-    """Raises ``InvalidUsage`` for what ``ShardedOptimizer`` does not do, and for values that mean nothing."""
+    """Raises ``InvalidUsage`` for arguments that ``ShardedOptimizer`` does not support, and for meaningless values."""
     if not isinstance(elements, bool | None):
         raise InvalidUsage(
             f"ShardedOptimizer: elements={elements!r} is none of True, False and None (a group goes by its name, "
@@ -99,7 +99,7 @@ def check_arguments(process_group: Any, as_bucket_view: Any, overlaps: Any, elem
 
 
 def other_ranks(process_group: Group | None, communicator: Communicator) -> str:
-    """Says so if ``process_group`` has other ranks than ``communicator``, the model's; or an empty text."""
+    """A text if ``process_group`` has other ranks than ``communicator``, which is the model's; or an empty text."""
     if process_group is None or process_group is communicator:
         return ""
     of_group = (

@@ -1,4 +1,4 @@
-"""Memory that the ranks of one host have in common: how they come by it, and where tensors lie in it."""
+"""Memory that the ranks of one host have in common: makes it, and places tensors in it."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ class Host:
 
     @property
     def size(self) -> int:
-        """How many they are."""
+        """The number of members on this host."""
         return len(self.members)
 
     def name(self, member: int) -> str:
-        """As messages call the ``member``-th of them."""
+        """The name of the ``member``-th of them in messages."""
         return f"rank {self.communicator.global_ranks[self.members[member]]}"
 
 
 class Layout(NamedTuple):
-    """Of a tensor without gaps."""
+    """The sizes, strides and dtype of a tensor without gaps."""
 
     sizes: Sequence[int]
     strides: Sequence[int]
@@ -45,19 +45,19 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Layout:
-        """That of ``tensor``."""
+        """The layout of ``tensor``."""
         return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
 
     @property
     def nbytes(self) -> int:
-        """Of all elements."""
+        """The bytes of all elements."""
         return math.prod(self.sizes) * self.dtype.itemsize
 
 
 def create_common(host: Host, what: str, size: int) -> CommonMemory:
-    """Memory of ``size`` bytes, all zeros, the same size on all ranks of a host. Collective over all hosts.
+    """Makes memory of ``size`` bytes, all zeros, the same size on all ranks of a host. The ranks of all hosts call it.
 
-    Raises on all ranks if memory is short on one. Where they can't connect, the communicator has failed.
+    Raises on all ranks if memory is short on one. If ranks can't connect, the communicator has failed.
     """
     offer, error = None, ""
     try:
@@ -78,7 +78,7 @@ def create_common(host: Host, what: str, size: int) -> CommonMemory:
 
 
 def size_of(layouts: Iterable[Layout]) -> int:
-    """Bytes that these tensors take in common memory."""
+    """The bytes that tensors of these layouts take in common memory."""
     return sum(-(-layout.nbytes // _ALIGNMENT) * _ALIGNMENT for layout in layouts)
 
 
@@ -92,26 +92,26 @@ def tensors_in(memory: CommonMemory, layouts: Sequence[Layout], begin: int = 0) 
 
 
 class FreedMemory:
-    """Takes note of memory that is freed because its contents have moved into common memory, and returns it.
+    """Counts memory that is freed because tensors have moved into common memory, and returns it to the machine.
 
-    malloc would keep it: a tensor a time is small for it, and all of them together would be a second copy.
+    malloc would keep it, since each tensor is small for malloc; all of them together would be a second copy.
     """
 
     def __init__(self) -> None:
         self._freed = 0
 
     def add(self, nbytes: int) -> None:
-        """So many more bytes."""
+        """Counts so many more bytes as freed."""
         self._freed += nbytes
         if self._freed >= _MUCH:
             self.end()
 
     def end(self) -> None:
-        """Nothing more is freed."""
+        """Returns the rest of the memory: nothing more will be freed."""
         self._freed = 0
         return_free_memory()
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a tensor without gaps in the order in which they lie in memory; a view."""
+    """A view of the elements of a tensor without gaps, in the order in which they lie in memory."""
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())

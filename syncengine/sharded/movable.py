@@ -1,4 +1,4 @@
-"""Which parameters can move into memory that all ranks share: those that nothing else holds, or writes to."""
+"""Finds parameters that can't move into memory that all ranks share, as other code holds or writes to them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from syncengine.sharded.weights import Named
 
 
 def why_not_shared(named: Sequence[Named], modules: Sequence[torch.nn.Module] = ()) -> str:
-    """Why these can't move into common memory, naming the first that can't; or an empty text.
+    """Why these parameters can't move into common memory, naming the first that can't; or an empty text.
 
-    ``modules``: those that have them, which may write to them, or hold their memory elsewhere.
+    ``modules``: the modules that have the parameters, which may write to them, or hold their memory elsewhere.
     """
     names = {id(parameter): name for name, parameter in named}
     if problem := _renorms(modules, names):
@@ -44,7 +44,7 @@ def why_not_shared(named: Sequence[Named], modules: Sequence[torch.nn.Module] = 
 
 
 def _renorms(modules: Sequence[torch.nn.Module], names: Mapping[int, str]) -> str:
-    """Says which layer would write to one of these in forward; or an empty text."""
+    """A text that names a layer which would write to one of these in forward; or an empty text."""
     for layer in itertools.chain.from_iterable(map(torch.nn.Module.modules, modules)):
         if not isinstance(layer, (torch.nn.Embedding, torch.nn.EmbeddingBag)) or layer.max_norm is None:
             continue
@@ -57,7 +57,7 @@ def _renorms(modules: Sequence[torch.nn.Module], names: Mapping[int, str]) -> st
 
 
 def _belongs_to_others(one: Named, mapped: Sequence[range]) -> str:
-    """Says so if code that torch knows nothing of may read or write this memory; or an empty text."""
+    """A text if code that torch knows nothing of may read or write the parameter's memory; or an empty text."""
     name, parameter = one
     if is_borrowed(parameter):
         what = "comes from other code than torch (numpy, DLPack, a buffer, syncengine.empty), which may still hold it"
@@ -72,7 +72,7 @@ def _belongs_to_others(one: Named, mapped: Sequence[range]) -> str:
 
 
 def _mapped_for_others() -> list[range]:
-    """Addresses at which this process writes to a file or for other processes, but for syncengine's own."""
+    """Addresses at which this process writes to files or memory of other processes, but for syncengine's own."""
     found = []
     for line in Path("/proc/self/maps").read_text(errors="replace").splitlines():
         addresses, access, rest = line.split(maxsplit=2)
@@ -83,7 +83,10 @@ def _mapped_for_others() -> list[range]:
 
 
 def _shares_memory(named: Sequence[Named], modules: Sequence[torch.nn.Module]) -> str:
-    """``named`` lie in one storage, each in a part of its own: nothing else may hold it, or it would not follow."""
+    """A text if the parameters ``named``, which lie in one storage, overlap, or something else holds that storage.
+
+    Such a holder would not follow the parameters.
+    """
     end, before = 0, ""
     for name, parameter in sorted(named, key=lambda one: one.parameter.storage_offset()):
         begin = int(parameter.storage_offset())
@@ -104,7 +107,7 @@ def _shares_memory(named: Sequence[Named], modules: Sequence[torch.nn.Module]) -
 
 
 def _holders(tensor: torch.Tensor) -> int:
-    """How many hold the memory of ``tensor``, it among them: tensors, or Python by its storage."""
+    """How many tensors, and references of Python to the storage, hold the memory of ``tensor``, itself among them."""
     storage = tensor.untyped_storage()
     return storage_references(tensor) + sys.getrefcount(storage)
 
@@ -114,7 +117,7 @@ def _others(tensor: torch.Tensor, known: int) -> int:
 
 
 def _attributes(parameter: torch.Tensor, modules: Sequence[torch.nn.Module]) -> list[str]:
-    """Names of the plain attributes that are other tensors in its memory."""
+    """The names of modules' plain attributes that are other tensors in the parameter's memory."""
     found = []
     for prefix, layer in itertools.chain.from_iterable(map(torch.nn.Module.named_modules, modules)):
         for key, value in layer.__dict__.items():

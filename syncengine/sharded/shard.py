@@ -27,7 +27,7 @@ class Slice(NamedTuple):
 def cut_elements(sizes: Sequence[tuple[int, int]], ranks: int) -> list[list[Slice]]:
     """Each rank's slices: about equally many bytes, cut at multiples of ``GRAIN`` elements of a parameter.
 
-    ``sizes``: of each parameter, how many elements it has, and the bytes of one.
+    ``sizes``: the number of elements of each parameter, and the bytes of one element.
     """
     total, begin = sum(elements * item for elements, item in sizes), 0
     parts: list[list[Slice]] = [[] for _ in range(ranks)]
@@ -42,7 +42,10 @@ def cut_elements(sizes: Sequence[tuple[int, int]], ranks: int) -> list[list[Slic
 
 
 def deal_whole(sizes: Sequence[tuple[int, int]], ranks: int) -> list[list[Slice]]:
-    """Each rank's parameters, uncut: the largest first, each to the rank that has least. ``sizes``: as above."""
+    """Each rank's parameters, uncut: the largest first, each to the rank that has least.
+
+    ``sizes``: as for cut_elements.
+    """
     load = [0] * ranks
     parts: list[list[Slice]] = [[] for _ in range(ranks)]
     for index, (elements, item) in sorted(enumerate(sizes), key=lambda one: -one[1][0] * one[1][1]):
@@ -66,12 +69,12 @@ class Member(NamedTuple):
 
 
 def members_of(groups: Sequence[Mapping[str, Any]]) -> list[Member]:
-    """All of them, in their order."""
+    """All parameters of the groups as members, in their order."""
     return [Member(parameter, number) for number, group in enumerate(groups) for parameter in group["params"]]
 
 
 class Piece:
-    """What this rank updates of one parameter: all of it, or a slice as a vector."""
+    """The part of one parameter that this rank updates: all of it, or a slice as a vector."""
 
     def __init__(self, index: int, parameter: torch.nn.Parameter, part: Slice, is_common: bool) -> None:
         self.index = index
@@ -85,7 +88,7 @@ class Piece:
         return whole if self.is_whole else flat(whole)[self.begin : self.end]
 
     def laid_out(self, value: torch.Tensor) -> torch.Tensor:
-        """``value``, of the parameter's shape, laid out as the parameter."""
+        """``value``, which has the parameter's shape, laid out as the parameter."""
         if value.stride() == self.parameter.stride():
             return value.detach()
         same = torch.empty_strided(self.parameter.shape, self.parameter.stride(), dtype=value.dtype)
@@ -95,9 +98,9 @@ class Piece:
 class Shard:
     """Updates this rank's slices with an optimizer of the class that the user has chosen.
 
-    ``given``: what the user has made the groups of, as the class may look at it; ``groups`` have more options by now,
-    and perhaps there are more of them. ``is_common``: the parameters lie in memory that all ranks share; otherwise each
-    rank updates all of them. Raises ``InvalidUsage`` with the class's error.
+    ``given``: the argument of which the user has made the groups, as the class may look at it; ``groups`` have more
+    options by now, and perhaps there are more of them. ``is_common``: the parameters lie in memory that all ranks
+    share; otherwise each rank updates all of them. Raises ``InvalidUsage`` with the class's error.
     """
 
     def __init__(
@@ -131,14 +134,14 @@ class Shard:
             ) from error
         self._options: list[dict[str, Any]] = []  # of this step, as it began
         self.changed: set[str] = set()  # names of options that some step has changed
-        # Without torch's hooks around step(): those are the sharded optimizer's.
+        # The step without torch's hooks around it, since those are the sharded optimizer's.
         self._step = getattr(optimizer_class.step, "__wrapped__", optimizer_class.step)
 
     def update(self, groups: Sequence[dict[str, Any]]) -> bytes:
-        """One step of the optimizer on this rank's pieces, with the options of ``groups``.
+        """Makes one step of the optimizer on this rank's pieces, with the options of ``groups``.
 
-        Returns of each member whether it was written to here. The versions of what fused kernels write stay: there
-        each that has a gradient counts.
+        Returns a byte for each member: whether it was written to here. Fused kernels do not raise versions, so there
+        each member with a gradient counts as written.
         """
         self._options = list(map(dict, groups))
         for ours, theirs in zip(self.optimizer.param_groups, self._options, strict=False):
@@ -159,12 +162,12 @@ class Shard:
         return bytes(written)
 
     def follow(self) -> None:
-        """The common parameters lie where they belong; their pieces may have been elsewhere with them."""
+        """Makes the pieces views of the common parameters again, after these have moved back into common memory."""
         for piece in self.pieces:
             piece.tensor.data = piece.cut(piece.parameter.data)
 
     def write_back(self, groups: Sequence[dict[str, Any]]) -> None:
-        """What the step has changed in its options, into ``groups``: after all shards, which begin with the same."""
+        """Copies options that the step has changed into ``groups``, once all shards, which begin alike, are done."""
         for ours, before, theirs in zip(self.optimizer.param_groups, self._options, groups, strict=False):
             for key, value in ours.items():  # some optimizers keep numbers there
                 if key not in NOT_OPTIONS and before.get(key, before) is not value:
@@ -174,12 +177,12 @@ class Shard:
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """All but its parameters."""
+    """The options of a group: all but its parameters."""
     return {key: value for key, value in group.items() if key not in NOT_OPTIONS}
 
 
 def describe_options(groups: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What all ranks must have in common of parameter groups: numbers of parameters, and options that are data."""
+    """Lines that must be the same on all ranks: each group's number of parameters, and options that are data."""
     lines = []
     for number, group in enumerate(groups):
         options = {}
@@ -191,7 +194,7 @@ def describe_options(groups: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def plain_data(value: Any) -> Any:
-    """``value`` as numbers, texts, and lists of them; other objects in dicts."""
+    """``value`` as numbers, texts, and lists of them. Other objects become dicts."""
     if hasattr(value, "tolist"):  # a tensor, or numpy's
         return value.tolist()
     if isinstance(value, (list, tuple)):
@@ -207,7 +210,7 @@ def plain_data(value: Any) -> Any:
 
 
 def take_option(group: dict[str, Any], key: str, value: Any) -> None:
-    """Puts there what another rank has, as ``plain_data``. Other objects stay: the next agreement compares them."""
+    """Takes over an option of another rank, as ``plain_data``. Other objects stay: the next agreement compares them."""
     here = group.get(key)
     if plain_data(here) == value:
         return

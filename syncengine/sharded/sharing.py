@@ -1,4 +1,4 @@
-"""What one optimizer has in common with those of the other ranks, and how they change it."""
+"""The blocks that one optimizer has in common with those of the other ranks, and their updates."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _parameters = itemgetter("params")
 
 
 class Membership:
-    """Looks for them anew where parameter groups have changed since."""
+    """Tells shared from unshared parameters. Looks anew when parameter groups have changed."""
 
     def __init__(self, blocks: Sequence[Block]) -> None:
         self._blocks = blocks
@@ -42,11 +42,11 @@ class Membership:
         self.strays: list[torch.Tensor] = []  # shared, but not in the group any more that they were in then
 
     def look_again(self) -> None:
-        """There are more blocks."""
+        """Forgets the last look, as there are more blocks."""
         self._sizes = None
 
     def unshared(self, groups: Groups) -> list[Member]:
-        """The parameters that are not, or not yet; the same list while they are the same."""
+        """The parameters that are not shared, or not yet; the same list while they are the same."""
         lists = list(map(_parameters, groups))
         sizes, parameters = list(map(len, lists)), list(chain.from_iterable(lists))
         if self._sizes == sizes and all(map(is_, parameters, self._parameters)):
@@ -61,7 +61,7 @@ class Membership:
         return self._unshared
 
     def late(self, groups: Groups) -> list[Member]:
-        """Parameters that were frozen, and have a gradient now."""
+        """The unshared parameters that have a gradient now: they were frozen before."""
         found = []
         for member in self.unshared(groups):
             if member.parameter.grad is not None and member.parameter in self.names:
@@ -69,7 +69,7 @@ class Membership:
         return found
 
     def edited(self) -> str:
-        """Says which shared parameter was not where it had been when this rank last looked; there is one."""
+        """A text that names the first stray: a shared parameter that has left its group."""
         return (
             f"parameter {self.names[self.strays[0]]} is not in the group any more in which it was shared: to "
             "change groups, release() this ShardedOptimizer and make another one"
@@ -79,8 +79,8 @@ class Membership:
 class Sharing:
     """Blocks of weights in shared memory. ``groups`` and ``state``, in its methods, are the optimizer's own.
 
-    ``make_shard`` is ``Shard``, for the class of optimizers that the user has chosen; ``coupling`` says why the options
-    of groups can't be; ``cuts`` and ``group`` are as the arguments ``elements`` and ``process_group``.
+    ``make_shard`` is ``Shard``, for the class of optimizers that the user has chosen; ``coupling`` says why options of
+    groups are not allowed; ``cuts`` and ``group`` are the arguments ``elements`` and ``process_group``.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Sharing:
         self._make_shard, self._coupling, self._cuts, self._group = make_shard, coupling, cuts, group
         self.host: Host | None = None  # of the first model's communicator, which all that ranks do together here uses
         self.blocks: list[Block] = []
-        # Whose parameters it updates, in the order of their binding, which all ranks have in common.
+        # The models whose parameters the optimizer updates, in the order of their binding, the same on all ranks.
         self.models: list[weakref.ref[Parallel]] = []
         self.known: weakref.WeakSet[Parallel] = weakref.WeakSet()  # that it has looked at
         self.members = Membership(self.blocks)
@@ -102,12 +102,13 @@ class Sharing:
         self.claims: list[Claim] = []
         self.steps = 0  # the user's: updates that were made
 
-    # --- What is shared
+    # --- Shared parameters
 
     def bind(self, model: Parallel, groups: Groups, state: State, in_step: bool = False) -> bool:
-        """Moves the parameters that a new ``model`` trains into shared memory; whether it has some. Collective then.
+        """Moves the parameters that a new ``model`` trains into shared memory. Returns whether it has some.
 
-        ``in_step``: not for a step that only makes state, which each rank makes for itself then.
+        All ranks call it for a model that has some. ``in_step``: a step that only makes state moves nothing, since each
+        rank makes that state for itself.
         """
         names = {id(p): n for n, p in zip(model._model.names, model._model.parameters, strict=True)}
         has_some = any(id(parameter) in names for group in groups for parameter in group["params"])
@@ -135,7 +136,7 @@ class Sharing:
         return is_ours
 
     def share(self, members: Sequence[Member], groups: Groups, state: State) -> None:
-        """Moves these into shared memory. Collective if there are any."""
+        """Moves the members into shared memory. All ranks call it, if there are any."""
         if not members or self.host is None:
             return
         named = [Named(self.members.names[member.parameter], member.parameter) for member in members]
@@ -156,7 +157,7 @@ class Sharing:
     # --- An update
 
     def update(self, groups: Groups, state: State) -> None:
-        """Collective: one step of the optimizer, on all ranks or on none."""
+        """Makes one step of the optimizer, on all ranks or on none. All ranks call it."""
         if not self.blocks or self.host is None:
             return
         update = Update(self.host, self.blocks, self.steps + 1, groups)
@@ -181,16 +182,19 @@ class Sharing:
             block.state.note_update()
 
     def look(self, state: State) -> str:
-        """Follows what the user has done to it; says what must not be; or an empty text."""
+        """Follows the user's changes of the optimizer's state.
+
+        Returns a text for a change that is not allowed; or an empty text.
+        """
         problem = ""
         for block in self.blocks:
             problem = block.state.look(state) or problem
         return problem
 
-    # --- What this rank may have done, and must not
+    # --- Writes of this rank outside of updates
 
     def written(self) -> str:
-        """Which parameter this rank has written to outside of an update, and must not; or an empty text."""
+        """A text that names a parameter to which this rank has written outside of an update; or an empty text."""
         for block in self.blocks:
             if text := block.weights.written_by_this_rank():
                 return text
@@ -202,10 +206,10 @@ class Sharing:
             return self.members.edited()
         return self.written() or self._coupling(groups) or _why_not_averages(self.models)
 
-    # --- Its end
+    # --- The end of sharing
 
     def is_over(self, raises: type[SyncError] | None = None) -> bool:
-        """Whether something has ended it. Raises that if it is such an error: ``TornWeights``, or any ``SyncError``."""
+        """Whether an error has ended the sharing. Raises it if it is of class ``raises``."""
         if self.over is None and self.host is not None:
             error = self.host.communicator.exception()
             if isinstance(error, SyncError):
@@ -215,11 +219,11 @@ class Sharing:
         return self.over is not None
 
     def _again(self) -> SyncError:
-        """A new one each time: what was raised holds its callers, and they hold this."""
+        """A copy of the error that has ended the sharing: a raised one holds its callers, and they hold this."""
         return type(self.over)(str(self.over)) if self.over is not None else SyncError()
 
     def end(self, error: SyncError) -> None:
-        """No more updates. This rank keeps weights and state as they are, for itself."""
+        """Ends all updates. This rank keeps weights and state as they are, for itself."""
         torn = self.blocks[0].weights.memory.torn if self.blocks else 0
         torn = torn if torn > self.steps else 0  # else another rank can't know that it is complete
         if torn and not isinstance(error, TornWeights):
@@ -236,7 +240,7 @@ class Sharing:
 
 
 def _describe_shared(named: Sequence[Named], members: Sequence[Member], state: State) -> list[str]:
-    """What is to be shared: a line for each parameter."""
+    """A line for each parameter that is to be shared, for ranks to compare."""
     return [
         f"{name}: {str(p.dtype).removeprefix('torch.')} {tuple(p.shape)}, group {group}, "
         + (f"state with CRC-32 {digest(entries):08x}" if (entries := state.get(p)) else "no state")  # {}: was read
@@ -245,7 +249,7 @@ def _describe_shared(named: Sequence[Named], members: Sequence[Member], state: S
 
 
 def _why_not_averages(models: Iterable[Callable[[], Parallel | None]]) -> str:
-    """Why the gradients of one of them are none; or an empty text."""
+    """A text that says why gradients of one of the models are not averages; or an empty text."""
     for known in models:
         if (model := known()) is None or not model.reducer.reduces:
             continue

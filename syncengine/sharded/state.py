@@ -4,8 +4,8 @@ torch's optimizers make their state when they first need it. So after an update 
 pieces; the ranks tell each other of it, make memory for all of it, and move it there. Each rank then sees the whole
 state of each parameter as tensors of the parameter's shape.
 
-What the user puts in the place of such an entry between steps is loaded, as from a state dict. What is written to an
-entry is refused: all ranks have written to the same memory, one after another.
+A value that the user puts in the place of such an entry between steps is loaded, as from a state dict. Writing to an
+entry is refused, since all ranks would have written to the same memory, one after another.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ class Entry(NamedTuple):
 
 
 class SharedState:
-    """The state of one shard's parameters, of these ``names``. ``whole`` is the sharded optimizer's own ``state``.
+    """The state of one shard's parameters, which have these ``names``.
 
-    ``memories``: a list of what is shared, which it keeps up to date.
+    ``whole`` is the sharded optimizer's own ``state``. ``memories``: the list of shared memories, which this class
+    keeps up to date.
     """
 
     def __init__(
@@ -59,21 +60,21 @@ class SharedState:
         self._memories = memories
         self._own: list[CommonMemory] = []
         self._left = 0  # bytes of the last one
-        # With the optimizer; by most, in steps.
+        # Whether the optimizer was made with its state; most make it in steps.
         self._is_made_once = any(shard.optimizer.state[piece.tensor] for piece in shard.pieces)
         self._note_whole()
 
     def digest(self) -> int:
-        """Of this state's entries in ``whole``."""
+        """CRC-32 of this state's entries in ``whole``."""
         value = 0
         for parameter in self._parameters:
             value = digest(self.whole.get(parameter, {}), value)
         return value
 
-    # --- What the user does to it
+    # --- Changes of the state by the user's code
 
     def _note_whole(self) -> None:
-        """From now on the entries in ``whole`` are as they should be."""
+        """Notes the entries in ``whole`` as they should be from now on."""
         self._states = list(map(self.whole.get, self._parameters))
         self._keys = [key for _, key in self._entries]  # of each entry, its key, the dict that has it, and its value
         self._dicts = [self.whole[self._parameters[index]] for index, _ in self._entries]
@@ -81,7 +82,10 @@ class SharedState:
         self._watched = WatchedWeights([value for value in self._values if isinstance(value, torch.Tensor)])
 
     def look(self, whole: State) -> str:
-        """Follows what the user has put into ``whole``. Says which entry was written to, or moved; or an empty text."""
+        """Follows values that the user has put into ``whole``.
+
+        A text names an entry that was written to, or has moved.
+        """
         self.whole = whole
         if self.loaded:
             return ""
@@ -101,10 +105,13 @@ class SharedState:
             "next time put another value in its place, the same on all ranks, and send a clone()"
         )
 
-    # --- What the optimizer does to it
+    # --- Changes of the state by the optimizer
 
     def has_news(self) -> bool:
-        """Whether this rank's pieces have state that is not common yet. Follows what the optimizer has replaced."""
+        """Whether this rank's pieces have state that is not common yet.
+
+        Follows values that the optimizer has replaced.
+        """
         news, states = False, self._shard.optimizer.state
         for piece, installed in zip(self._shard.pieces, self._installed, strict=True):
             state = states[piece.tensor]
@@ -125,9 +132,9 @@ class SharedState:
         return news
 
     def _follow(self, piece: Piece, key: str, value: Any, installed: Any) -> Any:
-        """The optimizer has put ``value`` in the place of ``installed``: the common memory gets it, if it has room.
+        """Copies ``value``, which the optimizer has put in the place of ``installed``, into common memory if it fits.
 
-        Returns what the optimizer is to go on with; None if it needs other memory.
+        Returns the value with which the optimizer is to go on; None if it needs other memory.
         """
         entry = self._entries[piece.index, key]
         if isinstance(value, torch.Tensor):
@@ -140,12 +147,12 @@ class SharedState:
         return None
 
     def share(self) -> None:
-        """Moves new entries into common memory. Collective over all hosts: raises ``InvalidUsage`` on all of them."""
+        """Moves new entries into common memory. The ranks of all hosts call it; ``InvalidUsage`` is raised on all."""
         self.give()
         self.take()
 
     def give(self) -> None:
-        """The first half: the common memory has all entries, ``whole`` is as before. Collective."""
+        """Copies all entries into common memory, and leaves ``whole`` as it is. All ranks call it."""
         mine: dict[str, Any] = {}
         error = self._problem
         try:
@@ -170,16 +177,17 @@ class SharedState:
         self._host.communicator.barrier()
 
     def take(self) -> None:
-        """The second half, which nothing interrupts."""
+        """Finishes give(): shows the entries in ``whole``. Neither raises nor waits."""
         self._show(self._entries)
         self.loaded = False
         self._note_whole()
         return_free_memory()  # of a state that was loaded
 
     def _tensors(self, wanted: dict[Place, Layout]) -> dict[Place, torch.Tensor]:
-        """Common memory for these. Collective. Where the last one has no room for them, the next has as much again as
-        all before it: else each step in which some parameter first has state would map more. What nobody touches takes
-        none.
+        """Common memory for the wanted entries. All ranks call it.
+
+        If the last memory has no room for them, a new one is larger by as much as all memories before it. Otherwise
+        each step in which some parameter first has state would map another. Pages that nobody touches take no memory.
         """
         size = size_of(wanted.values())
         flag = torch.tensor([size > self._left], dtype=torch.int64, device="cpu")  # on another host, perhaps
@@ -211,7 +219,7 @@ class SharedState:
         return news
 
     def _move(self) -> None:
-        """This rank's new values go where they belong, and the optimizer goes on with them there."""
+        """Moves this rank's new values into common memory, and makes the optimizer go on with them there."""
         freed_memory = FreedMemory()
         for piece, installed in zip(self._shard.pieces, self._installed, strict=True):
             state = self._shard.optimizer.state[piece.tensor]
@@ -243,7 +251,7 @@ class SharedState:
                 whole[key] = _NUMBERS[entry.kind](entry.common.item()) if entry.kind in _NUMBERS else None
 
     def note_update(self) -> None:
-        """All ranks have made one. Brings the numbers of parameters that other ranks update."""
+        """Notes an update by all ranks. Takes over numbers in the state of parameters that other ranks update."""
         if self._numbers:
             self._show(self._numbers)
             self._note_whole()
@@ -251,7 +259,7 @@ class SharedState:
             self._watched.note()
 
     def load(self) -> None:
-        """Gives this rank's pieces their part of ``whole``, which somebody has filled; to be shared then."""
+        """Gives this rank's pieces their part of ``whole``, which the user has filled, to be shared next."""
         self._problem = ""
         self._entries.clear()
         self._numbers.clear()
@@ -281,7 +289,7 @@ class SharedState:
 
 
 def digest(entries: Mapping[str, Any], start: int = 0) -> int:
-    """CRC-32 of one parameter's state; continues that of others."""
+    """CRC-32 of one parameter's state, continued from ``start``, the CRC-32 of others."""
     for value in entries.values():
         if isinstance(value, torch.Tensor):
             start = zlib.crc32(value.detach().contiguous().view(-1).view(torch.uint8).numpy().data, start)

@@ -1,9 +1,9 @@
-"""One update of what the ranks of a host have in common, made by all ranks or by none: agree, decide, write, confirm.
+"""An update of the weights that a host's ranks share, made by all ranks or by none: agree, decide, write, confirm.
 
-All ranks agree first. A failure may reach some of them then and not others: so the first rank that knows either way
-writes a decision into shared memory, which holds for all of the host. Each rank then writes its slices, and says so
-there. So after any failure a survivor can tell whether the weights are whole, before or after this update, or torn,
-because a rank has died, or its optimizer has raised, in the middle of it.
+All ranks agree first. A failure may reach some of them then and not others, so the first rank that knows either way
+writes a decision into shared memory, which holds for all of the host. Each rank then writes its slices, and notes there
+that it has. So after any failure a survivor can tell whether the weights are whole, before or after this update, or
+torn, because a rank has died, or its optimizer has raised, in the middle of it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MOMENT = 1.0  # seconds
 
 
 class Update:
-    """Update ``number`` of ``blocks``: the user's step of this number. ``groups``: the optimizer's own."""
+    """Update ``number`` of ``blocks``, which is the user's step of this number. ``groups``: the optimizer's own."""
 
     def __init__(self, host: Host, blocks: Sequence[Block], number: int, groups: Groups) -> None:
         self._host, self._blocks, self._number, self._groups = host, blocks, number, groups
@@ -33,15 +33,15 @@ class Update:
         self._communicator = host.communicator
         self._is_done = False  # this rank's part
         self._has_news = False  # state to share, which comes with it
-        # Which parameters it writes to, as far as is known: by block.
+        # Bytes that say, by block, which parameters the update writes to, as far as is known.
         self.written: list[bytes] = []
         for block in blocks:
             self.written.append(block.weights.watched.gradients())
 
     def make(self, problem: str) -> None:
-        """On all ranks, or on none. ``problem``: why this rank can't.
+        """Makes the update on all ranks, or on none. ``problem``: why this rank can't.
 
-        Where a rank has failed meanwhile, raises ``TornWeights`` if the memory is torn, else the error with which the
+        If a rank has failed meanwhile, it raises ``TornWeights`` if the memory is torn, else the error with which the
         communicator has failed; all ranks are done then, or none has begun.
         """
         try:
@@ -70,10 +70,13 @@ class Update:
                 self._see_whether_whole(error)
             raise
 
-    # --- Its stages
+    # --- The stages of an update
 
     def _agree(self, problem: str) -> None:
-        """Raises on all ranks if one has a ``problem``, or they are about to make different updates. Collective."""
+        """Raises on all ranks if one has a ``problem``, or they are about to make different updates.
+
+        All ranks call it.
+        """
         options = describe_options(self._groups)
         for block in self._blocks:
             state = f"yes, CRC-32 {block.state.digest():08x}" if block.state.loaded else "no"
@@ -98,7 +101,7 @@ class Update:
         )
 
     def _write(self) -> None:
-        """This rank's part. Raises ``TornWeights``, unless it is Ctrl-C, if that fails when something was written."""
+        """Writes this rank's part. If that fails when something was written, raises ``TornWeights``, but for Ctrl-C."""
         try:
             fault_point("updating")
             for block in self._blocks:
@@ -116,7 +119,7 @@ class Update:
             self._complete()
 
     def _confirm(self) -> None:
-        """All ranks have written. Shares new state. Collective."""
+        """Waits until all ranks have written, and shares new state. All ranks call it."""
         flags = torch.frombuffer(bytearray([self._has_news]) + b"".join(self.written), dtype=torch.uint8)
         self._communicator.all_reduce(flags, "max")
         has_news, *written = flags.tolist()
@@ -132,28 +135,32 @@ class Update:
         self._memory.complete(self._host.rank, self._number)
         self._is_done = True
 
-    # --- Failures
+    # --- Failures of an update
 
     def is_complete(self) -> bool:
         """Whether all ranks of this host have made their parts."""
         return not self._memory.torn and min(self._memory.completed(self._host.size)) >= self._number
 
     def _is_everybodys(self, error: BaseException) -> bool:
-        """Whether ``error`` is raised on all ranks, or is settled; else the communicator fails on all of them."""
+        """Whether ``error`` is raised on all ranks, or is settled.
+
+        Otherwise it fails the communicator on all of them.
+        """
         if isinstance(error, TornWeights) or (isinstance(error, SyncError) and self._communicator.exception() is None):
             return True
         self._fail(error)
         return False
 
     def _fail(self, error: BaseException) -> None:
-        """The communicator fails on all ranks, unless it has."""
+        """Fails the communicator on all ranks, unless it has failed."""
         me = self._host.name(self._host.rank)
         self._communicator.abort(f"{me} raised in ShardedOptimizer.step(): {error_text(error)}")
 
     def _see_whether_whole(self, error: BaseException) -> None:
-        """Waits until all ranks of this host have made the update; raises ``TornWeights`` if one never will.
+        """Waits until all ranks of this host have made the update. Raises ``TornWeights`` if one never will.
 
-        Unless ``error``, which has ended the communicator, is Ctrl-C: that comes first, and the memory says the rest.
+        It does not raise if ``error``, which has ended the communicator, is Ctrl-C: that comes first, and the memory
+        says the rest.
         """
         if not self._is_done:
             self._memory.tear(self._number)
@@ -175,7 +182,7 @@ class Update:
             time.sleep(0.001)
 
     def _who(self, missing: Sequence[int], error: Exception) -> str:
-        """What has torn the weights, naming a rank: those that are ``missing``, as far as this rank is not one."""
+        """The reason why the weights are torn, naming a rank: one that is ``missing``, if that is not this rank."""
         if others := [self._host.name(rank) for rank in missing if rank != self._host.rank]:
             return f"{', '.join(others)} did not complete its part of the update"
         if isinstance(error, SyncError):  # it names who has failed, or was late: perhaps this rank, for the others
@@ -187,5 +194,5 @@ class Update:
 
 
 def torn_text(step: int, why: str) -> str:
-    """What everybody says who is asked for torn weights."""
+    """The text of every error about torn weights."""
     return f"the weights are torn at step {step}: continue from a checkpoint ({why})"

@@ -1,4 +1,4 @@
-"""Parameters in memory that all ranks of a host have in common: how they get there, and whether somebody writes."""
+"""Parameters in memory that all ranks of a host have in common: moves them there, and notices writes to them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LOOK = "Give them the same values on every rank before the first step."
 
 
 class Named(NamedTuple):
-    """A parameter, and what messages call it."""
+    """A parameter, and its name in messages."""
 
     name: str
     parameter: torch.nn.Parameter
@@ -32,10 +32,10 @@ def checksum(tensor: torch.Tensor) -> int:
 
 
 class SharedWeights:
-    """Parameters in common memory; what they were like when this rank last looked, so that it sees who has written."""
+    """Parameters in common memory, with their versions when this rank last looked, which tell of writes since."""
 
     def __init__(self, host: Host, named: Sequence[Named], memories: list[CommonMemory]) -> None:
-        """``memories``: those in which parameters lie, which a failure is to make private; it is added to them."""
+        """``memories``: the list of memories that a failure makes private, to which this one's is added."""
         self._host = host
         self._memories = memories
         self.named = list(named)
@@ -50,9 +50,9 @@ class SharedWeights:
         self.take()
 
     def give(self) -> None:
-        """The common memory gets the values that parameters have now; only the host's first rank moves. Collective.
+        """Copies the parameters' values into common memory, from the host's first rank. All ranks call it.
 
-        Raises ``Mismatch`` on all ranks, naming the parameter, where they have different ones.
+        Raises ``Mismatch`` on all ranks, naming the parameter, if ranks have different values.
         """
         self._renew()
         sums = [checksum(parameter) for parameter in self.parameters]
@@ -74,7 +74,7 @@ class SharedWeights:
         communicator.barrier()
 
     def take(self) -> None:
-        """All parameters move there: the second half of that, which nothing interrupts."""
+        """Finishes give(): makes all parameters the tensors in common memory. Neither raises nor waits."""
         for memory, parameter in zip(self._common, self.parameters, strict=True):
             parameter.data = memory
             common[parameter] = True
@@ -83,7 +83,7 @@ class SharedWeights:
         self.watched = WatchedWeights(self.parameters)
 
     def unload(self) -> None:
-        """What load_state_dict() is about to write goes into memory of this rank alone."""
+        """Moves the parameters into memory of this rank alone, for load_state_dict() to write to them."""
         if self.loaded:
             return
         for parameter in self.parameters:
@@ -92,14 +92,17 @@ class SharedWeights:
         self.loaded = True
 
     def _renew(self) -> None:
-        """``share_memory_()``, or sending a tensor to a process, moves what its storage holds, and all that have it."""
+        """Makes the common tensors anew if one has moved.
+
+        ``share_memory_()``, or sending a tensor to a process, moves the contents of its storage, and all tensors of it.
+        """
         if any(memory.data_ptr() != at for memory, at in zip(self._common, self._addresses, strict=True)):
             self._common = tensors_in(self.memory, self._layouts)
 
     def note_update(self, written: bytes | None = None) -> None:
-        """All ranks have updated those that are ``written``, by their numbers, or all.
+        """Notes that all ranks have updated the parameters that are ``written``, a byte for each; None: all of them.
 
-        Graphs that hold them as they were must not be used any more.
+        It raises their versions, so that autograd refuses graphs that hold the old values.
         """
         if written is None or all(written):
             self.watched.note_update()
@@ -108,7 +111,7 @@ class SharedWeights:
             self.watched.note()
 
     def written_by_this_rank(self) -> str:
-        """Says which parameter was written to, or moved, by other code than an update; or an empty text."""
+        """A text that names a parameter that other code than an update has written to, or moved; or an empty text."""
         if self.loaded:
             return ""
         if (index := self.watched.moved()) is not None:
