@@ -1,4 +1,4 @@
-"""``Parallel``, the wrapper around a model: its interface (wrapper.py), and its parts."""
+"""``Parallel``, the wrapper around a model: its interface (wrapper.py), and a module for each of its parts."""
 
 from syncengine.parallel.wrapper import Parallel
 

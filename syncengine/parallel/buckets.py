@@ -1,4 +1,4 @@
-"""Which parameters are reduced together, and in which order: pure functions of sizes and of the order of readiness."""
+"""Plans of buckets, as pure functions of the sizes of gradients and of the order in which they become ready."""
 
 import sys
 from collections.abc import Sequence
@@ -18,9 +18,9 @@ Plan = list[list[int]]  # indices of parameters, one list a bucket, in the order
 class BucketPlanner:
     """Plans the buckets of one model.
 
-    In ``rank_order`` the bits do not depend on the plan, so it is the fastest: buckets small enough to be reduced
-    while their gradients are still in the cache, and for something to cross between hosts soon. In ``ring`` they do, so
-    the plans are DDP's; so they are for a communication hook, which sees the buckets.
+    The bits of ``rank_order`` do not depend on the plan, so it has the fastest buckets: small enough to be reduced
+    while their gradients are still in the cache, and for something to cross between hosts soon. The bits of ``ring``
+    do, so its plans are DDP's. A communication hook sees the buckets, so it gets DDP's plans, too.
     """
 
     parameters: Sequence[torch.Tensor]
@@ -60,23 +60,23 @@ class BucketPlanner:
 
     @property
     def cap(self) -> int:
-        """What DDP calls ``bucket_bytes_cap``."""
+        """The number that DDP has as ``bucket_bytes_cap``."""
         return max(self.caps) if self.given_caps else self.caps[-1]
 
     @property
     def rebuilds(self) -> bool:
         """Whether a new plan follows from the first synchronized step's order of readiness.
 
-        Always but where DDP's own does not: with unused parameters.
+        It does, unless the plan is to be DDP's, and unused parameters are looked for: DDP makes no new plan then.
         """
         return not (self.follows_ddp and self.looks_for_unused)
 
     def initial(self, trainable: Sequence[int]) -> Plan:
-        """The plan before any order of readiness is known; ``trainable`` in order of registration."""
+        """The plan before any order of readiness is known. ``trainable``: parameters in the order of registration."""
         if not self.follows_ddp:  # backward mostly runs in reverse
             return self._assign(trainable[::-1], self.caps)
         caps = self.caps if self.given_caps or self.looks_for_unused else (sys.maxsize,)
-        # As DDP: buckets of neighbors from the front, by their first parameter, then the list of buckets reversed.
+        # DDP takes neighbors from the front into buckets, and then reverses the list of buckets.
         return sorted(self._assign(trainable, caps), key=min, reverse=True)
 
     def rebuilt(self, order: Sequence[int]) -> Plan:
@@ -98,7 +98,7 @@ class BucketPlanner:
 
 
 def sparse_parameters(module: torch.nn.Module, parameters: Sequence[torch.Tensor]) -> list[bool]:
-    """Of each parameter: whether the first module that has it is an embedding with sparse gradients."""
+    """Whether the first module that has a parameter is an embedding with sparse gradients; for each parameter."""
     owners: dict[torch.Tensor, torch.nn.Module] = {}
     for submodule in module.modules():
         for parameter in submodule.parameters(recurse=False):

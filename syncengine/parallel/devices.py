@@ -1,4 +1,4 @@
-"""Which device a module is on, a CPU or a CUDA device; and what can't be done there."""
+"""Finds the device of a module, a CPU or a CUDA device, and refuses what can't be done there."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ def device_of(named: Iterable[tuple[str, torch.Tensor]]) -> torch.device:
 def check_device_ids(
     device: torch.device, device_ids: Sequence[Any] | None, output_device: Any
 ) -> tuple[list[int] | None, int | None]:
-    """The attributes of that name, as DDP has them; raises ``InvalidUsage`` if they are not the module's device."""
+    """The attributes ``device_ids`` and ``output_device``, as DDP has them.
+
+    ``InvalidUsage`` if they are other devices.
+    """
     if device.type == "cpu":
         if device_ids or output_device is not None:
             raise InvalidUsage(
@@ -58,7 +61,7 @@ def check_device_ids(
 
 
 def check_buffers_on(device: torch.device, buffers: Mapping[str, torch.Tensor]) -> None:
-    """Raises ``InvalidUsage`` naming a buffer that lies elsewhere."""
+    """Raises ``InvalidUsage``, naming the buffer, if one lies on another device."""
     for name, buffer in buffers.items():
         if buffer.device != device:
             raise InvalidUsage(

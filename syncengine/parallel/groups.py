@@ -1,4 +1,4 @@
-"""Which ranks a model is trained on: from what the user passes to a communicator, and to what tools expect to read."""
+"""Finds the communicator of a model's ranks, from the user's arguments, and the group that tools expect to read."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Group = Communicator | dist.ProcessGroup
 def resolve_group(process_group: Group | None, device_mesh: Any) -> tuple[Communicator, Group]:
     """The communicator, and the value of the attribute ``process_group``.
 
-    That is a torch process group wherever there is one, since tools ask ``dist.get_rank(model.process_group)``.
-    All ranks call this: a communicator that has failed, or whose process group another has taken the place of, is
-    replaced.
+    The attribute is a torch process group wherever there is one, since tools ask
+    ``dist.get_rank(model.process_group)``. All ranks call this: a communicator that has failed is replaced, and so is
+    one whose process group was replaced.
     """
     if device_mesh is not None:
         if process_group is not None:
@@ -41,7 +41,10 @@ def resolve_group(process_group: Group | None, device_mesh: Any) -> tuple[Commun
 
 
 def is_torchs_default(communicator: Communicator) -> bool | None:
-    """Whether it is that of torch's default group (True) or of ``init()`` (False). None if it is neither."""
+    """Whether the communicator is torch's default group's (True) or that of ``init()`` (False).
+
+    None if it is neither.
+    """
     if is_initialized() and communicator is default_communicator():
         return False
     group = default_group()
@@ -49,9 +52,9 @@ def is_torchs_default(communicator: Communicator) -> bool | None:
 
 
 def resolve_copy(of_torchs_default: bool) -> tuple[Communicator, Group]:
-    """As ``resolve_group``, for a copy of a model: see ``is_torchs_default``.
+    """Finds the communicator and group for a copy of a model, as ``resolve_group``: see ``is_torchs_default``.
 
-    Where the communicator is there, also one that has failed, this does not communicate: one rank alone may copy.
+    It does not communicate if the communicator is there, even one that has failed, since one rank alone may copy.
     """
     group = default_group()
     if group is not None and (of_torchs_default or not is_initialized()):
@@ -73,9 +76,9 @@ def check_group(process_group: Any) -> None:
 
 
 def localize_parameters(module: torch.nn.Module, device_mesh: dist.DeviceMesh) -> None:
-    """As DDP: of a mesh that is part of a larger one, tensor parallelism may have made DTensors of the parameters.
+    """Makes DTensors among the parameters their local shards, as DDP does, if the mesh is part of a larger one.
 
-    They become their local shards, so that each is averaged with the same shard of the other replicas.
+    Tensor parallelism may have made them. Each shard is averaged with the same shard of the other replicas.
     """
     if device_mesh._get_root_mesh() != device_mesh:
         from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
@@ -92,7 +95,7 @@ def _group_of(device_mesh: Any) -> dist.ProcessGroup:
 
 
 def with_group(communicator: Communicator) -> tuple[Communicator, Group]:
-    """With torch's default group, if that is there and has the same ranks in the same order."""
+    """The communicator, with torch's default group if that has the same ranks in the same order, else with itself."""
     group = default_group()
     if group is not None and (dist.get_rank(), dist.get_world_size()) == (communicator.rank, communicator.size):
         return communicator, group

@@ -1,4 +1,4 @@
-"""Uneven inputs: a rank that has run out of batches takes part in what the others do, until nobody has any left."""
+"""Uneven inputs: a rank that has run out of batches takes part in the others' steps, until nobody has a batch left."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from syncengine.parallel.watchers import forward_watchers
 def leave(steps: Steps, error: Exception) -> None:
     """Tells the others that ``error`` has ended this rank's part, so that they don't wait for it.
 
-    They learn of it in their next all-gather, between two steps; in the middle of a step they wait for gradients,
-    so the communicator fails.
+    They learn of it in their next all-gather, between two steps. In the middle of a step they wait for gradients, so
+    the communicator fails.
     """
     communicator = steps.model.communicator
     text = f"{own_name(communicator)} raised in join() of {steps.model}: {error_text(error)}"
@@ -32,7 +32,7 @@ def leave(steps: Steps, error: Exception) -> None:
 
 
 class ParallelJoinHook(JoinHook):
-    """What torch's ``Join`` calls on a rank that has joined."""
+    """The hook that torch's ``Join`` calls on a rank that has joined."""
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
@@ -75,7 +75,7 @@ class JoinContext:
             leave(self._steps, error)
 
     def _follow(self) -> None:
-        """Follows the others until they have joined, too."""
+        """Follows the other ranks until they have joined, too."""
         communicator = self._steps.model.communicator
         is_last = True
         while True:

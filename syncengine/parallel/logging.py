@@ -1,4 +1,4 @@
-"""What DDP keeps in ``model.logger``: facts about a model and the times of its steps, under DDP's keys."""
+"""The logging data that DDP keeps in ``model.logger``: facts about a model and times of its steps, by DDP's keys."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Logger:
         self.sample_rate = 100
 
     def _get_ddp_logging_data(self) -> SimpleNamespace:
-        """``strs_map`` and ``ints_map``, as torch's."""
+        """The logging data as ``strs_map`` and ``ints_map``, like torch's."""
         model = self._model()
         if model is None:
             raise InvalidUsage("the Parallel of this logger is gone: keep the model as long as you use its logger")
@@ -53,13 +53,16 @@ class Logger:
         return SimpleNamespace(strs_map={**strings, **self._strings}, ints_map={**numbers, **self.numbers})
 
     def set_error_and_log(self, text: str) -> None:
-        """Notes an error."""
+        """Notes an error in the logging data."""
         self._strings["error"] = text
         self.numbers["has_error"] = 1
         self.numbers["iteration"] = self._forwards
 
     def note_forward(self) -> None:
-        """Before each that synchronizes. As DDP: ``iteration`` is how many there were before the last one timed."""
+        """Counts a forward that synchronizes, before it runs.
+
+        ``iteration`` is the number of these before the last one timed, as in DDP.
+        """
         before = self._forwards
         self._forwards = before + 1
         since = before - FIRST_VERDICT
@@ -118,7 +121,7 @@ def _add_runtime(model: ForTools, strings: dict[str, str], numbers: dict[str, in
 
 
 def _times(steps: Any) -> dict[str, int]:
-    """Of the last of these steps, since the epoch, and means of all that had a forward and a bucket."""
+    """The times of the last of these steps, since the epoch, and means of all that had a forward and a bucket."""
     steps = steps[(steps["forward"] != 0) & (steps["comm"] != 0)]
     if not len(steps):
         return {}

@@ -1,4 +1,4 @@
-"""What the parts of ``Parallel`` know of the model that they belong to."""
+"""The model, as all parts of ``Parallel`` know it: its parameters, its ranks, and switches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """A module, and the ranks that train it. Made anew for other ranks."""
+    """A module, and the ranks that train it. Other ranks get another ``Model``."""
 
     module: torch.nn.Module
     communicator: Communicator
@@ -30,19 +30,19 @@ class Model:
     def of(
         cls, module: torch.nn.Module, communicator: Communicator, device: torch.device, ignored: Container[str]
     ) -> Model:
-        """That of all parameters but those that are ``ignored``."""
+        """The model of all parameters of ``module`` but those that are ``ignored``."""
         named = named_parameters(module, ignored)
         parameters = list(named.values())
         return cls(module, communicator, device, list(named), parameters, sparse_parameters(module, parameters))
 
     def __str__(self) -> str:
-        """As errors call it."""
+        """The name of the model in errors."""
         return f"Parallel({type(self.module).__name__})"
 
 
 @dataclass
 class Switches:
-    """What tools switch between steps, by DDP's names; a copy of the model has the same, but for no_sync()'s."""
+    """Switches that tools set between steps, by DDP's names. A copy of the model has the same, but for no_sync()'s."""
 
     forward_sync_buffers: bool
     require_backward_grad_sync: bool = True  # the next forward's backward averages
@@ -58,12 +58,12 @@ class Switches:
 
 
 def looks_for_unused(options: ReducerOptions) -> bool:
-    """Whether each forward does: a static graph finds its unused parameters once."""
+    """Whether each forward looks for unused parameters: a static graph finds them once."""
     return options.find_unused_parameters and not options.static_graph
 
 
 def named_parameters(module: torch.nn.Module, ignored: Container[str]) -> dict[str, torch.nn.Parameter]:
-    """Those of ``module``, each by the first of its names that is not ``ignored``, as in DDP."""
+    """The parameters of ``module``, each by the first of its names that is not ``ignored``, as in DDP."""
     named: dict[str, torch.nn.Parameter] = {}
     seen: set[torch.nn.Parameter] = set()
     for prefix, submodule in module.named_modules():
@@ -75,5 +75,5 @@ def named_parameters(module: torch.nn.Module, ignored: Container[str]) -> dict[s
 
 
 def not_ignored(named: Iterable[tuple[str, _Tensor]], ignored: Container[str]) -> dict[str, _Tensor]:
-    """Those whose names are not ``ignored``."""
+    """The tensors whose names are not ``ignored``."""
     return {name: tensor for name, tensor in named if name not in ignored}

@@ -1,8 +1,8 @@
-"""Parameters that a model gets after wrapping (adapters, another head): nobody averages their gradients, which is said.
+"""Warns of parameters that a model gets after wrapping (adapters, another head), as nobody averages their gradients.
 
-Registration is followed, and costs a comparison in each forward. What comes past it (``Sequential.insert``, which
-writes to ``_modules``), and what was frozen then, is found by walking through the model, so seldom that this costs as
-little.
+Registration is followed, and costs a comparison in each forward. Parameters that come past it (``Sequential.insert``
+writes to ``_modules``), and those that were frozen then, are found by walking through the model, so seldom that this
+costs as little.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ def _follow_registrations() -> None:
 
 
 class Newcomers:
-    """Those of one model. Warns when the first gradient comes to one; a copy that is only kept there is no matter.
+    """The newcomers of one model. Warns when the first gradient comes to one: a copy that is only kept is no matter.
 
-    Also those that take another's place, which is an error only if the other was trained and is missed.
+    A parameter that takes another's place is a newcomer, too; it is an error only if the other was trained and is
+    missed.
     """
 
     def __init__(self, model: Model, ignored: Collection[str]) -> None:
@@ -57,7 +58,7 @@ class Newcomers:
         self._forwards = 0  # until it looks for those that came past registration, or were frozen or without a shape
 
     def look(self, wrapper: Any) -> None:
-        """Before a forward of ``wrapper``, the ``Parallel``, which may get parameters beside its module."""
+        """Looks for newcomers before a forward of ``wrapper``, the ``Parallel``, which may get parameters itself."""
         self._forwards -= 1
         if self._seen != _registrations or self._forwards <= 0:
             self._seen = _registrations
@@ -79,7 +80,7 @@ class Newcomers:
                 self._follow(name.removeprefix(_INSIDE), parameter)
 
     def _is_known(self, parameter: torch.Tensor | None) -> bool:
-        # What functional_call or mixed_precision puts there for a while is no parameter, or no leaf.
+        # A tensor that functional_call or mixed_precision puts there for a while is no parameter, or no leaf.
         is_parameter = isinstance(parameter, torch.nn.Parameter) and parameter.is_leaf
         return not is_parameter or parameter in self._known
 

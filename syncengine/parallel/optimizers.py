@@ -13,7 +13,7 @@ APPLIED_IN_BACKWARD = "torch.distributed.optim.apply_optimizer_in_backward"
 
 
 class BackwardOptimizers:
-    """Those of one model. Its hooks on parameters stay when the reducer is another one, and are not pickled."""
+    """The optimizers in backward of one model. Hooks on parameters stay for another reducer, and are not pickled."""
 
     _taken = 0  # by all models: how often one has taken handles out of torch's map, where others no longer see them
 
@@ -30,8 +30,10 @@ class BackwardOptimizers:
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """DDP's ``_register_fused_optim``: torch's functional optimizer where there is one, else an ordinary one
-        each."""
+        """Registers an optimizer for ``parameters``, as DDP's ``_register_fused_optim``.
+
+        It is torch's functional optimizer, if there is one, else an ordinary one for each parameter.
+        """
         from torch.distributed.optim.utils import functional_optim_map  # slow to import
 
         functional = functional_optim_map.get(optimizer)
@@ -48,9 +50,8 @@ class BackwardOptimizers:
     def adopt(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Makes the optimizers of torch's ``_apply_optimizer_in_backward`` wait for averages, and drop gradients then.
 
-        Called before each forward once torch's module of that name is imported, since they may be applied at any time.
-        Of several models that have a parameter each
-        does so, and the one that averages steps.
+        It is called before each forward once torch's module of that name is imported, since they may be applied at any
+        time. If several models have a parameter, each adopts its optimizer, and the model that averages steps.
         """
         handles = getattr(sys.modules[APPLIED_IN_BACKWARD], "param_to_optim_hook_handle_map", {})
         if not handles and self._taken_before == BackwardOptimizers._taken:
@@ -65,15 +66,15 @@ class BackwardOptimizers:
         self._taken_before = BackwardOptimizers._taken
 
     def any(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
-        """Whether there are some."""
+        """Whether there are optimizers in backward for these parameters."""
         if APPLIED_IN_BACKWARD in sys.modules:
             self.adopt(parameters)
         return bool(self._steps)
 
     def _step_after_reduction(self, parameter: torch.nn.Parameter, step: Callable[[torch.nn.Parameter], Any]) -> None:
         """Calls ``step(parameter)`` whenever its gradient is averaged; not in a backward under ``no_sync``."""
-        # A parameter holds its hooks; were the optimizer, which holds parameters, among what they hold, nothing would
-        # go.
+        # A parameter holds its hooks, and an optimizer holds parameters. If a hook held the optimizer, none of them
+        # would ever be freed.
         weak, index = weakref.ref(self), len(self._steps)
         self._steps.append(step)
 

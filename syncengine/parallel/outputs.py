@@ -1,4 +1,4 @@
-"""What a forward returns: the sink through which the gradients of the tensors in it come back."""
+"""The outputs of a forward, and the sink through which their gradients come back."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ def through_sink(output: Any, clone: bool) -> Any:
     """Makes every output take part in backward, so that hooks of parameters behind an unused one still run."""
     leaves, spec, is_reference = _tree_flatten_with_rref(output)
     passed = _OutputSink.apply(clone, *leaves)  # type: ignore[no-untyped-call]
-    # What has no graph stays the very object it was.
+    # A tensor without a graph stays the very object it was.
     leaves = [
         leaf if isinstance(leaf, torch.Tensor) and leaf.grad_fn is None else new
         for leaf, new in zip(leaves, passed, strict=True)
@@ -24,7 +24,7 @@ class _OutputSink(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, clone: bool, *values: Any) -> tuple[Any, ...]:
         ctx.set_materialize_grads(False)
-        # Cloned, since a user may change an output in place, which a view out of a custom function does not allow.
+        # Outputs are cloned, since a user may change them in place, which views out of a custom function do not allow.
         return tuple(v.clone() if clone and isinstance(v, torch.Tensor) else v for v in values)
 
     @staticmethod

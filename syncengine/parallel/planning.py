@@ -1,4 +1,4 @@
-"""When buckets are planned, together with the other ranks, and which plan they have now."""
+"""Plans buckets together with the other ranks, when a plan is due, and keeps the plan of the model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Planning:
         self.start_over(self.model.communicator.numerics == "ring")
 
     def start_over(self, follows_ddp: bool) -> None:
-        """Plans anew before the next forward: as DDP does, or as is fastest."""
+        """Makes the next forward plan anew: as DDP does, or as is fastest."""
         model, on_cpu = self.model, self.model.device.type == "cpu"
         between_hosts = bool(model.communicator.links)
         finds_unused = looks_for_unused(self.options)
@@ -41,18 +41,18 @@ class Planning:
             model.parameters, model.sparse, follows_ddp, finds_unused, *self.caps, on_cpu, between_hosts
         )
         self.plan: Plan | None = None
-        # In which gradients became ready on one rank, once all have heard of it. Some may be frozen by now.
+        # The order in which gradients became ready on one rank, once all ranks have it. Some may be frozen by now.
         self._order: list[int] | None = None
         self.bucket_bytes_cap_default = default = self.caps[0] is None and not self.planner.given_caps
-        # Dynamo cuts compiled graphs by it: into pieces as large as DDP's, whatever the size of our buckets.
+        # Dynamo cuts compiled graphs by this cap: into pieces as large as DDP's, whatever the size of our buckets.
         self.bucket_bytes_cap = DDP_CAP if default else self.planner.cap
         self.bucket_bytes_cap_list = list(self.planner.caps) if self.planner.given_caps else []
 
     def renew(self, current: Round | None = None) -> None:
-        """The first plan is by registration; later ones by one rank's order of readiness.
+        """Makes the plan: the first one by registration, later ones by one rank's order of readiness.
 
-        All ranks have to be here where they come to know that order, or are in a join context; else it follows from
-        what all know.
+        All ranks call it together when they exchange that order, or are in a join context. Otherwise the plan follows
+        from facts that each rank has.
         """
         with temporarily_clear_interpreter_stack():  # torch.func's transforms would wrap what ranks tell each other
             self._renew(current)
@@ -75,7 +75,7 @@ class Planning:
         self._install(self.planner.rebuilt(order), provisional=False)
 
     def reserve_slots(self) -> int:
-        """Collective, once. Deferred to the first plan for copies, which one rank alone may make."""
+        """Reserves slots with all ranks, once. A copy does so at its first plan, since one rank alone may copy."""
         try:
             return self.reducer.reserve_slots(self.number)
         except InvalidUsage:  # on all ranks, if there is no room: models that nobody has dropped yet may be garbage
@@ -88,9 +88,10 @@ class Planning:
         self.plan = plan
 
     def _agree_on_order(self, trainable: list[int], current: Round | None) -> list[int]:
-        """Notes rank 0's order: last backward's, then what it did not bring; returns what is trainable there of it.
+        """Takes over rank 0's order: that of the last backward, then the gradients that it did not bring.
 
-        In a join context that of the first rank that has a batch, but in ``ring``, which does as DDP.
+        Returns the part of it that is trainable on that rank. A join context takes the order of the first rank that has
+        a batch, but for ``ring``, which does as DDP.
         """
         communicator = self.model.communicator
         source = 0 if current is None or self.planner.follows_ddp else current.training[0]
@@ -114,7 +115,7 @@ class Planning:
 
 
 def _completed(order: Sequence[int], trainable: Sequence[int]) -> list[int]:
-    """Those that are ``trainable`` in this order, then the others, as backward mostly brings them."""
+    """The ``trainable`` parameters that are in ``order``, and then the others, as backward mostly brings them."""
     wanted = set(trainable)
     known = [i for i in order if i in wanted]
     missing = wanted.difference(known)

@@ -16,7 +16,7 @@ from syncengine.parallel.model import Model, Switches, looks_for_unused
 
 
 class NoReducer:
-    """Instead of a reducer where nothing is reduced, as with one rank: the methods that tools call do nothing."""
+    """The reducer of a model of which nothing is reduced, as with one rank: methods that tools call do nothing."""
 
     reduces = False
 
@@ -25,31 +25,31 @@ class NoReducer:
         self.hooks: list[tuple[Any, Any]] = []  # none
 
     def statistics(self) -> dict[str, Any]:
-        """As of a reducer that has done nothing."""
+        """The statistics of a reducer that has done nothing."""
         counts = dict.fromkeys(("backwards", "buckets", "reduced_bytes"), 0)
         return {**counts, "copied_bytes": {}, "staged_bytes": {}, "shortage": ""}
 
     def step_times(self) -> StepTimes:
-        """Of no step."""
+        """The times of no step."""
         return StepTimes()
 
     def has_averaged(self) -> bool:
-        """Each gradient is the average, unless there is none to be."""
+        """Whether gradients are averages: they are, with one rank, unless synchronization is off."""
         return self._switches.synchronizes
 
     def backwards(self) -> int:
-        """None is seen."""
+        """The number of backwards: none is seen."""
         return 0
 
     def wanted(self) -> list[int]:
-        """No plan covers any."""
+        """The parameters that a plan is to cover: none."""
         return []
 
     def _rebuild_buckets(self) -> bool:
         return False
 
     def prepare_for_backward(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Nothing."""
+        """Does nothing: there is no parameter to prepare."""
         return []
 
     def _nothing(self, *_: Any) -> None:
@@ -77,7 +77,7 @@ class ModelReducer(Reducer):
         return wrapper
 
     def install_hook(self, state: Any, hook: Any) -> None:
-        """From now on buckets go through ``hook``; the engine does itself what it can."""
+        """Sends buckets through ``hook``. The engine itself does the work of hooks that it knows."""
         if hook == dist.BuiltinCommHookType.ALLREDUCE:
             self.set_all_reduce_hook()
         elif hook == dist.BuiltinCommHookType.FP16_COMPRESS:
@@ -90,7 +90,7 @@ class ModelReducer(Reducer):
         self.hooks = [(hook, state)]
 
     def _rebuild_buckets(self) -> bool:
-        """Plans new buckets if it is time to; returns whether it was. Collective."""
+        """Plans new buckets if it is time to. Returns whether it was. All ranks call it."""
         planning = self._wrapper()._planning
         needed: bool = self.begin_forward(True) or planning.plan is None
         if needed:
@@ -100,7 +100,7 @@ class ModelReducer(Reducer):
     def prepare_for_backward(
         self, outputs: Sequence[torch.Tensor], began: NodeNumber | None = None
     ) -> list[torch.Tensor]:
-        """The next backward will average, whatever the forward before it was told. Collective."""
+        """Makes the next backward average, whatever the forward before it was told. All ranks call it."""
         self._rebuild_buckets()
         self._wrapper()._uneven.average_with_weights()
         return super().prepare_for_backward(outputs, began)
@@ -113,9 +113,9 @@ class ModelReducer(Reducer):
         return not looks_for_unused(self._options) or self.graph_is_static()
 
     def _get_local_used_map(self) -> torch.Tensor | None:
-        """Of each parameter that requires a gradient: how many ranks the last synchronized backward used it on.
+        """The number of ranks on which the last synchronized backward used each parameter that requires a gradient.
 
-        None unless unused ones are looked for, as in DDP. Here collective.
+        The result is None unless unused parameters are looked for, as in DDP. All ranks call it here.
         """
         model = self._wrapper()._model
         if not looks_for_unused(self._options):
@@ -127,7 +127,10 @@ class ModelReducer(Reducer):
         return counts.to(model.device)
 
     def _delay_all_reduce(self) -> None:
-        """Nothing: the first backward of a static graph has averaged at its end. Lightning calls it after that."""
+        """Does nothing.
+
+        Lightning calls it after the first backward of a static graph, which has averaged at its end.
+        """
 
     def _remove_autograd_hooks(self) -> None:
         self.remove_hooks()

@@ -1,6 +1,6 @@
-"""What ranks tell each other in a join context: before each forward, in one small all-gather.
+"""Rounds: a small all-gather before each forward in a join context, in which ranks say what they will do.
 
-So those who have joined can match the others' collectives: a new bucket plan, buffers, gradients.
+So ranks that have joined can match the others' collectives: a new bucket plan, buffers, gradients.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from syncengine.parallel.replication import gather_texts
 
 
 class Intent(NamedTuple):
-    """What one rank does next. All numbers, for the all-gather."""
+    """The plan of one rank for its next forward. All fields are numbers, for the all-gather."""
 
     trains: float  # has a batch: 1 or 0, as the next three
     synchronizes: float = 0.0
@@ -30,7 +30,7 @@ class Intent(NamedTuple):
 
 
 class Round(NamedTuple):
-    """What all ranks do next."""
+    """The intents of all ranks for the next forward."""
 
     intents: Sequence[Intent]
     members: Sequence[int]  # what messages call the ranks
@@ -47,27 +47,27 @@ class Round(NamedTuple):
 
     @property
     def plans(self) -> bool:
-        """Whether there is a new bucket plan first."""
+        """Whether the ranks make a new bucket plan first."""
         return any(intent.plans for intent in self.intents)
 
     @property
     def steps(self) -> int:
-        """Whether it is no forward, but a step of an optimizer that all take part in: its number, else 0."""
+        """The number of the optimizer whose step this round is, in which all ranks take part; 0 for a forward."""
         return max(int(intent.steps) for intent in self.intents)
 
     @property
     def buffers_from(self) -> int | None:
-        """The rank whose buffers all get: as in DDP, the last that has a batch."""
+        """The rank whose buffers all ranks get: the last that has a batch, as in DDP."""
         return self.training[-1] if any(intent.sends_buffers for intent in self.intents) else None
 
     @property
     def weights(self) -> list[float] | None:
-        """Of each rank; zero of those that have no batch. None if nobody gave any."""
+        """The weight of each rank, zero if it has no batch. None if no rank gave a weight."""
         weights = [intent.weight if intent.trains else 0.0 for intent in self.intents]
         return None if min(weights) < 0 else weights
 
     def check(self) -> None:
-        """Raises ``Mismatch`` if those that have a batch do not do the same."""
+        """Raises ``Mismatch`` if the ranks that have a batch do not do the same."""
         first, *others = self.training
         for rank in others:
             for field, does, does_not in (
@@ -91,10 +91,10 @@ _MOMENT = 1.0  # seconds
 
 
 def notify_torch_join(joinable: Joinable, communicator: Communicator | None) -> None:
-    """Tells ranks that wait in torch's ``Join`` of what ``joinable`` does next; nothing outside of it. Collective.
+    """Tells ranks that wait in torch's ``Join`` that ``joinable`` goes on. Does nothing outside of ``Join``.
 
-    It waits for them over torch's own process group, which may hear first of a rank that has died, and does not say
-    which. Raises ``PeerLost`` then.
+    All ranks call it. torch waits for them over its own process group, which may hear first of a rank that has died,
+    and does not say which. Then it raises ``PeerLost``.
     """
     try:
         if notice := Join.notify_join_context(joinable):
@@ -108,9 +108,9 @@ def notify_torch_join(joinable: Joinable, communicator: Communicator | None) -> 
 
 
 def tell(communicator: Communicator, intent: Intent, error: str = "") -> Round:
-    """Collective: what all ranks do next, this one ``intent``. ``error``: why it leaves.
+    """Exchanges all ranks' intents, of which this rank's is ``intent``. ``error``: why this rank leaves.
 
-    Raises ``Aborted`` with another rank's error on those that would go on.
+    Raises ``Aborted``, with the error of a rank that leaves, on the ranks that would go on.
     """
     own = torch.tensor(intent, dtype=torch.float64, device="cpu")
     everyone = torch.empty(communicator.size * own.numel(), dtype=torch.float64, device="cpu")

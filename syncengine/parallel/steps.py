@@ -1,4 +1,4 @@
-"""The steps of a model that is trained on several ranks: what they do around each forward, with a batch and without."""
+"""The steps of a model that several ranks train: the work around each forward, with a batch and without."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ PRE_FORWARD, POST_FORWARD = _BufferCommHookLocation.PRE_FORWARD, _BufferCommHook
 class _Undecided:
     """Modules of which this rank has refused a forward: the others decide whether ``.grad`` stays what it was before.
 
-    Until that is known no optimizer of torch's steps, so that none does on this rank alone. Holds a module's reducer,
-    which may be wrapped anew meanwhile, as long as the module lives.
+    No optimizer of torch's steps until they have, so that none does on this rank alone. This object holds a module's
+    reducer as long as the module lives, as the module may be wrapped anew meanwhile.
     """
 
     def __init__(self) -> None:
@@ -44,13 +44,13 @@ class _Undecided:
         self.hook: RemovableHandle | None = None
 
     def note(self, steps: Steps) -> None:
-        """Behind an error in forward."""
+        """Notes a module whose forward has raised, if the others have to decide."""
         if steps.reducer.is_undecided():
             self._reducers[steps.model.module] = steps.reducer
             self.hook = self.hook or register_optimizer_step_pre_hook(self._before_step)
 
     def decide(self, module: torch.nn.Module) -> None:
-        """Before a forward of any kind."""
+        """Waits for the decision about ``module``, before any forward of it."""
         if reducer := self._reducers.pop(module, None):
             reducer.decide()
         if self.hook and not self._reducers:
@@ -81,9 +81,9 @@ class Steps:
     log: Any  # model.logger
 
     def forward(self, call: Callable[[], Any], joinable: Joinable) -> Any:
-        """What ``call`` of the module returns; its backward averages, unless that is switched off.
+        """Runs a forward by ``call``. Returns its output, whose backward averages, unless that is switched off.
 
-        ``joinable``: the wrapper, whose join context it may be in. In inference mode nothing has a backward, whatever
+        ``joinable``: the wrapper, which may be in a join context. A forward in inference mode has no backward, whatever
         enable_grad() says.
         """
         reducer, switches, uneven = self.reducer, self.switches, self.uneven
@@ -105,7 +105,7 @@ class Steps:
             self.log.set_error_and_log(error_text(error))
             _undecided.note(self)
             raise
-        # As in DDP: after a forward that will not synchronize, buffers stay as they are for one more.
+        # DDP leaves buffers as they are for one more forward after one that will not synchronize.
         switches.require_forward_param_sync = synchronize
         began = NodeNumber()
         try:
@@ -120,7 +120,7 @@ class Steps:
                 reducer.vote_on_forward()
             self.buffers.synchronize()
         if synchronize and not switches.require_backward_grad_sync:
-            # The module has switched it off: Lightning's manual optimization.
+            # The module has switched synchronization off, as Lightning's manual optimization does.
             switches.require_forward_param_sync = synchronize = False
             reducer.begin_forward(False)
         if not is_recorded:
@@ -129,7 +129,7 @@ class Steps:
         if not synchronize:
             reducer.prepare_for_local_backward(tensors, began)
             return output
-        # In a join context ranks without a batch would not know.
+        # No plan is made in a join context, since ranks without a batch would not know of it.
         if reducer.follow_parameters() and not joinable._join_config.enable:
             self.planning.renew()
         if uneven.weight is not None:
@@ -141,7 +141,7 @@ class Steps:
         return output
 
     def _meet(self, joinable: Joinable, synchronize: bool, plans: bool, sends_buffers: bool) -> None:
-        """What ranks have to tell each other before this forward.
+        """Exchanges with other ranks before this forward: the round of a join context, buffers, a new plan.
 
         Buffers come first: another rank may have sent them in a forward before, which does not plan (no_sync).
         """
@@ -161,7 +161,7 @@ class Steps:
             self.uneven.set_average(current)
 
     def _give_up(self, error: BaseException, synchronize: bool, sync_buffers_after: bool) -> None:
-        """The module has raised ``error``."""
+        """Gives up a forward in which the module has raised ``error``."""
         if not synchronize and not sync_buffers_after:
             return
         if synchronize:
@@ -182,7 +182,7 @@ class Steps:
             raise InvalidUsage(f"{own_name(self.model.communicator)}: {text}")
 
     def shadow(self, current: Round) -> None:
-        """Does on a rank that has joined what the collectives of the others' forward and backward need."""
+        """Takes part, on a rank that has joined, in the collectives of the others' forward and backward."""
         current.check()
         if current.steps:
             follow_step(self.model, current)

@@ -1,5 +1,6 @@
-"""How long steps take, what of that is synchronization, and who is late: as numbers, as a warning, and as one line at a
-run's end.
+"""The times of steps, how much of them is synchronization, and which rank is late.
+
+They come as numbers, as a warning, and as one line at a run's end.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _TIMES = np.dtype([(name, np.int64) for name in ("before", "forward", "backward"
 
 
 class Numbers(NamedTuple):
-    """What ``StepTimes`` has."""
+    """The contents of a ``StepTimes``, as arrays."""
 
     steps: int  # so far
     bytes: int
@@ -50,12 +51,12 @@ class Numbers(NamedTuple):
 
     @property
     def step_ms(self) -> float:
-        """The median of a step."""
+        """The median time of a step, in milliseconds."""
         return self._median_ms("before", "end")
 
     @property
     def wait_ms(self) -> float:
-        """That of the time for which this rank waits for averages, in the same steps."""
+        """The median time for which this rank waits for averages, in the same steps."""
         return self._median_ms("wait", "end")
 
     def _median_ms(self, begin: str, end: str) -> float:
@@ -64,9 +65,9 @@ class Numbers(NamedTuple):
 
 
 def numbers_of(times: StepTimes) -> Numbers:
-    """Those of now."""
+    """Reads the numbers of the steps so far."""
     steps, size, last, stamps = times.summary()
-    # As pack_stamp() makes them: 16 bits a phase, of which the upper 5 are the exponent of microseconds.
+    # pack_stamp() gives each phase 16 bits, of which the upper 5 are the exponent of microseconds.
     bits = np.array(stamps, dtype="<u8")[..., None].view("<u2")
     own = np.ldexp(bits & 0x7FF, bits >> 11) / 1e3
     own[own.sum(axis=-1) == 0] = np.nan
@@ -79,7 +80,7 @@ os.register_at_fork(after_in_child=_followed.clear)  # whose end is not the run'
 
 
 def follow(model: Model, times: StepTimes) -> None:
-    """At the end of this process, rank 0 may say how the steps of this model went. Optimizers' steps are timed."""
+    """Lets rank 0 print a line about the steps of this model when the process ends, and times optimizers' steps."""
     if not _timed_optimizers:
         _timed_optimizers.append(register_optimizer_step_pre_hook(begin_optimizer))
         _timed_optimizers.append(register_optimizer_step_post_hook(end_optimizer))
@@ -128,7 +129,7 @@ def _size(count: float) -> str:
 
 
 def stats_of(reducer: ModelReducer, ranks: list[int], rank: int) -> dict[str, float]:
-    """See ``Parallel.stats``. ``ranks`` of the communicator, in which this one is ``rank``."""
+    """The result of ``Parallel.stats``. ``ranks`` are the communicator's, of which this one is ``rank``."""
     last = reducer.statistics()
     numbers = numbers_of(reducer.step_times())
     found, _ = _compare(numbers, ranks)
@@ -152,16 +153,16 @@ def stats_of(reducer: ModelReducer, ranks: list[int], rank: int) -> dict[str, fl
 
 
 def for_loggers(stats: dict[str, float]) -> dict[str, float]:
-    """Those of ``Parallel.stats()`` that frameworks' loggers get by themselves; none before anything is known."""
+    """The numbers of ``Parallel.stats()`` that frameworks' loggers get by themselves; none before the first step."""
     names = ("step_ms", "exposed_sync_ms", "latest_rank", "latest_rank_ms")
     return {f"syncengine/{name}": stats[name] for name in names if stats["steps"]}
 
 
-# --- Who is late
+# --- Stragglers
 
 
 def stragglers_of(reducer: ModelReducer, ranks: list[int]) -> dict[str, Any]:
-    """See ``Parallel.stragglers``."""
+    """The result of ``Parallel.stragglers``."""
     numbers = numbers_of(reducer.step_times())
     found, late = _compare(numbers, ranks)
     return {
@@ -173,7 +174,7 @@ def stragglers_of(reducer: ModelReducer, ranks: list[int]) -> dict[str, Any]:
 
 
 def warn_of_straggler(reducer: ModelReducer, ranks: list[int], model: str) -> None:
-    """Says who is late in most of the last steps, if anybody is."""
+    """Warns of a rank that is late in most of the last steps, if there is one."""
     if text := _late_text(numbers_of(reducer.step_times()), ranks):
         warnings.warn(f"{model}: {text}", RuntimeWarning, stacklevel=2)
 

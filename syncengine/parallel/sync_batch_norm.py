@@ -1,4 +1,4 @@
-"""``torch.nn.SyncBatchNorm`` between CPU ranks, where torch itself has none."""
+"""``torch.nn.SyncBatchNorm`` between CPU ranks, for which torch itself has none."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
     and the meaning of all attributes stay. ``process_group`` may also be a ``syncengine.Communicator``; ``None`` is all
     ranks. Batches may differ in size between ranks, or be empty.
 
-    Every training forward and its backward are collective: all ranks run these layers in the same order.
+    All ranks run these layers in the same order in each training forward, and in its backward.
     """
 
     @not_compiled
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalizes; with other ranks only in training mode and on the CPU."""
+        """Normalizes the input; with other ranks only in training mode and on the CPU."""
         if not self.training or input.device.type != "cpu":
             return super().forward(input)
         self._check_input_dim(input)
@@ -48,8 +48,10 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
         return normalized
 
     def _communicator(self) -> Communicator:
-        """Looked up where it may be another one than last; collective then, for a process group that is not all
-        ranks."""
+        """The communicator of this layer, looked up if it may be another one than last.
+
+        All ranks of a process group that is not all ranks take part in the look-up.
+        """
         found = self.__dict__.get("_found")
         if found is None or found.is_outdated(self.process_group):
             found = self._found = _Found.by(self.process_group)
@@ -74,7 +76,7 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
 
 
 class _Found(NamedTuple):
-    """The communicator of a layer, and what it was found by."""
+    """The communicator of a layer, and the groups by which it was found."""
 
     communicator: Communicator
     process_group: Any
@@ -87,7 +89,7 @@ class _Found(NamedTuple):
         return cls(communicator, process_group, tuple(defaults))
 
     def is_outdated(self, process_group: Any) -> bool:
-        """Whether another one would be found. If there is no default any more, this one says so by its error."""
+        """Whether another communicator would be found. If there is no default any more, this one raises its error."""
         if process_group is not self.process_group:
             return True
         return any(
@@ -97,13 +99,13 @@ class _Found(NamedTuple):
 
 
 def _defaults() -> tuple[Communicator | None, dist.ProcessGroup | None]:
-    """Ours and torch's: those of now."""
+    """The default communicator and torch's default group, as they are now; None if there is none."""
     communicator = default_communicator() if is_initialized() else None
     return communicator, default_group()
 
 
 def adopt_sync_batch_norm(module: torch.nn.Module) -> None:
-    """Makes every ``torch.nn.SyncBatchNorm`` in ``module`` one that works on CPU ranks. Collective."""
+    """Makes every ``torch.nn.SyncBatchNorm`` in ``module`` one that works on CPU ranks. All ranks call it."""
     for layer in module.modules():
         if type(layer) is torch.nn.SyncBatchNorm:
             layer.__class__ = SyncBatchNorm  # in place: the model may refer to it from anywhere
@@ -134,7 +136,7 @@ def _ranks_of(layer: torch.nn.SyncBatchNorm) -> Sequence[int]:
 
 
 class _Normalize(torch.autograd.Function):
-    """Returns the normalized input, and the mean and unbiased variance for the running statistics."""
+    """The normalized input, and the mean and unbiased variance for the running statistics, as an autograd function."""
 
     @staticmethod
     def forward(
@@ -149,7 +151,7 @@ class _Normalize(torch.autograd.Function):
         ctx.save_for_backward(x, weight, mean, (variance + eps).rsqrt())
         ctx.total, ctx.communicator = total, communicator
         computed = _computed_dtype(x)
-        # The kernel of evaluation, which takes the statistics as given.
+        # This is the kernel of evaluation, which takes the statistics as given.
         normalized = F.batch_norm(
             x,
             mean.to(computed),
@@ -185,10 +187,10 @@ class _Normalize(torch.autograd.Function):
 
 
 def _statistics(x: torch.Tensor, communicator: Communicator) -> tuple[int, torch.Tensor, torch.Tensor]:
-    """Number of values per channel, mean and biased variance over all ranks: the same bits on each."""
+    """The number of values per channel, mean and biased variance over all ranks: the same bits on each rank."""
     channels = x.shape[1]
     count = x.numel() // channels
-    # How many, their mean, their squared distances from it.
+    # The rows are, for each channel: the number of values, their mean, and the sum of squared distances from that.
     own = torch.zeros(3, channels, dtype=torch.float64, device=x.device)
     if count > 0:
         variance, mean = torch.var_mean(x.to(_computed_dtype(x)), _all_but_channels(x), correction=0)
@@ -213,5 +215,5 @@ def _all_but_channels(x: torch.Tensor) -> list[int]:
 
 
 def _per_channel(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """To be broadcast over `x`."""
+    """The values with a shape that is broadcast over `x`, by channel."""
     return values.to(_computed_dtype(x)).view(1, -1, *[1] * (x.dim() - 2))

@@ -1,4 +1,4 @@
-"""Ranks with different amounts of data: what their gradients count, and what they tell each other in a join context."""
+"""Ranks with different amounts of data: the weights of their gradients, and their rounds in a join context."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from syncengine.parallel.watchers import common
 
 
 class _Weights:
-    """Every rank's, exchanged while the forward computes."""
+    """Every rank's weight, exchanged while the forward computes."""
 
     def __init__(self, communicator: Communicator, own: float) -> None:
         self._all = torch.empty(communicator.size, dtype=torch.float64, device="cpu")
@@ -38,7 +38,7 @@ class _Weights:
 
 @dataclass(eq=False)
 class UnevenInputs:
-    """Batches of different numbers and sizes, of one model."""
+    """The state of one model that ranks train with batches of different numbers and sizes."""
 
     model: Model
     switches: Switches
@@ -50,23 +50,23 @@ class UnevenInputs:
     _backwards_before: int | None = None  # the last step that all know of, if it synchronizes
 
     def count(self, weight: float, in_join: bool) -> None:
-        """The next synchronized backward counts this rank's gradients so many times."""
-        # In a join context it travels with what the ranks tell each other anyway.
+        """Gives this rank's gradients a weight in the next synchronized backward."""
+        # A weight in a join context travels with the rank's intent, in the round of that forward.
         self.weight = weight if in_join else _Weights(self.model.communicator, weight)
 
     def leave_join(self) -> None:
-        """What was given for a forward in a join context that is over now was told to nobody."""
+        """Drops a weight that was given for a forward in a join context that is over: no rank was told of it."""
         if isinstance(self.weight, float):
             self.weight = None
 
     def average_with_weights(self) -> None:
-        """The next backward gives the mean with the weights that are being exchanged for it, if any; it alone does."""
+        """Makes the next backward, and only that, average with the weights that are being exchanged for it, if any."""
         if isinstance(self.weight, _Weights):
             weights, self.weight = self.weight, None
             self.average_with(weights.wait())
 
     def tell_joined(self, joinable: Joinable, synchronize: bool, plans: bool, sends_buffers: bool) -> Round:
-        """Tells ranks that have joined what this forward of ``joinable`` and its backward will do."""
+        """Tells ranks that have joined of this forward of ``joinable`` and its backward. Returns the round."""
         communicator = self.model.communicator
         notify_torch_join(joinable, communicator)
         weight = -1.0
@@ -85,11 +85,11 @@ class UnevenInputs:
         return current
 
     def is_inside_step(self) -> bool:
-        """Whether the others wait, or will, for this rank's gradients."""
+        """Whether the other ranks wait, or will wait, for this rank's gradients."""
         return bool(self._backwards_before == self.reducer.statistics()["backwards"])
 
     def _check_sync_batch_norm(self, current: Round) -> None:
-        """Ranks that have joined can't know which of these layers the others' forward will reach."""
+        """Aborts if a SyncBatchNorm would wait for ranks that have joined, which can't know the layers of a forward."""
         communicator = self.model.communicator
         joined = {rank for i, rank in enumerate(communicator.global_ranks) if i not in current.training}
         if not joined:
@@ -101,7 +101,7 @@ class UnevenInputs:
             raise
 
     def set_average(self, current: Round) -> None:
-        """What the next backward in a join context divides by, and whether ranks without a batch are part of it."""
+        """Sets the divisor of the next backward in a join context, and whether ranks without a batch take part."""
         if len(current.training) < self.model.communicator.size:
             self.reducer.expect_shadows()
         if current.weights is not None:
@@ -110,10 +110,10 @@ class UnevenInputs:
             self.reducer.average_over(len(current.training), 1.0)
 
     def average_with(self, weights: list[float]) -> None:
-        """The next backward gives the mean with these weights, by rank.
+        """Makes the next backward average with these weights, by rank.
 
-        This rank's gradient gets a factor of at most 1, so nothing overflows that did not before; with equal weights it
-        is 1, and the divisor the number of ranks, exactly.
+        This rank's gradient gets a factor of at most 1, so nothing overflows that did not before. With equal weights
+        the factor is 1, and the divisor the number of ranks, exactly.
         """
         communicator = self.model.communicator
         total, largest = math.fsum(weights), max(weights)
@@ -125,7 +125,7 @@ class UnevenInputs:
         self.reducer.average_over(divisor, weight)
 
     def sync_final_model(self, is_last_joiner: bool) -> None:
-        """Gives all ranks the parameters, and buffers if they are synchronized, of the last rank to join."""
+        """Gives all ranks the parameters of the last rank to join, and its buffers if they are synchronized."""
         model = self.model
         last = torch.tensor([model.communicator.rank if is_last_joiner else -1], dtype=torch.int64, device="cpu")
         model.communicator.all_reduce(last, "max")  # the last of those that are; else of all

@@ -1,4 +1,4 @@
-"""All ``Parallel``s of this process, and who is told of their forwards: optimizers that ranks share, a layer above."""
+"""All ``Parallel``s of this process, and the optimizers, a layer above, that are told of their forwards."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ _followers: weakref.WeakKeyDictionary[Model, list[weakref.WeakMethod[Callable[[R
 
 
 def register(model: Any) -> None:
-    """From now on it is among ``models``."""
+    """Adds a wrapper to ``models``."""
     global made
     models[made] = model
     made += 1
 
 
 def take_part(model: Model, follow: Callable[[Round], None]) -> int:
-    """``follow`` makes an optimizer's step on a rank that has joined, with those that train. Returns its number."""
+    """Registers ``follow``, which makes an optimizer's step on a rank that has joined. Returns its number."""
     followers = _followers.setdefault(model, [])
     followers.append(weakref.WeakMethod(follow))
     return len(followers)
 
 
 def follow_step(model: Model, current: Round) -> None:
-    """On a rank that has joined: takes part in the step that the others have told of."""
+    """Takes part, on a rank that has joined, in the optimizer's step that the others have told of."""
     follow = _followers[model][current.steps - 1]()
     if follow is not None:
         follow(current)
