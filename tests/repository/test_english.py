@@ -33,6 +33,7 @@ CLEAN = [
     "csrc/c10d",
     "csrc/collectives",
     "csrc/cuda",
+    "csrc/engine",
     "csrc/kernels",
     "csrc/streams",
     "csrc/transport",

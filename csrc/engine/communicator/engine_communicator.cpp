@@ -53,8 +53,8 @@ std::shared_ptr<Work> EngineCommunicator::post(Message message, bool sends) {
   return work;
 }
 
-// Each rank names its first gap; all go on from the last one named, until all name the same. Their steps count from the
-// highest number that some rank has given to a step.
+// Finds slots that are free on all ranks: each rank names its first gap, and all go on from the last one named, until
+// all name the same. Steps in the slots count from the highest number that any rank has given to a step.
 std::shared_ptr<const Slots> EngineCommunicator::reserve_slots(size_t count,
                                                                const std::function<std::string()>& describe,
                                                                const std::function<void()>& interrupted) {
@@ -64,9 +64,9 @@ std::shared_ptr<const Slots> EngineCommunicator::reserve_slots(size_t count,
   if (describe)
     for (char c : describe()) mix(static_cast<unsigned char>(c));
   count += Slots::kBehind;
-  // No rank's first gap begins behind all that were taken so far, which are the same on all of them.
+  // No rank's first gap begins behind all slots that were ever taken, whose end is the same on all ranks.
   engine_->locked([&] { membership_.expect_slots(slots_->end() + count); });
-  auto ends = std::make_shared<std::array<int64_t, 3>>();  // the last gap named, and the first, negative; a step
+  auto ends = std::make_shared<std::array<int64_t, 3>>();  // the last gap named; the first, negated; a step
   uint64_t from = 0;
   for (;;) {
     const auto gap = static_cast<int64_t>(slots_->gap(from, count));
@@ -118,11 +118,11 @@ void EngineCommunicator::wait(const std::shared_ptr<Work>& work, const std::func
                               std::optional<Duration> at_most) {
   auto deadline = at_most ? Deadline::after(*at_most) : Deadline::never();
   auto guarded = [&] {
-    // Either way the peers can't finish what this rank walks away from.
+    // Whatever interrupts the wait, the peers can't finish the operation that this rank abandons.
     if (deadline.passed() && !work->ended()) {
       sync_point("giving up");
       engine_->locked([&] {
-        // Another thread may have ended it meanwhile.
+        // Another thread may have ended the work meanwhile.
         if (!work->ended())
           membership_.fail(ErrorKind::Timeout, membership_.what_is_pending() + ": wait(timeout=...) gave up");
       });
@@ -223,11 +223,11 @@ std::vector<int> EngineCommunicator::ended() {
 std::shared_ptr<Communicator> EngineCommunicator::split(const std::vector<int>& ranks,
                                                         const std::function<void()>& interrupted) {
   throw_if_failed();
-  // What a member tells the others of its part in the new communicator.
+  // A member's part in the new communicator, which it tells the others.
   struct Ticket {
     uint64_t offset = 0;   // of this rank's block for the new group
     uint64_t members = 0;  // bit per rank of the parent; 0: stays out
-    uint64_t number = 0;   // between hosts: the new communicator's, from its first member
+    uint64_t number = 0;   // between hosts: the new communicator's number, from its first member
   } mine;
   ++splits_;
   for (int rank : ranks) {

@@ -56,7 +56,7 @@ class EngineCommunicator final : public Communicator {
 
   const std::shared_ptr<Engine> engine_;
   const Members members_;
-  std::atomic<uint64_t> splits_{0};  // so far; as many on all members
+  std::atomic<uint64_t> splits_{0};  // splits so far, the same number on all members
   const std::shared_ptr<SlotTable> slots_ = std::make_shared<SlotTable>(shm::kReadySlots);
   Submissions submissions_{engine_->tally()};
   Membership membership_;

@@ -1,5 +1,5 @@
-// EngineCommunicator::shrink(): the members that are left go on in a new communicator, over the memory of the old one's
-// engine and the connections between hosts that there are: nothing is connected anew.
+// EngineCommunicator::shrink(): the members that are left go on in a new communicator, over the old one's engine and
+// the existing connections between hosts: nothing is connected anew.
 
 #include <thread>
 
@@ -14,8 +14,8 @@ namespace {
 
 constexpr std::chrono::microseconds kLook{200};  // between two looks
 
-// What succeed() is asked, but for how long nothing has changed. What other hosts have told is shared with this one's
-// members.
+// Collects everything that succeed() asks for, except how long nothing has changed. Lists of other hosts are shared
+// with this host's members.
 Outlook look_around(Engine& engine, const Members& members, uint64_t without) {
   const Placement& placement = members.placement;
   const Group& group = members.group;
@@ -26,8 +26,8 @@ Outlook look_around(Engine& engine, const Members& members, uint64_t without) {
     sees.hosts.push_back(0);
     for (int member : on_host) sees.hosts.back() |= uint64_t{1} << member;
   }
-  // Before it is looked who is there: what is decided meanwhile, a proposal finds.
-  sees.own.word = shared.word.load(std::memory_order_acquire);  // acquire: what was seen by who wrote it, as the next
+  // The host's word is read before it is checked which members are there, so compare-and-swap sees later changes.
+  sees.own.word = shared.word.load(std::memory_order_acquire);  // acquire: what its writer had seen; likewise below
   sees.own.members = shared.members.load(std::memory_order_acquire);
   engine.locked([&] {
     for (int member : placement.locals()) {
@@ -44,11 +44,11 @@ Outlook look_around(Engine& engine, const Members& members, uint64_t without) {
   uint64_t told = 0;
   for (size_t host = 0; host < sees.others.size(); ++host)
     if (host != sees.host) told |= sees.others[host].members;
-  shared.members.fetch_or(told, std::memory_order_acq_rel);  // before the word says anything of them
+  shared.members.fetch_or(told, std::memory_order_acq_rel);  // before the word says anything of these members
   return sees;
 }
 
-// Who is left. Throws where this rank is not.
+// Returns the members that are left. Throws if this rank is not one of them.
 uint64_t await_decision(Engine& engine, const Members& members, Duration patience,
                         const std::function<void()>& interrupted, uint64_t without) {
   auto& shared = members.group.block(0).succession;
@@ -63,11 +63,11 @@ uint64_t await_decision(Engine& engine, const Members& members, Duration patienc
     switch (what) {
       case Succession::Do::Join:
         if (value >> sees.me & 1) return value;
-        [[fallthrough]];  // what another process has written may be anything
+        [[fallthrough]];  // not the case unless the shared words are damaged
       case Succession::Do::List: {
         sync_point("proposing");
         const uint64_t locals = sees.hosts[sees.host];
-        uint64_t listed = sees.own.members;  // acq_rel: what all saw, for all
+        uint64_t listed = sees.own.members;  // acq_rel: passes on what all writers had seen
         while ((listed & locals) == 0 &&
                !shared.members.compare_exchange_weak(listed, listed | value, std::memory_order_acq_rel))
           continue;
@@ -115,12 +115,12 @@ std::shared_ptr<Communicator> EngineCommunicator::shrink(Duration patience, cons
     throw Error(ErrorKind::InvalidUsage,
                 "shrink: the communicator was closed, or has been shrunk before: shrink the one that came of it");
   const uint64_t number = members_.interhost ? members_.interhost->number_of_next() : 0;
-  // What is pending ends here, and on all members, before anybody may go on.
+  // All pending operations end here, and on all members, before any member may go on.
   engine_->locked([&] { membership_.fail(ErrorKind::Aborted, members_.name() + " shrinks the communicator"); });
   auto expected = members_.interhost ? members_.interhost->expect_group() : nullptr;
   const uint64_t offset = engine_->arena()->allocate_group(sizeof(shm::GroupBlock));
   sync_point("arriving");
-  own.arrived.store(offset, std::memory_order_release);  // release: all that this rank did in the old communicator
+  own.arrived.store(offset, std::memory_order_release);  // release: all that this rank did before
   sync_point("arrived");
   const uint64_t members = await_decision(*engine_, members_, patience, interrupted, without);
   std::vector<int> left;
@@ -133,7 +133,8 @@ std::shared_ptr<Communicator> EngineCommunicator::shrink(Duration patience, cons
     const uint64_t arrived = succession.arrived.load(std::memory_order_acquire);  // acquire: above
     offsets.push_back(member == rank() ? offset : arrived);
   }
-  // All who are left have ended what read there.
+  // Only now may the pools of dead members be discarded: all members that are left have ended their operations, which
+  // may have read there.
   for (int member : dead()) members_.group.arenas[member]->discard_pool();
   auto selected = members_.select(*engine_, left, std::move(offsets), number, splits_);
   auto next = std::make_shared<EngineCommunicator>(engine_, std::move(selected), membership_.origin());

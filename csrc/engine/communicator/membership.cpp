@@ -13,7 +13,7 @@ namespace syncengine {
 
 namespace {
 
-// Notes it in the trace, if there is one, and says where that is.
+// Notes the error in the trace, if there is one, and adds to its text where the trace is.
 Error in_trace(const Error& error) {
   if (!trace::is_on()) return error;
   trace::record_text(trace::Kind::Error, error.what());
@@ -38,8 +38,8 @@ uint64_t local_ranks(const Group& group, uint64_t locals) {
   return local;
 }
 
-// The own block, once every member is as far; until then some may still read results from it. Of the dead, other
-// threads may run for a moment.
+// Gives this rank's block back when every member has left the communicator; until then some may still read results from
+// it. Other threads of dead members may run for a moment.
 void give_back_block(Engine& engine, const Group& group, const std::vector<size_t>& fragments) {
   uint64_t everybody = group.size == 64 ? ~uint64_t{0} : (uint64_t{1} << group.size) - 1;
   engine.locked([&] {
@@ -108,7 +108,8 @@ Membership::Membership(Engine& engine, const Members& members, Submissions& subm
       members_(members),
       group_(members.group),
       submissions_(submissions),
-      // A rank that shares its host waits for that one's ranks as well.
+      // A rank that shares its host also waits for the host's other ranks, so it can't sleep in the loop that moves
+      // bytes.
       io_loop_(members.interhost && engine.locals().size() == 1 ? members.interhost->io_loop() : nullptr),
       origin_(origin),
       traffic_(group_, members.placement, members.global_ranks, engine.options().algorithm, engine.lock().trash(),
@@ -153,7 +154,7 @@ bool Membership::advance_traffic() {
   } catch (const Error& error) {
     fail(error.kind(), error.what());
     return true;
-  } catch (const std::exception& error) {  // out of memory, say
+  } catch (const std::exception& error) {  // such as std::bad_alloc
     fail(ErrorKind::Aborted, group_.name(group_.rank) + ": " + error.what());
     return true;
   }
@@ -163,13 +164,13 @@ uint64_t Membership::interest() const { return ended_ ? 0 : local_ranks(group_, 
 
 void Membership::refuse(const Slots& slots, uint64_t step, const std::string& text) {
   if (ended_) return;
-  take_calls();  // what was announced before
+  take_calls();  // calls that were announced before
   traffic_.schedule().refuse(slots, slots.number(step), text);
   group_.bell->ring_all();
 }
 
-// How it ends on this rank: by failure, its own or a peer's, or in good order; and what is done about memory that peers
-// may still use.
+// How the membership ends on this rank: by failure, its own or a peer's, or in good order; and what is done about
+// memory that peers may still use.
 
 void Membership::lose_direct_memory(const Error& cause) {
   for (const ArenaRange& range : traffic_.direct_memory()) {
@@ -177,20 +178,20 @@ void Membership::lose_direct_memory(const Error& cause) {
   }
 }
 
-// A peer that failed has said why before its connection ended.
+// A peer that has failed said why before its connection ended, so its messages are heard first.
 void Membership::fail(ErrorKind kind, const std::string& text) {
   if (members_.interhost && kind == ErrorKind::PeerLost && !ended_) members_.interhost->hear_all();
   Error error(kind, text);
   end(shm::Standing::Failed, error, error);
 }
 
-// A peer in the middle of writing this rank's tensors must be told to stop, and kept from going on.
+// A peer in the middle of writing this rank's tensors must be told to stop, and be kept from going on.
 void Membership::leave() {
   closed_ = true;
-  uint64_t not_come = 0;  // nobody waits for it in shrink()
+  uint64_t not_come = 0;  // shrink() need not wait for this rank
   group_.own().succession.arrived.compare_exchange_strong(not_come, shm::kNeverComes, std::memory_order_acq_rel);
   Error closed(ErrorKind::InvalidUsage, kClosed);
-  // Of a refused step, the others still need the end.
+  // If a refused step has not ended, members still need its end, so leaving now is a failure.
   if (const std::string refusal = traffic_.schedule().refusal_met(); !refusal.empty())
     return end(shm::Standing::Failed, Error(ErrorKind::Aborted, refusal), closed);
   if (traffic_.direct_memory().empty()) return end(shm::Standing::Left, closed, closed);
@@ -200,15 +201,15 @@ void Membership::leave() {
   end(shm::Standing::Failed, left, closed);
 }
 
-// The first end counts. Peers hear of it before this rank's own callers do; tensors are cut loose before they are
-// touched.
+// Only the first end counts. Peers are told before this rank's own callers are, and tensors are severed before their
+// owners touch them.
 void Membership::end(shm::Standing standing, const Error& for_peers, const Error& raised_here) {
   if (ended_) return;
   if (members_.interhost) members_.interhost->end(standing, for_peers, traffic_);
   ended_ = true;
   for (int lane = 0; lane < shm::kLanes; ++lane) group_.own().end_record.ended[lane] = traffic_.lane(lane).retired();
   write_end_record(group_.own().end_record, standing, for_peers.kind(), for_peers.what());
-  std::atomic_thread_fence(std::memory_order_seq_cst);  // before this rank's program writes to what peers still read
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // before this rank writes to memory that peers read
   Error raised = raised_here;
   if (standing == shm::Standing::Failed) {
     try {
@@ -223,8 +224,8 @@ void Membership::end(shm::Standing standing, const Error& for_peers, const Error
   engine_.wake_io_loop();
 }
 
-// What a communicator does about every 50 ms while something waits: deaths, departures and deadlines. These are the
-// parts that turn a wait that can't end into a named error.
+// A communicator's checks about every 50 ms while something waits: deaths, departures and deadlines. They turn a wait
+// that can't end into an error that names ranks.
 
 void Membership::check_health() {
   if (ended_) return;
@@ -249,14 +250,14 @@ std::string Membership::what_is_pending() const {
 void Membership::check_local_members() {
   for (int member = 0; member < group_.size; ++member) {
     if (member == group_.rank) continue;
-    bool dead = engine_.locals().is_dead(group_.local_ranks[member]);  // before its end_record is read: it may say why
+    bool dead = engine_.locals().is_dead(group_.local_ranks[member]);  // read before its end record, which may say why
     const shm::EndRecord& end_record = group_.block(member).end_record;
     const auto word = end_record.standing.load(std::memory_order_acquire);
     const auto known = Checked<shm::Standing>::at_most(shm::Standing::Left, word);
     if (!known) return fail(ErrorKind::PeerLost, group_.name(member) + " ended in no known way" + kDamaged);
     const shm::Standing standing = known->get();
     if (standing == shm::Standing::Member && !dead) continue;
-    while (standing != shm::Standing::Left && advance_traffic()) continue;  // what that one has ended still ends here
+    while (standing != shm::Standing::Left && advance_traffic()) continue;  // ends here all that has ended there
     if (standing == shm::Standing::Failed) {
       const auto kind = Checked<ErrorKind>::at_most(kLastErrorKind, load_once(end_record.kind));
       return fail(kind ? kind->get() : ErrorKind::PeerLost, checked_text(end_record.text));
@@ -267,7 +268,7 @@ void Membership::check_local_members() {
     if (standing == shm::Standing::Member)
       return refusal.empty() ? fail(ErrorKind::PeerLost, group_.name(member) + " died" + what)
                              : fail(ErrorKind::Aborted, refusal);
-    // What it did before it left is visible only now.
+    // Everything that the member did before it left is visible now, so an operation that still misses it never ends.
     if (item && traffic_.missing(true) >> member & 1)
       return fail(ErrorKind::PeerLost,
                   group_.name(member) + " has left (it exited or called syncengine.shutdown())" + what);

@@ -1,4 +1,4 @@
-// What a communicator is on this rank beneath its calls: who is in it, and what the engine moves until it ends.
+// The part of a communicator on this rank beneath its calls: its members, and what the engine moves until it ends.
 #pragma once
 
 #include <atomic>
@@ -12,34 +12,34 @@
 
 namespace syncengine {
 
-// The last words of a rank in a communicator, for its peers. Cuts a long text. Once, by the rank that owns
+// Writes a rank's last words in a communicator, for its peers; a long text is cut. Called once, by the rank that owns
 // `end_record`, after it has written `ended`.
 inline void write_end_record(shm::EndRecord& end_record, shm::Standing standing, ErrorKind kind,
                              const std::string& text) {
   end_record.kind = static_cast<uint32_t>(kind);
   end_record.text[text.copy(end_record.text, sizeof(end_record.text) - 1)] = '\0';
-  end_record.standing.store(static_cast<uint32_t>(standing), std::memory_order_release);  // release: all else
+  end_record.standing.store(static_cast<uint32_t>(standing), std::memory_order_release);  // release: everything above
 }
 
-// Who is in a communicator, and how this rank reaches them.
+// The members of a communicator, and how this rank reaches them.
 //
 // Ownership, thread-safety: as Group and InterhostMembers.
 struct Members {
   Placement placement;
-  std::vector<int> global_ranks;                       // of all
-  Group group;                                         // of those on this host
+  std::vector<int> global_ranks;                       // of all members
+  Group group;                                         // the members on this host
   std::unique_ptr<hosts::InterhostMembers> interhost;  // null on one host
 
-  // `global_ranks` of all members; of those on this host, ascending, `local_ranks` among the engine's arenas, and
-  // `offsets` of their GroupBlocks there. `interhost`: null on one host.
+  // `global_ranks` has all members. `local_ranks` has the places of the members on this host, ascending, among the
+  // engine's arenas, and `offsets` those of their GroupBlocks there. `interhost` is null on one host.
   static Members make(Engine& engine, Placement placement, std::vector<int> global_ranks, std::vector<int> local_ranks,
                       std::vector<uint64_t> offsets, std::unique_ptr<hosts::InterhostMembers> interhost,
                       uint64_t trace_id = 0);
-  // Those of a new communicator: `chosen`, with this rank; `offsets` as above. `number`: between hosts, the new
-  // communicator's, from its first member. `splits`: so far, as many on all of them.
+  // The members of a new communicator: `chosen`, with this rank; `offsets` as above. `number` is the new communicator's
+  // between hosts, from its first member. `splits` counts the splits so far, alike on all members.
   Members select(Engine& engine, const std::vector<int>& chosen, std::vector<uint64_t> offsets, uint64_t number,
                  uint64_t splits) const;
-  std::string name() const { return group.name(group.rank); }  // of this rank, for messages
+  std::string name() const { return group.name(group.rank); }  // of this rank, for texts
   bool on_other_host(int member) const { return placement.host_of[member] != placement.host; }
 };
 
@@ -47,15 +47,15 @@ struct Members {
 // with the other members, watches these, and ends once, by failure or in good order.
 //
 // Ownership: the communicator's, which owns what it refers to; the destructor leaves. Thread-safety: under the engine's
-// progress lock, but where it says otherwise. Failure: what can't go on ends it, on all members; then all its works
-// fail, and Submissions throws.
+// progress lock, unless a comment says otherwise. Failure: an error after which it can't go on ends it, on all members;
+// then all its works fail, and Submissions throws.
 class Membership final : public Progressable {
  public:
   enum class Origin { Job, Split };
 
   Membership(Engine& engine, const Members& members, Submissions& submissions, Origin origin);
-  ~Membership() override;  // without the lock, as the next
-  void begin();            // once, when all of the communicator is there: before, no message comes, and it is not moved
+  ~Membership() override;  // called without the lock, like begin()
+  void begin();            // called once, when the communicator is complete: no message comes before, and nothing moves
 
   bool advance() override;
   uint64_t interest() const override;
@@ -74,11 +74,11 @@ class Membership final : public Progressable {
   std::string what_is_pending() const;
   const Traffic& traffic() const { return traffic_; }
 
-  // Without any lock.
+  // May be called without any lock.
   bool is_closed() const { return closed_; }
   Origin origin() const { return origin_; }
-  // By shrink(), after which nothing is done with the origin at the same time: what ends the job's communicator ends
-  // the new one, and no longer this one.
+  // Called by shrink(), at a time when nobody else uses the origin: whatever ends the job's communicator then ends the
+  // new one, and no longer this one.
   void hand_on_origin() { origin_ = Origin::Split; }
 
  private:
@@ -91,7 +91,7 @@ class Membership final : public Progressable {
 
   Engine& engine_;
   const Members& members_;
-  const Group& group_;  // of the members
+  const Group& group_;  // the members' group
   Submissions& submissions_;
   IoLoop* const io_loop_;
   Origin origin_;
@@ -100,7 +100,7 @@ class Membership final : public Progressable {
   Submissions::Batch taken_;  // reused by advance()
   bool ended_ = false;
   std::atomic<bool> closed_{false};
-  Clock::time_point logged_{};  // the operation that the log line was about
+  Clock::time_point logged_{};  // start of the wait that the last log line was about
 };
 
 }  // namespace syncengine

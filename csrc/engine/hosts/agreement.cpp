@@ -50,11 +50,12 @@ bool Agreement::compare(uint64_t operation, LaneState::Active& active) {
   bool here = lane_.compare(operation, active);
   bool there = agreed(operation) == everybody_;
   bool complete = merge_flags(operation, active, here) && here && there;
-  if (complete) said_.erase(said_.begin(), said_.lower_bound(lane_.retired));  // what was compared is needed no more
+  if (complete) said_.erase(said_.begin(), said_.lower_bound(lane_.retired));  // compared: no longer needed
   return complete;
 }
 
-// Hosts tell each other what any of their ranks has set. True once all have.
+// Merges the operation's flags: each host tells the others which flags any of its ranks has set. Returns true once all
+// hosts have.
 bool Agreement::merge_flags(uint64_t operation, LaneState::Active& active, bool complete_here) {
   const Operation& asked = active.item.operation;
   if (asked.flag_words == 0) return true;

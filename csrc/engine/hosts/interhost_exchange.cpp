@@ -46,12 +46,12 @@ bool InFlightChunk::quiet() const {
 
 namespace {
 
-// Of a chunk between hosts. More and smaller slots than within one, since a hop takes long; the same on all hosts,
-// since a chunk's cells must fit each other whatever its path within a host.
+// Slots of chunks between hosts: more and smaller ones than within a host, since a hop takes long. They are the same on
+// all hosts, since a chunk's cells must fit each other whatever its path within a host.
 constexpr size_t kInterhostSlots = 8;
 constexpr size_t kInterhostSlotBytes = 128 << 10;
 static_assert(kInterhostSlots * kInterhostSlotBytes == shm::kSlots * shm::kSlotBytes);
-// Where no rank needs slots, since each is alone on its host.
+// Sizes for placements in which each rank is alone on its host, so that no rank needs slots.
 constexpr size_t kCellBytes = 256 << 10, kLeastCellBytes = 32 << 10;
 constexpr int kCellsInTurn = 512;
 constexpr size_t kScratchBytes = 2 << 20;  // of a chunk of reduce-scatter
@@ -67,9 +67,9 @@ size_t chunk_bytes_alone(Collective collective, const Placement& placement) {
   }
 }
 
-// Of an all-reduce by Exchange or Sums. With few bytes under way, no peer gets far ahead of the others, so among more
-// than two hosts the links stay full until the end, and all peers at once do not overrun the queue of one link. Where a
-// tensor is large, the first counts for little, and larger cells take less of the processor.
+// Bytes of a cell of an all-reduce by Exchange or Sums. With few bytes under way, no peer gets far ahead of the others:
+// so with more than two hosts the links stay full until the end, and the peers together do not overrun the queue of one
+// link. For a large tensor the first cell matters little, and larger cells take less processor time.
 size_t cell_bytes(size_t bytes, size_t hosts) {
   size_t cell = kCellBytes;
   while (hosts > 2 && cell > kLeastCellBytes && cell * hosts * kCellsInTurn > bytes) cell /= 2;
@@ -101,7 +101,7 @@ size_t InterhostExchange::chunk_bytes(const Active& active) const {
   const Operation& asked = active.item.operation;
   const Placement& placement = links_.placement;
   if (placement.stripes == 1 && asked.prescale == 1.0) {
-    if (is_wide(asked)) return Interhost::kMaxTransfer / 2;  // of which a running sum takes twice as many bytes
+    if (is_wide(asked)) return Interhost::kMaxTransfer / 2;  // a running sum takes twice as many bytes
     bool in_cells = asked.collective == Collective::AllReduce && way_of(asked) != Way::Chain;
     size_t most = chunk_bytes_alone(asked.collective, placement);
     const auto size = static_cast<size_t>(placement.size);
@@ -195,8 +195,8 @@ bool InterhostExchange::advance(InFlightChunk& chunk, size_t cell) {
   InFlightChunk::Progress& progress = chunk.progress[cell];
   const auto& steps = chunk.cells[cell].steps;
   bool moved = false;
-  // All at once (interhost_plan.h says why they may be): later the peer would hear of it behind data, milliseconds on a
-  // slow link.
+  // All receives are posted at once (interhost_plan.h says why that is possible). If they were posted later, the peer
+  // would be told behind data, which takes milliseconds on a slow link.
   while (progress.receives.size() < steps.size() && may_receive(chunk, cell, steps[progress.receives.size()])) {
     post_receives(chunk, cell, steps[progress.receives.size()]);
     moved = true;
@@ -238,9 +238,9 @@ bool InterhostExchange::all_ended(const InFlightChunk& chunk, const InFlightChun
   return true;
 }
 
-// Bytes move between two ranks only if both mean the same operation. What is sent unasked, the receiver takes only
-// then; what waits for a receive, the sender sends only then: it hears of the operation with the receive, so nobody
-// waits longer.
+// Bytes move between two ranks only if both mean the same operation. The receiver takes what is sent unasked only when
+// that is known. Larger data waits for the receive anyway, and with the receive the sender is told of the operation, so
+// nobody waits longer.
 bool InterhostExchange::may_receive(const InFlightChunk& chunk, size_t cell, const InterhostStep& step) {
   return std::all_of(step.receives.begin(), step.receives.end(), [&](const Envelope& envelope) {
     return payload_bytes(chunk, cell, envelope) > Interhost::kMaxUnasked ||
@@ -332,7 +332,7 @@ void InterhostExchange::post_sends(InFlightChunk& chunk, size_t cell) {
   progress.posted = trace::is_on() ? trace::now() : 0;
   if (step.sends.empty()) return;
   auto where = view(chunk, cell);
-  const std::byte* gathered = nullptr;  // the own output or input, where it is in pieces
+  const std::byte* gathered = nullptr;  // the own output or input, if it is in pieces
   for (const Envelope& envelope : step.sends) {
     size_t bytes = payload_bytes(chunk, cell, envelope);
     const std::byte* source = nullptr;

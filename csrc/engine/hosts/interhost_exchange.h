@@ -1,7 +1,7 @@
-// A lane's phase between staging and pulling, where its operations reach over hosts: the cells of each chunk go from
-// host to host (collectives/interhost_plan.h), several chunks at a time.
+// A lane's phase between staging and pulling, if its operations reach over hosts: the cells of each chunk go from host
+// to host (collectives/interhost_plan.h), several chunks at a time.
 //
-// Ownership, thread-safety: as Exchange. Failure: advance() throws Mismatch, or what failed a transfer.
+// Ownership, thread-safety: as Exchange. Failure: advance() throws Mismatch, or the error that failed a transfer.
 #pragma once
 
 #include <array>
@@ -20,14 +20,14 @@
 
 namespace syncengine::hosts {
 
-// Whether this rank's operations of a lane are those of its counterparts on other hosts: each tells the others when it
-// opens one. And the operations' flags, which hosts merge in the same way.
+// Compares this rank's operations of a lane with those of its counterparts on other hosts: each rank tells its
+// counterparts when it opens one. Merges the operations' flags between hosts in the same way.
 //
 // Each rank compares its operations with those of its host in shared memory, and with its counterparts' by message: so
-// with everybody's, before a byte of theirs is used.
+// with all ranks', before a byte of theirs is used.
 //
-// Ownership: its lane's. Thread-safety: under the engine's progress lock. Failure: hear() throws PeerLost for what no
-// peer should send, what compares throws Mismatch.
+// Ownership: its lane's. Thread-safety: under the engine's progress lock. Failure: hear() throws PeerLost for messages
+// that no peer should send, compare() throws Mismatch.
 
 class Agreement {
  public:
@@ -38,13 +38,13 @@ class Agreement {
   void hear(int member, const Checked<Flags>& flags);
 
   bool agrees(uint64_t operation, int member) { return agreed(operation) >> member & 1; }
-  // With the own host, too. True once all have agreed, and told their flags.
+  // Compares with this host's ranks, too. Returns true once all agree, and have told their flags.
   bool compare(uint64_t operation, LaneState::Active& active);
-  uint64_t missing(uint64_t operation) const;  // members that have not agreed, as far as was looked
+  uint64_t missing(uint64_t operation) const;  // members that have not agreed, as far as is known
 
  private:
-  // Throws PeerLost unless a counterpart may be as far: it opens no more than kRecords ahead of those that have ended
-  // there, nor this rank, and none ends before all have opened it.
+  // Throws PeerLost if no counterpart can have come that far: each rank opens at most kRecords operations beyond those
+  // that have ended on it, and none ends before all ranks have opened it.
   void require_turn(int member, uint64_t number, bool is_next = true) const;
   uint64_t agreed(uint64_t operation);  // members whose record is the same
   bool merge_flags(uint64_t operation, LaneState::Active& active, bool complete_here);
@@ -53,22 +53,22 @@ class Agreement {
   LaneState& lane_;
   uint64_t everybody_ = 0;                                        // all counterparts
   std::map<int, uint64_t> opened_;                                // so far, by counterpart
-  struct Said {                                                   // by counterparts, of an operation
+  struct Said {                                                   // by counterparts, about one operation
     std::vector<std::pair<int, Checked<shm::OpRecord>>> records;  // not compared yet
-    uint64_t agreed = 0;                                          // counterparts, as are the next
+    uint64_t agreed = 0;                                          // counterparts, as are the two masks below
     uint64_t flags_of = 0;
     std::array<uint64_t, shm::kFlagWords> flags = {};
-    bool told = false;  // the own host's
+    bool told = false;  // this host's flags have been told
   };
   std::map<uint64_t, Said> said_;  // by operation
 };
 
 // One chunk on its way between hosts: its cells, and how far each of them is in its steps.
 //
-// Ownership: owns the scratch memory that its transfers use; may go only when it is quiet, or its transfers were
-// withdrawn. Thread-safety: under the engine's progress lock.
+// Ownership: owns the scratch memory that its transfers use; may be destroyed only when it is quiet, or its transfers
+// were withdrawn. Thread-safety: under the engine's progress lock.
 
-// Memory that is taken piece by piece and given back all at once; pieces don't move.
+// Memory that is taken piece by piece and given back all at once; its pieces stay where they are.
 class Scratch {
  public:
   std::byte* take(size_t bytes);
@@ -88,32 +88,32 @@ struct InFlightChunk {
   std::vector<InterhostCell> cells = {};
 
   using Transfers = std::vector<std::shared_ptr<Interhost::Transfer>>;
-  struct Receives {  // of a step
+  struct Receives {  // of one step
     Transfers transfers = {};
     std::vector<std::byte*> places = {};  // null: in the output
-    int64_t posted = 0;                   // when; while this rank is traced
+    int64_t posted = 0;                   // time of posting, while this rank is traced
   };
   struct Progress {
     size_t step = 0;
     bool acted = false;                   // the step's act is done, and its sends are posted
     bool arrived = false;                 // the last act is done
-    std::vector<Receives> receives = {};  // of the steps whose receives are posted: all of them as soon as possible
+    std::vector<Receives> receives = {};  // of the steps whose receives are posted, all of them as soon as possible
     Transfers sends = {};
-    int64_t posted = 0;  // when these were; while this rank is traced
+    int64_t posted = 0;  // time of posting the sends, while this rank is traced
     std::byte* partial = nullptr;
   };
   std::vector<Progress> progress = {};
   Scratch scratch = {};
 
   bool arrived() const;  // results are in the local ranks' memory
-  bool quiet() const;    // and no byte of it moves any more
+  bool quiet() const;    // and no byte of the chunk moves any more
 };
 
 class InterhostExchange final : public Exchange {
  public:
   InterhostExchange(const Links& links, LaneState& lane, Algorithm algorithm);
 
-  static size_t all_reduce_chunk(const Placement& placement);  // bytes, where it takes many
+  static size_t all_reduce_chunk(const Placement& placement);  // in bytes, for an all-reduce of many chunks
 
   Agreement& agreement() { return agreement_; }
   // Members of other hosts that hold up the oldest operation.
@@ -155,7 +155,7 @@ class InterhostExchange final : public Exchange {
   InterhostRunner runner_;
   Agreement agreement_;
   std::deque<std::unique_ptr<InFlightChunk>> in_flight_;  // chunks lane_.pulled.total .. started_.total - 1
-  std::vector<std::unique_ptr<InFlightChunk>> landed_;    // to be used again
+  std::vector<std::unique_ptr<InFlightChunk>> landed_;    // kept to be used again
   LaneState::Cursor started_;
   mutable TreeMerges tree_;
 };

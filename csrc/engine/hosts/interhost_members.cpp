@@ -12,7 +12,7 @@ namespace syncengine::hosts {
 
 namespace {
 
-constexpr auto kLate = std::chrono::milliseconds(100);  // of waiting: then the other hosts hear for whom
+constexpr auto kLate = std::chrono::milliseconds(100);  // a wait that takes longer is told to the other hosts
 
 }  // namespace
 
@@ -56,7 +56,7 @@ void InterhostMembers::enroll(std::function<void(const Error&)> fail) {
 
 void InterhostMembers::hear(int peer, const std::string& message) {
   auto found = member_of_.find(peer);
-  if (found == member_of_.end() && was_shrunk(links_.group)) return;  // it was left out, and does not know yet
+  if (found == member_of_.end() && was_shrunk(links_.group)) return;  // left out by shrink(), it does not know yet
   if (found == member_of_.end()) throw Error(ErrorKind::PeerLost, "a message came from outside the communicator");
   int member = found->second;
   Head head;
@@ -66,7 +66,7 @@ void InterhostMembers::hear(int peer, const std::string& message) {
   const Limits limits{.members = bits(links_.placement.size),
                       .hosts = bits(links_.placement.hosts()),
                       .slots = schedule_->expected_slots()};
-  // Some messages are the beginning of more bytes.
+  // Some kinds of message are a head that is followed by more bytes.
   const std::string_view bytes = message;
   const auto head_of = [&](size_t size) { return bytes.substr(0, size); };
   const auto behind = [&](size_t size) { return std::string(bytes.substr(size)); };
@@ -129,7 +129,7 @@ std::optional<Error> InterhostMembers::check_members(const Traffic& traffic) {
   for (int member = 0; member < links_.placement.size; ++member) {
     if (!links_.is_remote(member)) continue;
     auto error = interhost().failure(links_.job_ranks[member]);
-    if (error && !left_.contains(member)) hear_all();  // its last words came before
+    if (error && !left_.contains(member)) hear_all();  // the member's last words came before the failure
     if (ended_) return {};
     auto left = left_.find(member);
     const std::string refusal = error || left != left_.end() ? schedule_->remote_refusal_of(member) : "";
@@ -138,7 +138,7 @@ std::optional<Error> InterhostMembers::check_members(const Traffic& traffic) {
       if (error) return Error(error->kind(), error->what() + what);
       continue;
     }
-    // What it had completed, it has sent.
+    // Operations that the member has completed need nothing more of it, since it has sent all of its part.
     bool in_vain = route_->waits_for(traffic.messenger().matcher(), member, left->second.tally);
     for (int id = 0; id < shm::kLanes; ++id)
       in_vain |= pending[id] && left->second.completed[id] <= traffic.lane(id).retired();
@@ -155,7 +155,8 @@ bool InterhostMembers::have_all_left() const {
 
 bool InterhostMembers::has_ended(int member) const { return interhost().has_ended(links_.job_ranks[member]); }
 
-// A rank that waits for another one of its host holds up ranks elsewhere that can't see that one.
+// Tells other hosts whom this rank waits for on its own host: a wait within the host holds up ranks elsewhere, which
+// can't see it.
 void InterhostMembers::tell_who_is_late(const Traffic& traffic) {
   const Lane::Item* item = traffic.oldest().item;
   uint64_t members = item && Clock::now() - item->since > kLate ? absent_here(traffic) : 0;
@@ -165,7 +166,7 @@ void InterhostMembers::tell_who_is_late(const Traffic& traffic) {
     if (links_.is_remote(member)) links_.tell(member, Late{.head = {}, .members = members});
 }
 
-// Members of the own host that have not made the call that is waited for.
+// Members on this host that have not made the call that is waited for.
 uint64_t InterhostMembers::absent_here(const Traffic& traffic) const {
   const Lane::Item* item = traffic.oldest().item;
   return item ? members_of(traffic.not_called(item->work->place)) : 0;
@@ -230,8 +231,9 @@ void InterhostMembers::look_around(Outlook& sees) {
     if (interhost().failure(peer)) sees.gone |= uint64_t{1} << member;
     if (interhost().has_ended(peer)) sees.ended |= uint64_t{1} << member;
   }
-  hear_all();  // after it was looked who is gone: of those all has come
-  // A host's members have told the same, some of them more of it; and all of it who tells the decision.
+  hear_all();  // after it was checked who is gone: all messages of those have come
+  // Members of one host tell the same verdict, though some tell a later part of it. A member that tells the decision
+  // tells all of it.
   for (const auto& [member, verdict] : verdicts_) {
     const int host = placement.host_of[member];
     auto& [members, word] = sees.others[host];

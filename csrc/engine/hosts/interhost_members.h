@@ -1,10 +1,9 @@
-// The interhost part of a communicator: what of its traffic goes to members on other hosts, what they tell, and how
-// they end.
+// The interhost part of a communicator: its traffic with members on other hosts, their messages, and how they end.
 //
-// A communicator fails as one: what fails it here is told to all members on other hosts at once, and so to theirs.
+// A communicator fails as one: a failure here is told to all members on other hosts at once, and so to their hosts.
 //
 // Ownership: the communicator's, whose Traffic refers to it and ends first. Thread-safety: under the engine's progress
-// lock, but where it says otherwise. Failure: throws PeerLost for what no peer should send.
+// lock, unless a comment says otherwise. Failure: throws PeerLost for messages that no peer should send.
 #pragma once
 
 #include <deque>
@@ -24,11 +23,11 @@
 
 namespace syncengine::hosts {
 
-// The order of announced operations over hosts: the first rank of each host tells the job's when all ranks of its host
-// have announced one; the job's first rank fixes the order and tells the hosts', which write it to the log of their own
-// host.
+// The order of announced operations over hosts. The first rank of each host tells the job's first rank when all ranks
+// of its host have announced an operation. The job's first rank fixes the order and tells the first ranks of the hosts,
+// which write it to their hosts' logs.
 //
-// Ownership, thread-safety: as Schedule. Failure: hear() throws PeerLost for what no peer should send.
+// Ownership, thread-safety: as Schedule. Failure: hear() throws PeerLost for messages that no peer should send.
 
 class InterhostSchedule final : public Schedule {
  public:
@@ -38,9 +37,9 @@ class InterhostSchedule final : public Schedule {
   void hear(int member, const Checked<Scheduled>& scheduled);
   void hear(int member, const Checked<Refused>& refused, const std::string& announced);
   void refuse(const Slots& slots, uint64_t step, const std::string& text) override;
-  // As refusal_of(), of a member of another host; by its rank in the communicator.
+  // Does for a member of another host what refusal_of() does for this host's. `member` is a rank in the communicator.
   std::string remote_refusal_of(int member) const;
-  // Members of other hosts that hold up the oldest operation, as far as this rank knows: leaders.
+  // The members of other hosts that hold up the oldest operation, as far as this rank knows; they are leaders.
   uint64_t remote_blocking_ranks() const;
 
  private:
@@ -49,16 +48,15 @@ class InterhostSchedule final : public Schedule {
   bool append_ready() override;  // by the first rank of a host
   bool report();
   bool order();
-  uint64_t unready(const Announced& waiting) const;  // leaders whose hosts have not, at the job's leader
+  uint64_t unready(const Announced& waiting) const;  // at the job's leader: leaders whose hosts have not reported it
 
   const Links& links_;
-  std::map<uint64_t, uint64_t>
-      reported_;  // by slot: the last step in which all ranks of the own host have announced it
-  std::map<uint64_t, std::map<int, uint64_t>> ready_;  // at the job's leader, by slot and leader of a host: the same
-  std::map<uint64_t, uint64_t> ordered_;  // at the job's leader, by slot: the last step in which it was given its turn
-  std::deque<uint64_t> next_;             // slots in their order, not yet in the log
+  std::map<uint64_t, uint64_t> reported_;  // by slot: the last step in which all ranks of this host have announced it
+  std::map<uint64_t, std::map<int, uint64_t>> ready_;  // at the job's leader: that step, by slot and leader of a host
+  std::map<uint64_t, uint64_t> ordered_;  // at the job's leader, by slot: the last step in which it was scheduled
+  std::deque<uint64_t> next_;             // slots in their order, which are not in the log yet
 
-  // Of a member of another host, by its last refusal of a model; see Refused.
+  // The last refusal of a model's step by a member of another host; see Refused.
   struct Refusal {
     uint64_t step;
     std::string text, announced;
@@ -67,13 +65,13 @@ class InterhostSchedule final : public Schedule {
   uint64_t heard_ = 0;                                  // refusals
 };
 
-// Messages to and from the ranks of other hosts. A header goes by Interhost::tell; what is not in it goes by transfers
-// straight from the sender's memory into the receiver's, piece by piece, several at a time, any number of messages
-// beside each other.
+// Messages to and from the ranks of other hosts. Headers, with the content if it is short, go by Interhost::tell.
+// Longer content goes by transfers directly from the sender's memory into the receiver's, piece by piece, several
+// pieces at a time; any number of messages may be under way.
 //
-// Ownership: as MessageRoute; its transfers must have been withdrawn before clear(). Thread-safety: under the
-// engine's progress lock. Failure: advance() throws what failed a transfer, hear() PeerLost for what no peer should
-// send.
+// Ownership: as MessageRoute; its transfers must have been withdrawn before clear(). Thread-safety: under the engine's
+// progress lock. Failure: advance() throws the error that failed a transfer, hear() PeerLost for messages that no peer
+// should send.
 
 class InterhostRoute final : public MessageRoute {
  public:
@@ -90,37 +88,38 @@ class InterhostRoute final : public MessageRoute {
   uint64_t interhost_bytes() const override { return interhost_bytes_; }
 
   Tally tally(int member) const { return peers_.at(member).ended; }
-  // Whether something waits for the member. `theirs`: it has left after these, and what it had sent still comes.
+  // Whether a post needs the member. If the member has left after `theirs`, posts whose messages had ended there by
+  // then do not count, since their bytes still come.
   bool waits_for(const Matcher& matcher, int member, const Tally& theirs = {}) const;
   uint64_t remote_blocking_ranks(const Matcher& matcher) const;  // members whose next step is needed
 
  private:
-  static constexpr uint64_t kWindow = 32;  // headers that a rank keeps for a peer without having asked for them
+  static constexpr uint64_t kWindow = 32;  // headers of a peer that a rank holds before any receive wants them
 
   struct Piece {
     std::shared_ptr<Interhost::Transfer> transfer;
     size_t offset, bytes;
-    std::unique_ptr<std::byte[]> copy;  // where the memory is in several parts
+    std::unique_ptr<std::byte[]> copy;  // used if the memory is in several parts
   };
   // A message whose bytes are on their way.
   struct Transit {
     Post post;
     uint64_t number;
-    size_t posted = 0;              // bytes
-    std::deque<Piece> pieces = {};  // that have not ended
+    size_t posted = 0;              // bytes of posted pieces
+    std::deque<Piece> pieces = {};  // pieces that have not ended
   };
   struct Peer {
-    std::deque<Post> waiting;  // for room to be announced
+    std::deque<Post> waiting;  // until there is room to announce them
     uint64_t announced = 0;    // headers
-    uint64_t taken_in = 0;     // of them, by the peer
+    uint64_t taken_in = 0;     // of these, the ones that the peer has taken in
     bool has_room() const { return announced - taken_in < kWindow; }
     uint64_t numbers = 0;   // given to messages that go by transfers
     uint64_t numbered = 0;  // messages that come by transfers
     std::list<Transit> sending;
 
-    std::deque<MessageHeader> headers;  // not heard
+    std::deque<MessageHeader> headers;  // not heard yet
     uint64_t heard = 0;
-    uint64_t told = 0;  // of them the peer knows
+    uint64_t told = 0;  // of the headers heard, those that the peer knows of
     std::list<Transit> receiving;
     Tally ended;
   };
@@ -139,48 +138,49 @@ class InterhostRoute final : public MessageRoute {
 
 class InterhostMembers {
  public:
-  // `group`: the communicator's number; `job_ranks`, `global_ranks` as in Links.
+  // `group` is the communicator's number; `job_ranks` and `global_ranks` are as in Links.
   InterhostMembers(std::shared_ptr<Network> network, uint32_t group, const Placement& placement,
                    std::vector<int> job_ranks, std::vector<int> global_ranks);
 
-  Traffic::Parts make_parts();  // once
+  Traffic::Parts make_parts();  // called once
 
-  // Begins to hear the others, when there is the traffic. `fail` ends the communicator, without a look at what else
-  // came.
+  // Begins to hear the others, when the Traffic exists. `fail` ends the communicator, without first hearing more
+  // messages.
   void enroll(std::function<void(const Error&)> fail);
   void hear_all() { links_.network->hear_all(); }
-  // For the network: a message of `peer`, rank of the job; later messages can't be relied on.
+  // Called by the network with a message of `peer`, a rank of the job. Throws if later messages can't be relied on.
   void hear(int peer, const std::string& message);
   void give_up(const Error& error) { fail_(error); }
-  // What the communicator must fail with; tells the others for whom it waits.
+  // Returns the error with which the communicator must fail now. Tells the others for whom it waits.
   std::optional<Error> check(const Traffic& traffic);
-  // Tells the others. Nothing that comes from another host touches this rank's memory after it; all that is still heard
-  // is what look_around() asks for, until forget().
+  // Tells the others of the end. Afterwards nothing from another host touches this rank's memory, and of later messages
+  // only those for look_around() are heard, until forget().
   void end(shm::Standing standing, const Error& for_peers, const Traffic& traffic);
   void forget() { links_.network->forget(links_.group); }
-  // Of shrink(): tells the others `sees.own`, if it is new, and adds what they have told, and who of them is gone.
+  // A part of shrink(): tells the others `sees.own`, if it is new, and adds to `sees` what they have told, and which of
+  // them are gone.
   void look_around(Outlook& sees);
   bool have_all_left() const;
   bool has_ended(int member) const;  // as Interhost::has_ended()
-  // Members, here and elsewhere, that hold up what waits longest.
+  // Members, on any host, that hold up whatever has waited longest.
   uint64_t blocking_ranks(const Traffic& traffic) const;
 
-  // Without any lock.
+  // Called without any lock.
   IoLoop* io_loop() const { return links_.network.get(); }
   Interhost& interhost() const { return links_.network->interhost(); }
 
   std::string describe_links() const { return syncengine::describe(links_.choice); }
 
-  // Without the lock, which they take.
-  // Of split(): the number of a communicator that this rank, its first member, founds.
+  // A part of split(): the number of a communicator that this rank, its first member, founds. Takes the lock, as do the
+  // functions below.
   uint64_t take_number();
-  // Of shrink(): that of the one communicator that may follow, the same on all members. Throws InvalidUsage if none
-  // may.
+  // A part of shrink(): the number of the one communicator that may follow, the same on all members. Throws
+  // InvalidUsage if none may.
   uint64_t number_of_next() const;
-  // Kept until there is the new communicator: who was quicker may use it already.
+  // Kept until the new communicator exists: messages of members that are quicker are stored meanwhile.
   std::shared_ptr<void> expect_group() const;
-  // For a new communicator of these `members`, who are on several hosts. Without any lock. Throws InvalidUsage if its
-  // founder had no `number` left.
+  // Makes the interhost part of a new communicator of `members`, who are on several hosts. Called without any lock.
+  // Throws InvalidUsage if the founder had no `number` left.
   std::unique_ptr<InterhostMembers> split(uint64_t number, const Placement& placement, const std::vector<int>& members,
                                           std::vector<int> global_ranks) const;
 
@@ -199,12 +199,12 @@ class InterhostMembers {
 
   bool ended_ = false;
   std::map<int, int> member_of_;  // by rank of the job
-  std::map<int, Ended> left_;     // members that left, and what they had completed
-  std::map<int, uint64_t> late_;  // for whom members of other hosts wait
+  std::map<int, Ended> left_;     // members that left, and the operations that they had completed
+  std::map<int, uint64_t> late_;  // by member of another host: the ranks for whom it waits
   uint64_t told_late_ = 0;
 
-  HostVerdict told_;                     // by this rank, in shrink()
-  std::map<int, HostVerdict> verdicts_;  // by member, of its host
+  HostVerdict told_;                     // what this rank has told, in shrink()
+  std::map<int, HostVerdict> verdicts_;  // what members have told of their hosts
 };
 
 }  // namespace syncengine::hosts

@@ -10,7 +10,7 @@ namespace syncengine::hosts {
 
 namespace {
 
-constexpr int kMostRefused = 64;  // steps of as many models that a member has refused, and that have not ended
+constexpr int kMostRefused = 64;  // models of which one member may have refused a step that has not ended
 
 }  // namespace
 
@@ -20,7 +20,7 @@ void InterhostSchedule::hear(int member, const Checked<Ready>& ready) {
   ready_[ready->slot][member] = ready->step;
 }
 
-// Each slot has one turn at a time.
+// Checks that each slot gets one turn at a time.
 void InterhostSchedule::hear(int member, const Checked<Scheduled>& scheduled) {
   if (!links_.leads_host() || member != 0 || next_.size() >= expected_slots())
     throw Error(ErrorKind::PeerLost, links_.name(member) + " scheduled a bucket out of turn");
@@ -45,7 +45,7 @@ void InterhostSchedule::refuse(const Slots& slots, uint64_t step, const std::str
 void InterhostSchedule::hear(int member, const Checked<Refused>& refused, const std::string& announced) {
   const uint64_t first = refused->first_slot;
   if (has_ended(first, refused->step)) return;
-  int others = 0;  // models of which this member has refused a step
+  int others = 0;  // models of which this member has already refused a step
   for (auto& [slot, members] : refused_) {
     std::erase_if(members, [&, slot = slot](const auto& each) { return has_ended(slot, each.second.step); });
     others += slot != first && members.contains(member);
@@ -147,7 +147,7 @@ uint64_t InterhostSchedule::remote_blocking_ranks() const {
 
 namespace {
 
-constexpr size_t kPieces = 8;  // of one message under way at once
+constexpr size_t kPieces = 8;  // pieces of one message under way at once
 
 }  // namespace
 
@@ -159,7 +159,7 @@ InterhostRoute::InterhostRoute(const Links& links) : links_(links) {
 void InterhostRoute::hear(int member, const Checked<Announced>& announced, const std::string& content) {
   Peer& peer = peers_.at(member);
   const bool whole = announced->bytes <= kShortBytes;
-  // A number that came twice would be that of two transfers at a time.
+  // Numbers must not repeat: two transfers with one number would be confused.
   const bool is_next = announced->number == (whole ? 0 : peer.numbered++);
   if (!is_next || content.size() != (whole ? announced->bytes : 0) ||
       peer.heard + peer.headers.size() - peer.told >= kWindow)
@@ -281,8 +281,8 @@ bool InterhostRoute::end_pieces(Transit& transit) {
   return moved;
 }
 
-// Both sides cut a message alike. A piece's number may come again where a message has more than a tag can count: long
-// after its first turn ended.
+// Posts the next piece. Both sides cut a message alike. If a message has more pieces than a tag can count, numbers
+// repeat, long after the first piece of that number has ended.
 void InterhostRoute::post_piece(int member, Transit& transit) {
   const SpanList& memory = transit.post.message.memory;
   size_t offset = transit.posted, bytes = std::min(Interhost::kMaxTransfer, memory.bytes() - offset);
@@ -303,7 +303,7 @@ void InterhostRoute::post_piece(int member, Transit& transit) {
   transit.pieces.push_back(std::move(piece));
 }
 
-// What ended there before it left comes to its end here by itself.
+// Posts whose messages had ended there before the member left end here by themselves.
 bool InterhostRoute::waits_for(const Matcher& matcher, int member, const Tally& theirs) const {
   const Peer& peer = peers_.at(member);
   return ((matcher.awaited() >> member & 1) && peer.headers.empty()) || (!peer.waiting.empty() && !peer.has_room()) ||

@@ -1,6 +1,6 @@
-// What the parts of one communicator over hosts share: who is where, and how to reach them.
+// Facts that the parts of one communicator over hosts share: who is where, and how to reach them.
 //
-// Ownership: keeps the network. Thread-safety: constant after construction, but for what Network says.
+// Ownership: keeps the network. Thread-safety: constant after construction, except for calls of Network.
 #pragma once
 
 #include <cstdint>
@@ -22,8 +22,8 @@
 
 namespace syncengine::hosts {
 
-// What engines on different hosts tell each other. Plain structs, the same on all hosts: the handshake refuses a peer
-// with another version of the library or another byte order.
+// Messages between engines on different hosts. They are plain structs, the same on all hosts: the handshake refuses a
+// peer with another version of the library or another byte order.
 
 enum class Kind : uint32_t { Opened, Flags, Ready, Scheduled, Refused, Late, Ended, Announced, Heard, Shrinks };
 
@@ -35,7 +35,7 @@ struct Head {
 // The limits of the numbers in a message. Each kind of message checks its own numbers against them.
 struct Limits {
   uint64_t members, hosts;  // a bit for each
-  uint64_t slots;           // numbers of slots are below; see Schedule::expect_slots
+  uint64_t slots;           // limit of slots' numbers; see Schedule::expect_slots
 };
 
 // The sender has begun operation `number` of a lane.
@@ -43,11 +43,11 @@ struct Opened {
   static constexpr Kind kKind = Kind::Opened;
   Head head;
   uint64_t lane, number;
-  shm::OpRecord record;  // as any that a peer has written: see check()
+  shm::OpRecord record;  // untrusted, as every record of a peer: see check()
   bool is_sound(const Limits&) const { return lane < shm::kLanes; }
 };
 
-// What all ranks of the sender's host have set of an operation's flags.
+// The flags of an operation that any rank of the sender's host has set.
 struct Flags {
   static constexpr Kind kKind = Kind::Flags;
   Head head;
@@ -56,7 +56,7 @@ struct Flags {
   bool is_sound(const Limits&) const { return lane < shm::kLanes; }
 };
 
-// To the leader of the job: all ranks of the sender's host have announced the slot in this step.
+// To the job's leader: all ranks of the sender's host have announced the slot in this step.
 struct Ready {
   static constexpr Kind kKind = Kind::Ready;
   Head head;
@@ -64,7 +64,7 @@ struct Ready {
   bool is_sound(const Limits& limits) const { return slot < limits.slots; }
 };
 
-// From the leader of the job to those of the hosts: what runs next.
+// From the job's leader to the hosts' leaders: the operation that runs next.
 struct Scheduled {
   static constexpr Kind kKind = Kind::Scheduled;
   Head head;
@@ -72,8 +72,8 @@ struct Scheduled {
   bool is_sound(const Limits& limits) const { return slot < limits.slots; }
 };
 
-// The sender has refused this step of the model whose slots begin there. Of these follow those that it had announced in
-// it, a bit for each, as far as the last one of them.
+// The sender has refused this step of the model whose slots begin there. A bit for each slot follows, up to the last
+// one that is set: those that the sender had announced in the step.
 struct Refused {
   static constexpr Kind kKind = Kind::Refused;
   Head head;
@@ -82,7 +82,7 @@ struct Refused {
   bool is_sound(const Limits& limits) const { return first_slot < limits.slots; }
 };
 
-// For whom the sender waits, once that takes long. Members of the communicator; 0: for nobody any more.
+// The members for whom the sender waits, once that takes long; 0 if it waits for nobody any more.
 struct Late {
   static constexpr Kind kKind = Kind::Late;
   Head head;
@@ -90,12 +90,12 @@ struct Late {
   bool is_sound(const Limits& limits) const { return (members & ~limits.members) == 0; }
 };
 
-// Messages with one member that went all the way, without those that came with their headers.
+// Counts of messages with one member that have ended, without those whose content came with their headers.
 struct Tally {
   uint64_t sent = 0, received = 0;
 };
 
-// How the sender ended, how many operations of each lane it has completed, and what of its messages with the receiver.
+// How the sender has ended, and what it had completed by then: operations of each lane, and messages with the receiver.
 struct Ended {
   static constexpr Kind kKind = Kind::Ended;
   Head head;
@@ -110,18 +110,18 @@ struct Ended {
   }
 };
 
-// The sender has a message for the receiver: its content follows if it has at most kShortBytes, else it comes by
+// The sender has a message for the receiver. The content follows if it has at most kShortBytes, else it comes by
 // transfers.
 inline constexpr size_t kShortBytes = 16 << 10;
 struct Announced {
   static constexpr Kind kKind = Kind::Announced;
   Head head;
   uint64_t channel, tag, fingerprint, bytes;
-  uint64_t number;  // of those that come by transfers, counted from 0; else 0
+  uint64_t number;  // counts messages that come by transfers, from 0; else 0
   bool is_sound(const Limits&) const { return true; }
 };
 
-// How many of the receiver's announcements the sender has taken in so far: there is room for more.
+// How many of the receiver's announcements the sender has taken in so far, which makes room for more.
 struct Heard {
   static constexpr Kind kKind = Kind::Heard;
   Head head;
@@ -129,7 +129,7 @@ struct Heard {
   bool is_sound(const Limits&) const { return true; }
 };
 
-// What the members of the sender's host have in common in shrink(), after the sender's communicator has ended.
+// The verdict of the sender's host in shrink(), after the sender's communicator has ended.
 struct Shrinks {
   static constexpr Kind kKind = Kind::Shrinks;
   Head head;
@@ -147,7 +147,7 @@ std::string write(uint32_t group, const Message& content) {
   return {reinterpret_cast<const char*>(&message), sizeof(message)};
 }
 
-// Nothing where the bytes are no such message, or a number in them can't be.
+// Returns nothing if the bytes are no such message, or if a number in them is out of bounds.
 template <class Message>
 std::optional<Checked<Message>> read(std::string_view bytes, const Limits& limits) {
   Message message;
@@ -159,15 +159,15 @@ std::optional<Checked<Message>> read(std::string_view bytes, const Limits& limit
 struct Links {
   Placement placement;
   uint32_t group;                 // number of the communicator, the same on all members
-  std::vector<int> job_ranks;     // of each member: what the network calls it
-  std::vector<int> global_ranks;  // of each member: what messages call it
+  std::vector<int> job_ranks;     // of each member: its name in the network
+  std::vector<int> global_ranks;  // of each member: its name in texts
   std::vector<int> counterparts;  // members
   std::shared_ptr<Network> network;
   InterhostChoice choice;
 
   std::string name(int member) const { return "rank " + std::to_string(global_ranks[member]); }
   bool is_remote(int member) const { return placement.host_of[member] != placement.host; }
-  // The first rank of each host speaks for it in what concerns the order of announced operations.
+  // The first rank of each host speaks for the host about the order of announced operations.
   int leader(int host) const { return placement.members[host].front(); }
   bool leads_host() const { return leader(placement.host) == placement.rank; }
   bool leads_job() const { return placement.rank == 0; }

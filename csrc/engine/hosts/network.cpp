@@ -10,15 +10,15 @@ namespace syncengine::hosts {
 
 namespace {
 
-// Bytes of early messages kept for a peer. In one communicator a peer may be ahead by the records of both lanes and the
-// headers that it may announce, which take half of these bytes.
+// Bytes of early messages that are kept for one peer. In one communicator a peer may be ahead by the records of both
+// lanes and the headers that it may announce, which take half of these bytes.
 constexpr size_t kMostEarly = 1 << 20;
 
 }  // namespace
 
 Network::Network(std::shared_ptr<Engine> engine, std::unique_ptr<Interhost> interhost)
     : engine_(std::move(engine)), interhost_(std::move(interhost)) {
-  expected_.insert(0);  // the job's own communicator
+  expected_.insert(0);  // the job's own communicator is expected
   engine_->expect_io_thread();
   engine_->locked([this] { engine_->progressables().add(this); });
   try {
@@ -32,13 +32,14 @@ Network::Network(std::shared_ptr<Engine> engine, std::unique_ptr<Interhost> inte
 void Network::thread_main() {
   begin_thread("syncengine-io");
   auto progressed = [this] {
-    // What ended is stored, then it is seen whether anybody sleeps: the mirror image of Bell::listen().
+    // Ends are stored first, and then it is checked whether any thread sleeps. Bell::listen() does both in the opposite
+    // order, so one side sees the other.
     std::atomic_thread_fence(std::memory_order_seq_cst);
     engine_->progress();
   };
   if (!interhost_->has_steps()) return interhost_->run(progressed);
   for (auto last = Interhost::Step::Quiet; last != Interhost::Step::Over;) {
-    driver_.await_turn();  // once stopped, always
+    driver_.await_turn();  // true at once after stop()
     {
       std::lock_guard lock(moving_);
       last = interhost_->step(std::chrono::hours(1));
@@ -53,7 +54,7 @@ bool Network::claim() {
   return true;
 }
 
-// Until the own thread has left its step, there is nothing to do, or it is being woken.
+// Returns when the own thread has left its step, when there is nothing to do, or when it is being woken.
 bool Network::poll(Duration at_most) {
   if (!claimers_.owns_lock()) {
     if (at_most > Duration::zero())
@@ -85,7 +86,7 @@ void Network::notify() {
 
 Network::~Network() {
   if (engine_->arena()->forked()) {
-    thread_.detach();  // it runs in the parent only, and so do the connections
+    thread_.detach();  // a fork's child has neither the thread nor the connections
     (void)interhost_.release();
     return;
   }
@@ -105,7 +106,7 @@ uint64_t Network::expect() {
   return expectations_;
 }
 
-// What came when all that were under way have ended since belongs to none of them.
+// Drops early messages whose possible recipients have all been made or given up: nobody will claim them.
 void Network::expect_no_more(uint64_t expected) {
   expected_.erase(expected);
   std::erase_if(early_,

@@ -1,4 +1,5 @@
-// One process's connections to the ranks of other hosts: who moves the bytes, and whose message is whose.
+// One process's connections to the ranks of other hosts: which thread moves the bytes, and which communicator gets a
+// message.
 //
 // Ownership: the communicators that reach over hosts share a network; a network keeps the engine. Thread-safety: all
 // calls under the engine's progress lock, except those of IoLoop. Failure: garbage from a peer fails all communicators;
@@ -23,9 +24,9 @@ namespace syncengine::hosts {
 
 class InterhostMembers;
 
-// A transfer's tag: communicator, lane, chunk of the lane, envelope of the chunk, and whether the transfer is sent
-// unasked. The last part is for two ranks that mean different operations: one may send a transfer unasked where the
-// other waits for another size, and the two must not match.
+// The parts of a transfer's tag: communicator, lane, chunk of the lane, envelope of the chunk, and whether the transfer
+// is sent unasked. The last part is for two ranks that mean different operations: if one sends unasked what the other
+// expects in another size, the two must not match.
 inline constexpr int kFounderBits = 6, kCountBits = 16, kShrinkBits = 6;
 inline constexpr int kGroupBits = kFounderBits + kCountBits + kShrinkBits;
 inline constexpr int kLaneBits = 2, kUnaskedBits = 1, kChunkBits = 16, kEnvelopeBits = 17;
@@ -35,7 +36,7 @@ inline constexpr int kGroupShift = 64 - kGroupBits;
 
 // A communicator's number is its founder's rank in the job, how many communicators that rank has founded, and how often
 // this one was shrunk since. So no other rank can take the number, whatever other communicators are founded meanwhile.
-inline constexpr uint32_t kJobGroup = 0;  // the one of all ranks
+inline constexpr uint32_t kJobGroup = 0;  // the communicator of all ranks
 inline constexpr uint32_t kTooMany = uint32_t{1} << kGroupBits;
 constexpr uint32_t after_shrink(uint32_t group) { return (group + 1) % (1 << kShrinkBits) == 0 ? kTooMany : group + 1; }
 constexpr bool was_shrunk(uint32_t group) { return group % (1 << kShrinkBits) != 0; }
@@ -50,7 +51,7 @@ class Network final : public IoLoop, private Progressable {
  public:
   Network(std::shared_ptr<Engine> engine, std::unique_ptr<Interhost> interhost);
   ~Network() override;
-  // By any thread, the network's own as well.
+  // Any thread may call this, the network's own as well.
   static void destroy(Network* network) { delete_off(network->thread_, network); }
 
   const std::shared_ptr<Engine>& engine() const { return engine_; }
@@ -58,15 +59,15 @@ class Network final : public IoLoop, private Progressable {
 
   // A number for a new communicator whose first member is this rank, `rank` of the job; kTooMany if none is left.
   uint32_t take_number(int rank);
-  // Between these two calls a communicator is being made that this rank may be a member of: messages for it that come
+  // Between these two calls a communicator is being made of which this rank may be a member: messages that come for it
   // before enroll() are kept.
   uint64_t expect();
   void expect_no_more(uint64_t expected);
-  // Hands over the messages that came before.
+  // Makes `members` the recipient of its communicator's messages, and hands over those that came before.
   void enroll(uint32_t group, InterhostMembers* members);
   void forget(uint32_t group);
 
-  void hear_all();  // hands all received messages to whom they are for
+  void hear_all();  // hands all received messages to their communicators
   void withdraw(uint32_t group, const std::vector<int>& members, const Error& error);  // ranks of the job
 
   bool claim() override;
@@ -79,7 +80,7 @@ class Network final : public IoLoop, private Progressable {
   void thread_main();
   void deliver(Interhost::Message message);
 
-  // Progressable, under the progress lock: messages are heard before anything else is done.
+  // Called under the progress lock: messages are heard before anything else is done.
   bool advance() override;
 
   std::shared_ptr<Engine> engine_;
@@ -87,18 +88,18 @@ class Network final : public IoLoop, private Progressable {
   std::map<uint32_t, InterhostMembers*> members_;
   size_t early_bytes(int peer) const;
   struct Early {
-    uint64_t expected;  // the last expectation when a message came
+    uint64_t expected;  // the number of the last expect() when a message came
     std::vector<Interhost::Message> messages;
   };
-  std::map<uint32_t, Early> early_;  // by communicators that this rank is about to make, or will not know
-  uint32_t founded_ = 0;             // communicators, by this rank
+  std::map<uint32_t, Early> early_;  // by communicators that this rank is about to make, or will never know
+  uint32_t founded_ = 0;             // communicators that this rank has founded
   uint64_t expectations_ = 0;        // calls of expect() so far
-  std::set<uint64_t> expected_;      // those that expect_no_more() has not ended
+  std::set<uint64_t> expected_;      // calls of expect() without expect_no_more() yet
   bool heard_ = false;
 
   std::mutex moving_;  // held by the thread that makes steps; a thread that asks for it holds no other lock
-  std::unique_lock<std::mutex> claimers_{moving_, std::defer_lock};  // of the thread that has claimed
-  std::atomic<bool> woken_{false};                                   // the thread that has claimed
+  std::unique_lock<std::mutex> claimers_{moving_, std::defer_lock};  // held by the thread that has claimed
+  std::atomic<bool> woken_{false};                                   // the thread that has claimed is to return
   Driver driver_{Driver::Kind::Found, [] { return true; }};
   std::thread thread_;
 };

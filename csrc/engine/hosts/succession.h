@@ -1,21 +1,21 @@
-// Who makes up the communicator that follows a failed one: what one member does next, as a pure function of what it
-// sees. Members are bits of a mask, and so are hosts.
+// Decides who makes up the communicator that follows a failed one: the next act of one member, as a pure function of
+// what it sees. Members are bits of a mask, and so are hosts.
 //
 // Each host lists its members, once. A member arrives: it publishes where its part of the next communicator lies, and
-// from then on does nothing but look. Whoever sees that all others of its host have arrived or are gone lists those who
-// are left, by one compare-and-swap on a word that they all see. The first list counts. A member that has not arrived
-// after the others' patience is left out. It is fenced: it finds the list when it comes, and the next communicator has
-// nothing that it knows the place of.
+// from then on does nothing but look. A member that sees that all others of its host have arrived or are gone lists
+// those that are left, by one compare-and-swap on a word that they all see. The first list counts. A member that has
+// not arrived after the others' patience is left out. Such a member is fenced: it finds the list when it comes, and it
+// does not know where anything of the next communicator lies.
 //
 // Hosts then agree on which of them go on. Each host has one word: the hosts without which it goes on, to which members
 // only add, and its own bit once that is decided. Every member tells all members of other hosts each change, before it
-// does anything else. A host decides when all that it goes on with have told the same word, and the others take its
-// decision over. A host hears nothing of those without which it goes on. So hosts that are left decide alike, whoever
-// dies and whenever. On one host nothing is left to agree on: its list is the decision.
+// does anything else. A host decides when all hosts with which it goes on have told the same word, and the others take
+// over its decision. A host hears nothing of hosts without which it goes on. So hosts that are left decide alike,
+// whoever dies and whenever. A job of one host has nothing left to agree on: the list is the decision.
 //
-// A host that can't be reached may live, however its connections have ended. So hosts go on without it only if they had
-// more than half of all members, or half of them with the first, or if its members are known to have ended: two parts
-// of the members never go on beside each other.
+// A host that can't be reached may live, however its connections have ended. So hosts go on without it only if they
+// have more than half of all members, or half of them with the first, or if its members are known to have ended: two
+// parts of the members never go on beside each other.
 //
 // Thread-safety: pure.
 #pragma once
@@ -27,41 +27,41 @@
 
 namespace syncengine {
 
-// What a host's members have in common.
+// The words that a host's members have in common.
 struct HostVerdict {
-  uint64_t members = 0;  // of this host, once it has listed them, and of the hosts that have told it theirs
-  uint64_t word = 0;     // the hosts without which it goes on; its own bit: decided
+  uint64_t members = 0;  // of this host, once listed, and of hosts that have told their lists
+  uint64_t word = 0;     // the hosts without which it goes on; the own bit means decided
   bool operator==(const HostVerdict&) const = default;
 };
 
-// What a member sees.
+// Everything that a member sees when it decides on its next act.
 struct Outlook {
   int me = 0;                       // a member
   size_t host = 0;                  // its own
-  std::vector<uint64_t> hosts;      // of each host its members
+  std::vector<uint64_t> hosts;      // of each host: its members
   HostVerdict own;                  // `word` was read before `members`, and both before all else
-  std::vector<HostVerdict> others;  // of each host what it has told last; the own one is not used
-  uint64_t arrived = 0;             // of the own host
-  // Members that will never come: of the own host the dead, of others those that can't be reached any more. `ended` are
-  // those of them whose processes are known to have ended. Whoever is gone may have arrived.
+  std::vector<HostVerdict> others;  // of each host: its last verdict told; the own entry is unused
+  uint64_t arrived = 0;             // of this host
+  // Members that will never come: on this host the dead, on others those that can't be reached any more. `ended` are
+  // those of them whose processes are known to have ended. A member that is gone may have arrived before.
   uint64_t gone = 0, ended = 0;
-  // Nothing has changed for long enough: to leave out a member of the own host; and another host, whose members have
-  // waited for each other before.
+  // Whether nothing has changed for long enough to leave out a member of this host (`impatient`), or another host,
+  // whose members have first waited for each other (`tired`).
   bool impatient = false, tired = false;
   bool operator==(const Outlook&) const = default;
 };
 
-// Of its own verdict, what it tells others: its list and its word, and who goes on once that is decided.
+// The part of a host's verdict that it tells other hosts: its list and its word and, once that is decided, who goes on.
 constexpr HostVerdict to_tell(const HostVerdict& own, size_t host, uint64_t locals) {
   return {.members = own.word >> host & 1 ? own.members : own.members & locals, .word = own.word};
 }
 
 struct Succession {
   enum class Do : uint8_t {
-    Look,    // again, later
-    List,    // `value`: of the own host, unless somebody has; and look again
-    State,   // `value`, in the place of the host's word that was read; and look again
-    Join,    // the next communicator, of the members `value`
+    Look,    // look again, later
+    List,    // list `value` as the own host's members, unless a list exists; then look again
+    State,   // put `value` in the place of the host's word that was read; then look again
+    Join,    // make the next communicator, of the members `value`
     Fenced,  // the members `value` have gone on without this one
     Few,     // the members `value` may live, and go on
   };
@@ -69,7 +69,7 @@ struct Succession {
   uint64_t value = 0;
 };
 
-// Of member `me`, which has arrived.
+// The next act of member `me`, which has arrived.
 constexpr Succession succeed(const Outlook& sees) {
   using Do = Succession::Do;
   const uint64_t own_bit = uint64_t{1} << sees.host, locals = sees.hosts[sees.host];
@@ -87,7 +87,7 @@ constexpr Succession succeed(const Outlook& sees) {
       if (hosts >> host & 1) members |= sees.hosts[host];
     return members;
   };
-  // Whether nobody acts for a host.
+  // Whether all listed members of a host are lost, so that nobody acts for it.
   auto all_in = [&](uint64_t lost, size_t host) {
     const uint64_t its = sees.own.members & sees.hosts[host];
     return ((its != 0 ? its : sees.hosts[host]) & ~lost) == 0;
@@ -104,7 +104,7 @@ constexpr Succession succeed(const Outlook& sees) {
     if (has_decided && without_this) return {Do::Fenced, members & ~members_of(word & ~bit)};
     if (without & bit) continue;
     if (has_decided) return {Do::State, (word & ~bit) | own_bit};
-    if (next & bit) continue;  // of words that exclude each other only the first is taken
+    if (next & bit) continue;  // if words exclude each other, only the first is taken
     const bool is_told = (members & sees.hosts[host]) != 0 && !without_this;
     if (all_in(sees.gone, host))
       next |= bit;

@@ -19,8 +19,8 @@ struct LocalBootstrap::Address {
   char magic[8] = {'s', 'y', 'n', 'c', 'e', 'n', 'g', ' '};
   uint64_t arena_bytes = 0;
   uint64_t block_offset = 0;
-  char fd_exchange[FdExchange::kMostAddress] = {};  // with a secret: for the ranks alone
-  char host_key[kMostHostKey] = {};                 // who shares memory
+  char fd_exchange[FdExchange::kMostAddress] = {};  // contains a secret: for the ranks alone
+  char host_key[kMostHostKey] = {};                 // equal on ranks that share memory
 };
 
 namespace {
@@ -85,13 +85,14 @@ std::shared_ptr<Communicator> LocalBootstrap::connect(const std::vector<std::str
     parsed.push_back(parse(addresses.at(rank), names_.global(rank)));
     fd_exchanges.push_back(on[rank] == on[rank_] ? checked_text(parsed[rank].fd_exchange) : "");
   }
-  // Peers that have this rank's memory already believe in a communicator: they must hear if there will be none.
+  // Peers that have this rank's memory already take the communicator for made, so they must be told if it can't be.
   auto& end_record = reinterpret_cast<shm::GroupBlock*>(arena_->at(block_offset_))->end_record;
   try {
     auto joined = join(fd_exchange_.exchange(rank_, fd_exchanges, arena_->fd(), deadline, interrupted, names_), parsed,
                        on, make_interhost);
     if (!joined->spans_hosts()) return joined;
-    // Nobody leaves before all are connected with each other: to those who are not yet it would look like a failure.
+    // No rank leaves before all are connected with each other: to a rank that is not yet, leaving would look like a
+    // failure.
     Operation barrier{.collective = Collective::Barrier};
     barrier.describe = [] { return std::string("syncengine.init()"); };
     joined->run(std::move(barrier), interrupted);
@@ -117,7 +118,8 @@ std::map<int, ProcessWatch> LocalBootstrap::watch(const std::vector<Address>& ad
     const std::string key = addresses[rank].host_key;
     if (rank == rank_ || machine_of(key) != machine_of(host_key_)) continue;
     ProcessWatch process(FdExchange::process_of(addresses[rank].fd_exchange));
-    // Machines may be copies that have all in common: who is not seen on another host may be there.
+    // Machines that are copies of each other can't be told apart by their keys, so a process of another host that seems
+    // to have ended may live on another machine.
     if (process.sees() && (key == host_key_ || !process.has_ended()))
       watches.emplace(names_.global(rank), std::move(process));
   }

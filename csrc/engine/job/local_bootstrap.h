@@ -1,5 +1,5 @@
-// How the ranks of a job become a communicator: publish an address, learn everybody's, connect: those of a host through
-// its memory, hosts among each other through an Interhost.
+// Makes a communicator of a job's ranks: each publishes an address, learns all others', and connects: with ranks of its
+// host through memory, with other hosts through an Interhost.
 //
 // Ownership: the communicator outlives it. Thread-safety: one thread. Failure: throws; nothing is left behind.
 #pragma once
@@ -23,12 +23,12 @@ class EngineCommunicator;
 
 class LocalBootstrap {
  public:
-  // Without `count_callers` nobody knows which thread may still make a call, and ranks that wait for each other time
-  // out. `host_id`: see bootstrap/host.h. `global_ranks` is what messages call the ranks (empty: as they are).
+  // Without `count_callers` nobody knows which threads may still make a call, so ranks that wait for each other time
+  // out. `host_id`: see bootstrap/host.h. `global_ranks` are the ranks' names in texts (empty: their ranks).
   LocalBootstrap(int rank, int size, Options options, CountCallers count_callers = {}, const std::string& host_id = "",
                  std::vector<int> global_ranks = {});
 
-  // Opaque bytes for the launcher to exchange; the same length on every rank.
+  // Opaque bytes for the launcher to exchange, of the same length on every rank.
   std::string address() const;
 
   // The host of each rank, numbered from 0 in the order of ranks.
@@ -36,15 +36,16 @@ class LocalBootstrap {
   // Whether the hosts are parts of one machine, in one network namespace.
   bool on_one_network(const std::vector<std::string>& addresses) const;
 
-  // Connects this rank with those of other hosts. Called once the host's own ranks have each other's memory.
+  // Connects this rank with other hosts. Called when the host's own ranks have each other's memory.
   using MakeInterhost = std::function<std::unique_ptr<Interhost>()>;
 
-  // `addresses` by rank, the own one among them. Once. `make_interhost` is needed if there are several hosts.
+  // `addresses` are by rank, this rank's among them. Called once. `make_interhost` is needed if there are several
+  // hosts.
   std::shared_ptr<Communicator> connect(const std::vector<std::string>& addresses, Deadline deadline,
                                         const std::function<void()>& interrupted = {},
                                         const MakeInterhost& make_interhost = {});
 
-  struct Address;  // what address() is made of
+  struct Address;  // the parts of address()
 
  private:
   std::map<int, ProcessWatch> watch(const std::vector<Address>& addresses) const;

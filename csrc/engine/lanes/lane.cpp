@@ -14,8 +14,8 @@ namespace {
 
 static_assert(shm::kFlagWords == kMaxFlagWords);
 
-constexpr size_t kOneShotBytes = 1 << 10;  // up to here one exchange beats reading less
-constexpr size_t kDirectBytes = 1 << 20;   // of a rank's slice: how often a direct operation looks around
+constexpr size_t kOneShotBytes = 1 << 10;  // up to this size, one exchange beats reading less
+constexpr size_t kDirectBytes = 1 << 20;   // of a rank's slice: after so many bytes a direct operation looks around
 
 Path wanted_path(Algorithm algorithm, const Operation& operation, bool in_arena) {
   bool small = operation.collective == Collective::AllReduce && operation.input.bytes() <= kOneShotBytes;
@@ -28,7 +28,7 @@ Path wanted_path(Algorithm algorithm, const Operation& operation, bool in_arena)
   return Path::Staged;
 }
 
-// Whether the order of the two counts.
+// Whether the two operations must keep their order, since one writes memory that the other uses.
 bool collide(const Operation& a, const Operation& b) {
   return a.output.overlaps(b.output) || a.output.overlaps(b.input) || a.input.overlaps(b.output);
 }
@@ -46,7 +46,8 @@ void Lane::enqueue(Item item) {
   if (state_.queue.size() == 1) await_memory();
 }
 
-// What goes by a plan has memory of its own.
+// Finds the last open operation whose memory the next call of the program uses, and which must end first. Announced
+// operations need no such check: buckets of a plan never overlap.
 void Lane::await_memory() {
   state_.opens_after = 0;
   if (state_.queue.empty() || state_.queue.front().key != kNoKey) return;
@@ -73,7 +74,7 @@ bool Lane::advance(size_t budget) {
   state_.moved_bytes = 0;
   bool moved = false, again = true;
   while (again && state_.moved_bytes <= budget) {
-    // Oldest first: a pulled chunk frees its slot.
+    // The oldest chunks come first, since pulling a chunk frees its slot.
     again = pull_one();
     again |= reduce_one();
     again |= stage_one();
@@ -84,8 +85,8 @@ bool Lane::advance(size_t budget) {
   return moved;
 }
 
-// Tells the peers where in the own arena the operation's spans lie; returns OpRecord::spans. The direct path needs
-// plain unscaled contributions.
+// Tells the peers where this rank's spans lie in its arena, and returns OpRecord::spans. The direct path needs
+// contributions that are not scaled.
 int64_t Lane::publish_spans(const Operation& operation, uint64_t number) {
   const auto& spans = operation.input.spans();
   if (spans.empty() || spans.size() > shm::kMaxSpans || operation.prescale != 1.0) return -1;
@@ -101,7 +102,8 @@ int64_t Lane::publish_spans(const Operation& operation, uint64_t number) {
   return static_cast<int64_t>(hash >> 1);
 }
 
-// Where `member` has the operation's spans, as it says: bounds are checked, the lengths have been compared.
+// The spans of `member`, at the offsets that it has published. Bounds are checked here; lengths have been compared
+// before.
 SpanList Lane::spans_of(int member, uint64_t operation, const Operation& asked) const {
   if (member == state_.group.rank) return asked.input;
   const int64_t* offsets = state_.group.block(member).lanes[state_.id].span_offsets[operation % shm::kRecords];
@@ -145,7 +147,7 @@ bool Lane::open() {
   return true;
 }
 
-// Every rank comes to the same path: it follows from what all ranks published.
+// All ranks choose the same path, since it follows from what all have published.
 bool Lane::choose_path(uint64_t operation, Active& active) {
   if (active.path_known) return true;
   const Operation& asked = active.item.operation;
@@ -169,7 +171,8 @@ bool Lane::choose_path(uint64_t operation, Active& active) {
   return true;
 }
 
-// Where all ranks have their spans; the path is staged if one has not all of them in its arena. False: not yet known.
+// Finds the spans of all ranks; the path is staged unless each has all of them in its arena. Returns false while that
+// is not known.
 bool Lane::find_peers_spans(uint64_t operation, Active& active) {
   const Operation& asked = active.item.operation;
   if (state_.group.size == 1) {
@@ -191,7 +194,7 @@ bool Lane::find_peers_spans(uint64_t operation, Active& active) {
   return true;
 }
 
-// Fills plan_ and the runner's bases for the chunk at `cursor`. Returns the chunk's bytes.
+// Fills plan_ and the runner's bases for the chunk at `cursor`, and returns the chunk's bytes.
 size_t Lane::prepare(const Active& active, const Cursor& cursor) {
   const Operation& operation = active.item.operation;
   size_t block = block_bytes(operation);
@@ -219,7 +222,7 @@ void Lane::step(Cursor& cursor, LaneState::Field field, const char* point) {
   cursor.advance(active);
   (state_.own().*field).store(cursor.total, std::memory_order_release);  // release: the bytes before the count
   sync_point(point);
-  if (active.chunk_bytes > kOneShotBytes) state_.group.bell->ring_interested();  // else once at the end of the pass
+  if (active.chunk_bytes > kOneShotBytes) state_.group.bell->ring_interested();  // others: at the end of the pass
 }
 
 bool Lane::stage_one() {
@@ -275,7 +278,7 @@ bool Lane::retire() {
   Active& active = state_.active.front();
   bool agreed = compare(state_.retired, active);
   if (!agreed || !steps_.has_retire() || steps_.retire_blockers(false)) return false;
-  if (state_.is_cut_off(state_.retired)) return false;  // this rank slept through it
+  if (state_.is_cut_off(state_.retired)) return false;  // a peer failed before this operation had ended there
   ++state_.counters.operations;
   if (const auto* nonfinite = active.item.operation.nonfinite.get(); nonfinite && nonfinite->anywhere) {
     for (int member = 0; member < state_.group.size; ++member)
@@ -294,12 +297,12 @@ bool Lane::retire() {
   return true;
 }
 
-// An offset that was published is known to the peers, even if this rank has not chosen its path yet.
+// Includes operations whose path is not chosen yet: their published offsets are known to the peers all the same.
 void Lane::add_direct_memory(std::vector<ArenaRange>& ranges) const {
   for (const Active& active : state_.active) {
     bool direct = active.in_arena && (!active.path_known || active.path == Path::Direct);
     if (!direct) continue;
-    // Over hosts transfers read it straight from here, and their receivers may hear of the failure too late.
+    // Between hosts, transfers read this memory directly, and their receivers may be told of the failure too late.
     const bool apart = active.item.operation.collective == Collective::AllReduce || exchange_;
     for (const Span& span : active.item.operation.input.spans())
       ranges.push_back({static_cast<size_t>(span.data - state_.group.arena->at(0)), span.bytes, apart});

@@ -1,7 +1,7 @@
 // A stream of operations that all ranks of a group run in the same order, chunk by chunk, each phase as far ahead as
 // the peers allow: stage -> reduce -> pull. Operations of different lanes overtake each other. Operations of one lane
-// pipeline, with one exception: an operation on memory that an earlier operation works on begins when that one has
-// ended. So calls have the effect of their order.
+// pipeline, with one exception: an operation begins only when all earlier ones on the same memory have ended. So calls
+// have the effect of their order.
 //
 // Ownership: a lane owns its queued operations. Thread-safety: all calls under the engine's progress lock. Aliasing:
 // see Operation. Failure: advance() throws Mismatch; the caller fails the group.
@@ -16,7 +16,7 @@
 
 namespace syncengine {
 
-// In the trace: `item` is announced, or called.
+// Records that `item` was announced, or called.
 void trace_announced(const Group& group, const LaneState::Item& item);
 
 class Lane {
@@ -26,7 +26,7 @@ class Lane {
   static constexpr uint64_t kNoKey = LaneState::kNoKey;
 
   // References that keep an ended operation's memory alive go to `trash`, to be dropped once the progress lock is free:
-  // a tensor's last reference may take Python's lock. `make_exchange`: if the group reaches over hosts.
+  // a tensor's last reference may take Python's lock. `make_exchange` is for groups that reach over hosts.
   using MakeExchange = std::function<std::unique_ptr<Exchange>(LaneState& state)>;
   Lane(const Group& group, int id, Algorithm algorithm, Trash& trash, const MakeExchange& make_exchange = {});
 
@@ -34,10 +34,10 @@ class Lane {
   // Enqueues a call of the program, and lets the peers know of the call before it can open.
   void call(Item item);
 
-  // Makes all steps that need no waiting, about `budget` bytes of them. True if anything moved.
+  // Makes all steps that need no waiting, for about `budget` bytes. Returns whether anything moved.
   bool advance(size_t budget);
 
-  // What it waits for.
+  // The steps of the phases, and what each of them waits for.
   const LaneSteps& steps() const { return steps_; }
   const Item* oldest() const {
     return state_.active.empty() ? (state_.queue.empty() ? nullptr : &state_.queue.front())

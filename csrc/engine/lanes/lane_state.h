@@ -1,5 +1,5 @@
-// What the phases of a lane share: its open operations, how far each phase is, and what the peers have published of
-// theirs.
+// State that the phases of a lane share: its open operations, each phase's progress, and what the peers have published
+// of theirs.
 //
 // Ownership: the lane's. Thread-safety: under the engine's progress lock. Failure: compare() throws Mismatch.
 #pragma once
@@ -26,20 +26,20 @@ struct LaneState {
     std::shared_ptr<Work> work;
     Clock::time_point since;
     uint64_t key = kNoKey;                    // announcement slot
-    std::shared_ptr<const Slots> slots = {};  // that it is one of: held until the operation has ended
+    std::shared_ptr<const Slots> slots = {};  // the slots of `key`, held until the operation has ended
   };
   struct Active {
     Item item;
-    bool in_arena;          // all its spans, as published
+    bool in_arena;          // all its spans lie there, as published
     uint64_t verified = 0;  // peers whose record agreed
     bool path_known = false;
     Path path = Path::Staged;
     uint64_t chunks = 0;
     size_t chunk_bytes = 0;
-    uint64_t end = 0;  // chunks of the lane up to and with this operation
+    uint64_t end = 0;  // chunks of the lane, including this operation's
     bool reduces = false, pulls = false, peers_read_user = false;
-    std::vector<SpanList> spans;  // direct path: each rank's
-    int64_t opened = 0;           // when; while this rank is traced
+    std::vector<SpanList> spans;  // direct path: of each rank
+    int64_t opened = 0;           // time of the opening, while this rank is traced
   };
   struct Cursor {
     uint64_t operation = 0;  // of the lane
@@ -66,9 +66,9 @@ struct LaneState {
   shm::OpRecord& record(int member, uint64_t operation) const {
     return group.block(member).lanes[id].records[operation % shm::kRecords];
   }
-  // A copy of it. Throws PeerLost if it is none.
+  // A copy of the member's record. Throws PeerLost if it is damaged.
   Checked<shm::OpRecord> checked_record(int member, uint64_t operation) const;
-  // Whether `member` has met what is not finite in its part of the result: known once the chunks are reduced.
+  // Whether `member` has met NaN or infinity in its part of the result. Valid once the operation's chunks are reduced.
   std::atomic<uint64_t>& noted(int member, uint64_t operation) const {
     return group.block(member).lanes[id].noted[operation % shm::kRecords];
   }
@@ -78,24 +78,25 @@ struct LaneState {
   bool takes_slot(const Active& active) const {
     return active.path_known && (active.path != Path::Direct || always_slots);
   }
-  // Members that have not counted so far yet: all of them, or one.
+  // Members whose counter is below `count`: all of them, or one.
   uint64_t behind(Field field, uint64_t count, bool all) const;
-  // Compares the peers' records with the own one as they come in, and takes over their flags. True once all agreed.
+  // Compares the peers' records with this rank's as they come in, and takes over their flags. Returns true once all
+  // agree.
   bool compare(uint64_t operation, Active& active) {
     return active.verified == peers || compare_more(operation, active);
   }
-  // Whether a peer has failed before it had ended this operation.
+  // Whether a peer has failed before this operation had ended there.
   bool is_cut_off(uint64_t operation) const {
     return group.any_failed([&](const shm::EndRecord& end_record) { return end_record.ended[id] <= operation; });
   }
-  void point_bases(const Active& active, uint64_t chunk);  // the runner's; `chunk` of the lane
+  void point_bases(const Active& active, uint64_t chunk);  // sets the runner's bases; `chunk` counts in the lane
 
   const Group& group;
   const int id;
   const uint64_t peers =
       (group.size == 64 ? ~uint64_t{0} : (uint64_t{1} << group.size) - 1) & ~(uint64_t{1} << group.rank);
   std::deque<Item> queue;     // not opened yet
-  uint64_t opens_after = 0;   // operations that must have ended before the next opens: one works on its memory
+  uint64_t opens_after = 0;   // operations that must have ended before the next one opens, as one works on its memory
   std::deque<Active> active;  // operations retired .. opened - 1
   uint64_t retired = 0, opened = 0;
   Cursor staged, reduced, pulled;
@@ -103,34 +104,34 @@ struct LaneState {
   size_t moved_bytes = 0;
   Counters counters;
   size_t slots = shm::kSlots, slot_bytes = shm::kSlotBytes;
-  bool always_slots = false;  // a chunk takes a slot's turn on the direct path, too
+  bool always_slots = false;  // a chunk counts as a user of a slot on the direct path, too
 
  private:
   bool compare_more(uint64_t operation, Active& active);
 };
 
-// What takes the place of a lane's reduce phase where its operations reach over hosts: chunks on their way between
-// them. hosts/interhost_exchange.h is one.
+// Takes the place of a lane's reduce phase if its operations reach over hosts: the chunks on their way between hosts.
+// hosts/interhost_exchange.h implements it.
 //
 // Ownership: the lane's, with whose state it works. Thread-safety: under the engine's progress lock. Failure: Mismatch,
-// or what failed a transfer.
+// or the error that failed a transfer.
 
 class Exchange {
  public:
   using Active = LaneState::Active;
   virtual ~Exchange() = default;
 
-  virtual void on_opened(uint64_t operation) = 0;  // its record is published on this host
+  virtual void on_opened(uint64_t operation) = 0;  // the operation's record is published on this host
   virtual Path wanted_path(const Active& active) const = 0;
   virtual size_t chunk_bytes(const Active& active) const = 0;  // the same on all hosts, whatever the path
   virtual void plan(const Chunk& chunk, ChunkPlan& plan) const = 0;
-  // In the place of LaneState::compare(): with the other hosts', too.
+  // Takes the place of LaneState::compare(), and compares with the other hosts, too.
   virtual bool compare(uint64_t operation, Active& active) = 0;
 
-  virtual bool advance() = 0;                              // true if anything moved
-  virtual bool has_arrived(uint64_t chunk) const = 0;      // of the lane: its results are in this host's memory
-  virtual bool uses_own_memory(uint64_t chunk) const = 0;  // its envelopes still leave this rank's memory
-  virtual void drop_all() = 0;                             // after its transfers were withdrawn
+  virtual bool advance() = 0;                          // returns whether anything moved
+  virtual bool has_arrived(uint64_t chunk) const = 0;  // results of this chunk of the lane are in this host's memory
+  virtual bool uses_own_memory(uint64_t chunk) const = 0;  // envelopes of this chunk still leave this rank's memory
+  virtual void drop_all() = 0;                             // called when its transfers have been withdrawn
 };
 
 }  // namespace syncengine

@@ -23,7 +23,7 @@ uint64_t LaneSteps::pull_blockers(bool all) const {
     return state.behind(kReduced, state.pulled.total + 1, all) | own;
   }
   if (!active.pulls) return 0;
-  // Broadcast waits for its root alone, everything else for everybody.
+  // A broadcast waits for its root alone; other operations wait for all members.
   const Operation& operation = active.item.operation;
   if (operation.collective != Collective::Broadcast) return state.behind(kReduced, state.pulled.total + 1, all);
   // acquire: the staged bytes
@@ -35,12 +35,12 @@ uint64_t LaneSteps::reduce_blockers(bool all) const {
   return state.at(state.reduced.operation).reduces ? state.behind(kStaged, state.reduced.total + 1, all) : 0;
 }
 
-// A slot's last chunk must have been read by everybody: this rank, and
+// Whether this rank has read the last chunk of the slot that the next chunk takes.
 bool LaneSteps::has_slot() const {
   return state.pulled.total + state.slots > state.staged.total || !state.takes_slot(state.at(state.staged.operation));
 }
 
-// its peers.
+// Members that have not opened the operation, or not read the last chunk of the slot that the next chunk takes.
 uint64_t LaneSteps::stage_blockers(bool all) const {
   const LaneState::Active& active = state.at(state.staged.operation);
   if (!active.path_known) return state.behind(kOpened, state.staged.operation + 1, all);
@@ -48,7 +48,7 @@ uint64_t LaneSteps::stage_blockers(bool all) const {
   return state.behind(kPulled, state.staged.total - state.slots + 1, all);
 }
 
-// A record is overwritten only after every rank has compared it with its own.
+// A record may be overwritten only when every rank has compared it with its own.
 uint64_t LaneSteps::open_blockers(bool all) const {
   return state.opened < shm::kRecords
              ? 0

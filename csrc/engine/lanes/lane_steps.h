@@ -1,4 +1,5 @@
-// What each phase of a lane waits for: its steps ask before they go, sleepers for whom to wake up, errors for names.
+// The conditions of each phase's next step: for the steps themselves, for sleepers that must know who can wake them,
+// and for errors that name ranks.
 //
 // Ownership: a view of the lane's state, and of its exchange. Thread-safety: under the engine's progress lock. Failure:
 // none.
@@ -12,9 +13,9 @@ namespace syncengine {
 
 struct LaneSteps {
   const LaneState& state;
-  const Exchange* exchange;  // null: none
+  const Exchange* exchange;  // null within a host
 
-  // Whether a phase has a next step that this rank itself is ready for.
+  // Whether a phase has a next step, as far as this rank alone is concerned.
   bool has_retire() const { return state.pulled.operation != state.retired; }
   bool has_pull() const { return state.pulled.total != state.reduced.total; }
   bool has_reduce() const { return state.reduced.total != state.staged.total; }
@@ -22,16 +23,16 @@ struct LaneSteps {
   bool has_open() const {
     return !state.queue.empty() && state.active.size() != shm::kRecords && state.retired >= state.opens_after;
   }
-  bool has_slot() const;  // for the next chunk, as far as is known
+  bool has_slot() const;  // for the next chunk, as far as this rank knows
 
-  // And the members (bit per group rank) that this step waits for, all or one: without any, the step may be made. The
-  // own bit: envelopes still leave this rank's memory.
+  // The members (one bit per group rank) for whom that step waits, all of them or one; none if the step may be made.
+  // This rank's own bit means that envelopes still leave its memory.
   uint64_t retire_blockers(bool all) const;
   uint64_t pull_blockers(bool all) const;
   uint64_t reduce_blockers(bool all) const;
   uint64_t stage_blockers(bool all) const;
   uint64_t open_blockers(bool all) const;
-  uint64_t compare_blockers(bool all) const;  // of the oldest operation
+  uint64_t compare_blockers(bool all) const;  // for the oldest operation
 
   // Members whose next step this rank needs: all such members, or one for each reason to wait.
   uint64_t missing(bool all) const;

@@ -1,4 +1,4 @@
-// Do all ranks mean the same operation? Fingerprints compared before a byte is used, always.
+// Checks that all ranks mean the same operation. Fingerprints are always compared before any byte is used.
 #pragma once
 
 #include <string>
@@ -12,11 +12,11 @@ namespace syncengine {
 // "all_reduce(sum, float32, 1000 elements)", or the operation's own words.
 std::string describe(const Operation& operation);
 
-// A copy of a record whose enumerators are such. Throws PeerLost, naming the rank that has written the record.
+// A copy of a record whose enumerators have been checked. Throws PeerLost, naming the rank that has written the record.
 Checked<shm::OpRecord> check(const shm::OpRecord& copy, int rank);
 
-// Throws Mismatch, naming both sides by their ranks in the job, unless the peer's record agrees with the own one of
-// `operation`. Every operation comes here once for each peer.
+// Throws Mismatch, naming both sides by their ranks in the job, unless the peer's record agrees with this rank's record
+// of `operation`. Called for every operation, once for each peer.
 void require_same(int me, const Checked<shm::OpRecord>& mine, int peer, const Checked<shm::OpRecord>& theirs,
                   const Operation& operation);
 

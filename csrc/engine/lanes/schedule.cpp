@@ -32,7 +32,7 @@ void Schedule::announce(Lane::Item item) {
   sync_point("announced");
 }
 
-// The words are complete before peers look at them: first the text, then the step, then the count.
+// Peers look at the count first, then at the step, then at the text. So they are stored in the opposite order.
 void Schedule::refuse(const Slots& slots, uint64_t step, const std::string& text) {
   shm::GroupBlock& own = group_.own();
   for (size_t i = 0; i < Slots::kTextWords; ++i) {
@@ -84,7 +84,7 @@ uint64_t Schedule::refusals() const {
   return count;
 }
 
-// Looks only where something was refused since the last look, or announced behind a refusal.
+// Does nothing unless a step was refused since the last call, or an operation announced since while refusals stand.
 bool Schedule::drop_refused() {
   if (waiting_.empty()) return false;
   const uint64_t count = refusals();
@@ -158,7 +158,7 @@ bool Schedule::append_ready() {
   shm::Schedule& log = group_.own().schedule;
   uint64_t length = log.length.load(std::memory_order_relaxed);  // relaxed: its only writer
   uint64_t before = length;
-  // Entries from taken_ on are this rank's own waiting operations that it has logged already.
+  // Entries from taken_ on are waiting operations of this rank that it has logged already.
   for (size_t i = length - taken_; i < waiting_.size(); ++i) {
     if (late(waiting_[i].item.key, waiting_[i].step, false)) continue;
     auto is_logged = [&](const Announced& other) { return &other < &waiting_[length - taken_]; };
@@ -195,7 +195,7 @@ bool Schedule::take_scheduled() {
   return moved;
 }
 
-// Nothing of the step runs behind its end.
+// Drops the rest of the step: nothing of it runs after its end.
 void Schedule::end_step(const Announced& end) {
   const auto& slots = end.item.slots;
   ends_[slots->first()].taken = end.step;
@@ -206,7 +206,8 @@ void Schedule::end_step(const Announced& end) {
   });
 }
 
-// As what a later holder of the slots takes for numbers of steps, text would be too high.
+// Zeroes the text words before the slots are reused: the next holder reads every word as a step number, and leftover
+// text would look like a huge one.
 void Schedule::withdraw_refusals() {
   std::erase_if(ending_, [this](const auto& ending) {
     const auto& [slots, end] = ending;
@@ -225,7 +226,7 @@ uint64_t Schedule::missing(bool all) const {
   uint64_t members = 0;
   for (const Announced& announced : waiting_) {
     uint64_t others = late(announced.item.key, announced.step, all || group_.rank == 0);
-    // Only rank 0 acts on the others' announcements; everybody else sleeps until rank 0 does.
+    // Only rank 0 acts on the others' announcements, so all others sleep until rank 0 does.
     if (group_.rank == 0)
       members |= all ? others : others & -others;
     else

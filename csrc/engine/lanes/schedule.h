@@ -1,20 +1,20 @@
-// The order of announced operations: gradient buckets, which become ready in another order on each rank. And what
-// becomes of those that some rank will not announce.
+// Orders announced operations, which are gradient buckets that become ready in a different order on each rank, and
+// drops those that some rank will not announce.
 //
 // Rank 0 of the group appends an operation to a log when all ranks have announced it; every rank runs the log in order.
-// So nothing waits for one bucket, and no two ranks ever hold staging memory for different ones.
+// So no rank waits for one bucket, and no two ranks ever hold staging memory for different ones.
 //
 // Announced operations belong to steps of a model, which all members count alike (slots.h). A member that can't go on
-// with a step stores the step's number as `refused`, behind all of its announcements of that step, and announces
-// nothing more of the step but its end. So of a member that has refused a step all is known that it will ever announce
-// of that step: what it has not announced never runs, and each rank fails its own part of that by itself.
+// with a step stores the step's number as `refused`, after all of its announcements of that step, and announces nothing
+// more of the step but its end. So of a member that has refused, all that it will ever announce of the step is known.
+// Operations that it has not announced never run, and each rank fails its own part of them by itself.
 //
 // The end of a refused step is an operation of its own, which good steps do not have. Every member announces the end as
 // its last operation of the step, and begins no other step of the model before the end has run. So no slot holds the
 // number of a later step while some member still waits for that slot in the refused one.
 //
 // Ownership: owns the announced operations until they are scheduled. Thread-safety: under the engine's progress lock.
-// Failure: advance() throws Aborted where a member has refused a step of which this rank has the results.
+// Failure: advance() throws Aborted if a member has refused a step of which this rank has the results.
 #pragma once
 
 #include <algorithm>
@@ -32,21 +32,21 @@
 
 namespace syncengine {
 
-// What one member says about an operation. It may run when all members say so.
+// One member's say about an operation, which may run when all members say Runs.
 enum class Turn : uint8_t {
   Waits,    // has not said yet
   Runs,     // has announced it
   Refused,  // has refused the step without having announced it: it never runs
 };
 
-// `refused` must have been read before `announced`: what is stored first is read last.
+// `refused` must have been read before `announced`, since it is stored after it.
 inline Turn turn_of(uint64_t step, uint64_t refused, uint64_t announced) {
   if (announced == step) return Turn::Runs;
   return refused == step ? Turn::Refused : Turn::Waits;
 }
 
-// Whether this member, in `step`, has passed over a step that another member has refused: it had its results, and the
-// other raised when it had them, too. `ended`: the last step of which this member has announced the end.
+// Whether this member, now in `step`, has passed over a step that another member has refused: both had the results of
+// that step, and the other then failed. `ended` is the last step whose end this member has announced.
 inline bool passed_over(uint64_t step, uint64_t ended, uint64_t refused) { return ended < refused && refused < step; }
 
 class Schedule {
@@ -56,25 +56,26 @@ class Schedule {
 
   // Publishes that this rank is ready for `item.key`, in the step that its work's place names.
   void announce(Lane::Item item);
-  // This rank announces nothing more of this step but its end.
+  // Notes that this rank announces nothing more of this step but its end.
   virtual void refuse(const Slots& slots, uint64_t step, const std::string& text);
-  // The reason of a member for the last step that it has refused, if that has not ended; else empty.
+  // The member's reason for the last step that it has refused, or empty if that step has ended.
   std::string refusal_of(int member) const;
-  // The reason of the last step that this rank has refused, or that a refusal has ended here, if the step has not ended
-  // on all ranks; else empty.
+  // The reason of the last step that this rank has refused, or in which it met a peer's refusal, while the step has not
+  // ended on all ranks; else empty.
   std::string refusal_met() const;
   bool advance();
-  // From now on members may announce slots below `count`: before the first of them can have reserved one of these.
+  // Members may announce slots below `count` from now on. Called before the first of them can have reserved such a
+  // slot.
   void expect_slots(uint64_t count) { expected_slots_ = std::max(expected_slots_, count); }
   uint64_t expected_slots() const { return expected_slots_; }
-  // When the lane has advanced: refusals whose steps have ended are in force no more.
+  // Called when the lane has advanced: refusals whose steps have ended are in force no more.
   void withdraw_refusals();
 
   uint64_t missing(bool all) const;
-  uint64_t blocking_ranks() const;                             // of the oldest
+  uint64_t blocking_ranks() const;                             // for the oldest operation
   uint64_t not_announced(uint64_t slot, uint64_t step) const;  // members
   const Lane::Item* oldest() const { return waiting_.empty() ? nullptr : &waiting_.front().item; }
-  void fail_all();  // hands its operations to the lane, which must fail them next
+  void fail_all();  // hands its operations to the lane, which the caller fails next
 
  protected:  // hosts/interhost_members.h agrees with other hosts before it appends
   struct Announced {
@@ -83,11 +84,11 @@ class Schedule {
     uint64_t ended;  // see passed_over()
     bool is_end() const { return item.key == item.slots->end_slot(); }
   };
-  // Members that have not announced it yet: all of them, or the first.
+  // Members that have not announced the slot in this step: all of them, or the first.
   uint64_t late(uint64_t slot, uint64_t step, bool all) const;
   virtual bool append_ready();
-  bool has_room() const;  // for another entry: the oldest may be unread
-  // Whether something of the model's still waits for its turn: then it is not the turn of the end.
+  bool has_room() const;  // whether the log has room for another entry: its oldest may be unread
+  // Whether other operations of the model still wait for their turn, so that it is not the end's turn yet.
   template <class HasTurn>
   bool has_more(const Announced& end, const HasTurn& has_turn) const {
     for (const Announced& other : waiting_)
@@ -96,14 +97,15 @@ class Schedule {
   }
   bool take_scheduled();
 
-  // Refusals of all members, so far.
+  // The number of refusals of all members so far.
   virtual uint64_t refusals() const;
-  // The reason of some member that has refused the step without having announced it.
+  // The reason of a member that has refused the step without having announced the operation.
   virtual std::optional<std::string> reason_to_drop(const Announced& announced) const;
-  // `refused` and `theirs` of one member, see turn_of(). Throws Aborted with its `text` for a step that is passed over.
+  // `refused` and `theirs` are one member's words, see turn_of(). Throws Aborted with `text` if the step is passed
+  // over.
   static bool is_refused(const Announced& announced, uint64_t refused, uint64_t theirs,
                          const std::function<std::string()>& text);
-  // Whether the end of this step is in the past.
+  // Whether the end of this step has already been scheduled.
   bool has_ended(uint64_t first_slot, uint64_t step) const {
     auto known = ends_.find(first_slot);
     return known != ends_.end() && step <= known->second.taken;
@@ -122,13 +124,13 @@ class Schedule {
   void end_step(const Announced& end);
 
   struct End {
-    uint64_t announced = 0, taken = 0;  // steps: of the last end that this rank has announced, or found in the log
+    uint64_t announced = 0, taken = 0;  // the last step whose end this rank has announced, or found in the log
   };
   std::map<uint64_t, End> ends_;  // by a model's first slot; only of models with a refused step
-  // Of refused steps, ends that are on their way.
+  // Ends of refused steps that are on their way.
   std::vector<std::pair<std::shared_ptr<const Slots>, std::shared_ptr<Work>>> ending_;
-  std::map<uint64_t, std::string> met_;  // what peers have said of such steps, by a model's first slot
-  uint64_t judged_ = 0;                  // refusals that were looked at
+  std::map<uint64_t, std::string> met_;  // peers' reasons for such steps, by a model's first slot
+  uint64_t judged_ = 0;                  // refusals that drop_refused() has looked at
   bool has_unjudged_ = false;            // operations announced since then
   uint64_t expected_slots_ = 0;
 };

@@ -1,11 +1,5 @@
-// The slots of announced collectives that this rank holds on one communicator (communicator.h, reserve_slots).
-//
-// Each slot is a word in the shared memory of each member: the number of the step in which that member announced the
-// slot last. Steps that share memory one after the other have rising numbers: a holder's steps are counted from a base
-// that no member has passed.
-//
-// Ownership: whoever announces shares a `Slots`, and so does each of its announcements until it has ended; the last one
-// gives the slots back, on this rank alone, and nobody is told: ranks see it when they next look for a gap together.
+// Ownership: whoever announces shares a `Slots`, and so does each of its announcements until it has ended. The last of
+// them gives the slots back, on this rank alone; other ranks find that out when they next look for a gap together.
 // Thread-safety: any thread; nothing blocks.
 #pragma once
 
@@ -19,8 +13,8 @@ namespace syncengine {
 
 class SlotTable;
 
-// A run of slots. The holder's own come first. The last ones are for steps that a rank refuses: an operation that ends
-// such a step, and words of which only the member that refuses is the writer.
+// A run of slots. The holder's own come first. The last ones serve steps that a rank refuses: one for the operation
+// that ends such a step, and words that only the refusing member writes.
 class Slots {
  public:
   static constexpr size_t kTextWords = 126;
@@ -33,13 +27,13 @@ class Slots {
   Slots& operator=(const Slots&) = delete;
 
   uint64_t first() const { return first_; }
-  // The operation that ends a refused step.
+  // The slot of the operation that ends a refused step.
   uint64_t end_slot() const { return behind_; }
-  // The last step that a member has refused, and its reason: text up to a zero, or all of the words.
+  // The words of the last step that a member has refused, and of its reason: text up to a zero, or all of the words.
   uint64_t refused_word() const { return behind_ + 1; }
   uint64_t text_words() const { return behind_ + 2; }
 
-  // Of the holder's `step`, which it counts from 1, all ranks alike.
+  // The number in shared memory of the holder's `step`, which all ranks count alike, from 1.
   uint64_t number(uint64_t step) const { return base_ + step; }
   uint64_t base() const { return base_; }
 
@@ -52,16 +46,15 @@ class SlotTable : public std::enable_shared_from_this<SlotTable> {
  public:
   explicit SlotTable(uint64_t size) : size_(size) {}
 
-  // Where the first `count` neighbors begin, at or after `from`, that this rank does not hold; `size` if there are
-  // none.
+  // The first of `count` consecutive slots, at or after `from`, that this rank does not hold; `size` if there are none.
   uint64_t gap(uint64_t from, size_t count) const;
   uint64_t size() const { return size_; }
-  // Behind all that were ever taken.
+  // One more than the last slot that was ever taken.
   uint64_t end() const {
     std::lock_guard lock(mutex_);
     return end_;
   }
-  // Null if some of them are held. `base`: see Slots.
+  // Takes a run of slots; null if some of them are held. `base`: see Slots.
   std::shared_ptr<const Slots> take(uint64_t first, size_t count, uint64_t base = 0);
 
  private:
@@ -70,7 +63,7 @@ class SlotTable : public std::enable_shared_from_this<SlotTable> {
 
   const uint64_t size_;
   mutable std::mutex mutex_;
-  std::map<uint64_t, uint64_t> held_;  // first slot and the one behind the last
+  std::map<uint64_t, uint64_t> held_;  // the first slot of each run, and the end of the run
   uint64_t end_ = 0;
 };
 

@@ -61,14 +61,14 @@ bool MailboxRoute::announce(int destination, Matcher& matcher) {
   return true;
 }
 
-// For one more header.
+// Whether the mailbox has room for one more header.
 bool MailboxRoute::has_room(int destination) const {
   uint64_t announced = outbox(group_.rank, destination).announced.load(std::memory_order_relaxed);  // its only writer
   // acquire: the header that is overwritten has been read
   return announced - inbox(destination, group_.rank).heard.load(std::memory_order_acquire) < shm::kHeaders;
 }
 
-// What serve() finds something to do by.
+// Whether serve() would find anything to do.
 bool MailboxRoute::can_serve(int destination) const {
   const shm::Inbox& box = inbox(destination, group_.rank);
   if (box.wanted.load(std::memory_order_acquire) == outgoing_[destination].served) return false;  // acquire: the number
@@ -76,7 +76,7 @@ bool MailboxRoute::can_serve(int destination) const {
   return staged - box.emptied.load(std::memory_order_acquire) < shm::kFragments;  // acquire: as in serve()
 }
 
-// Gives the receiver the message that it wants.
+// Stages the next pieces of the message that the receiver wants.
 bool MailboxRoute::serve(int destination, Matcher& matcher) {
   Outgoing& to = outgoing_[destination];
   if (to.announced.empty()) return false;
@@ -132,7 +132,7 @@ bool MailboxRoute::hear(int source, Matcher& matcher) {
   return true;
 }
 
-// One message of a source at a time, in the order in which they were matched.
+// Asks a source for its next message: one at a time, in the order in which they were matched.
 bool MailboxRoute::fetch_next(int source, Matcher& matcher) {
   Incoming& from = incoming_[source];
   if (from.transfers.empty()) return false;
@@ -175,9 +175,10 @@ bool MailboxRoute::fetch_staged(int source, Transfer& transfer) {
   return moved;
 }
 
-// What others ask a mailbox route: whom it waits for, since when, which memory peers may read, and what it still has.
+// The questions that others ask a mailbox route: for whom it waits, since when, which memory peers may read, and which
+// posts it still has.
 
-// Of ranks of the communicator, those that are members of the group, as such.
+// The members of the group among `ranks` of the communicator.
 uint64_t MailboxRoute::among_members(uint64_t ranks) const {
   uint64_t members = 0;
   for (int member = 0; member < group_.size; ++member) members |= (ranks >> ranks_[member] & 1) << member;

@@ -1,7 +1,7 @@
-// Messages between the ranks of one host, through the mailboxes in their shared memory: large ones staged piece by
+// Messages between the ranks of one host, through the mailboxes in their shared memory; large ones are staged piece by
 // piece.
 //
-// A receiver asks for one message of a sender at a time. Only members that wait for messages look for them.
+// A receiver asks each sender for one message at a time. Only members that wait for messages look into their mailboxes.
 //
 // Ownership, thread-safety, failure: as MessageRoute.
 #pragma once
@@ -17,7 +17,7 @@ namespace syncengine {
 
 class MailboxRoute final : public MessageRoute {
  public:
-  // `ranks` of the group's members in the communicator.
+  // `ranks` are those of the group's members in the communicator.
   MailboxRoute(const Group& group, std::vector<int> ranks);
 
   bool reaches(int rank) const { return member_of(rank) >= 0; }
@@ -28,11 +28,11 @@ class MailboxRoute final : public MessageRoute {
   void visit(const std::function<void(Post&)>& each) override;
   void clear() override;
 
-  // Members of the group (not ranks) whose next step may help; those that this rank can't go on without, and that have
-  // left nothing for it to read.
+  // Masks of members of the group. interest(): whose next step may help. missing(): without whom this rank can't go on,
+  // and who have left nothing for it to read.
   uint64_t interest(const Matcher& matcher) const;
   uint64_t missing(const Matcher& matcher) const;
-  // Offsets of own memory of kFragmentsBytes each, which must be given back with the group.
+  // Offsets in this rank's arena of kFragmentsBytes each, which must be given back with the group.
   std::vector<size_t> fragments() const;
   static constexpr size_t kFragmentsBytes = shm::kFragments * shm::kFragmentBytes;
 
@@ -42,11 +42,11 @@ class MailboxRoute final : public MessageRoute {
     uint64_t number;
   };
   struct Outgoing {
-    std::deque<Post> waiting;        // for room to be announced
-    std::list<Sent> announced;       // that the receiver has not got yet
-    uint64_t served = 0;             // how many it wanted and got
-    size_t done = 0;                 // bytes staged of the one that it wants
-    std::byte* fragments = nullptr;  // own memory
+    std::deque<Post> waiting;        // until there is room to announce them
+    std::list<Sent> announced;       // until the receiver has got them
+    uint64_t served = 0;             // messages that the receiver has wanted and got
+    size_t done = 0;                 // bytes staged of the message that it wants now
+    std::byte* fragments = nullptr;  // in this rank's arena
     size_t fragments_offset = 0;     // of it
   };
   struct Transfer {
@@ -74,7 +74,7 @@ class MailboxRoute final : public MessageRoute {
 
   const Group& group_;
   std::vector<int> ranks_;
-  std::vector<Outgoing> outgoing_;  // by member of the group, as is what follows
+  std::vector<Outgoing> outgoing_;  // by member of the group, like the members below
   std::vector<Incoming> incoming_;
   size_t moved_bytes_ = 0;
 };

@@ -14,7 +14,7 @@ bool fits(const Message& receive, int source, const MessageHeader& header) {
          receive.tag == header.tag;
 }
 
-constexpr size_t kMostUnmatched = 1 << 14;  // of a source
+constexpr size_t kMostUnmatched = 1 << 14;  // messages of one source
 
 bool is_of_any(const Post& post) { return post.message.peer == Message::kAnySource; }
 
@@ -69,7 +69,7 @@ uint64_t Messenger::perhaps_awaited() const {
 }
 
 const Message* Messenger::waits_in_vain() const {
-  if (posted_ != receives_.size()) return nullptr;  // what is matched may still be coming
+  if (posted_ != receives_.size()) return nullptr;  // matched messages may still be coming
   auto found = std::find_if(receives_.begin(), receives_.end(), is_of_any);
   return found == receives_.end() ? nullptr : &found->message;
 }
@@ -90,7 +90,7 @@ void Messenger::arrive(int source, MessageHeader header) {
   begin(source, std::move(arrived), std::move(matched));
 }
 
-// Of what has arrived, the first that fits.
+// Matches a new receive with the first fitting message that has arrived.
 void Messenger::match_new(Post receive) {
   int best_source = -1;
   std::deque<Arrived>::iterator best;
@@ -112,7 +112,7 @@ void Messenger::begin(int source, Arrived arrived, Post receive) {
   try {
     require_same(source, arrived.header, receive);
   } catch (...) {
-    receives_.push_back(std::move(receive));  // to be failed with everything else
+    receives_.push_back(std::move(receive));  // fails with everything else
     unmatched_[source].push_back(std::move(arrived));
     throw;
   }

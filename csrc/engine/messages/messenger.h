@@ -1,8 +1,8 @@
-// Messages between the members of a communicator: matches what was sent to this rank with its receives, by sender,
-// channel and tag in the order of the calls. Routes move the bytes.
+// The messages between the members of a communicator: matches messages sent to this rank with its receives, by sender,
+// channel and tag, in the order of the calls. Routes move the bytes.
 //
 // Ownership: owns its routes and posted messages. Thread-safety: all calls under the engine's progress lock. Aliasing:
-// see Message. Failure: advance() throws Mismatch where the two sides mean different messages; the caller fails the
+// see Message. Failure: advance() throws Mismatch if the two sides mean different messages; the caller fails the
 // communicator.
 #pragma once
 
@@ -18,26 +18,26 @@ namespace syncengine {
 
 class Messenger final : private MessageRoute::Matcher {
  public:
-  // `global_ranks` of the members, for errors. `near` reaches those of the own host, `far` all others: null where
-  // there are none.
+  // `global_ranks` of the members are for errors. `near` reaches the members on this host, `far` all others; `far` is
+  // null if there are none.
   Messenger(int rank, std::vector<int> global_ranks, std::unique_ptr<MailboxRoute> near,
             std::unique_ptr<MessageRoute> far, Lane::Trash& trash);
 
   void post(Post post);  // never throws
 
-  // Does what can be done without waiting, about `budget` bytes of it. True if anything moved.
+  // Does what can be done without waiting, for about `budget` bytes. Returns whether anything moved.
   bool advance(size_t budget);
   bool idle() const { return posted_ == 0; }
 
-  // Of the own host, as members of its group: those whose next step may help; those that hold this rank up.
+  // Masks of this host's members of the group: whose next step may help, and who hold this rank up.
   uint64_t interest() const { return idle() ? 0 : near_->interest(*this); }
   uint64_t missing() const { return idle() ? 0 : near_->missing(*this); }
   uint64_t blocking_ranks() const { return missing(); }
-  // Once all others have left, and all that came is known: a receive of any source that nothing can end; or null.
+  // A receive of any source that nothing can end, since all others have left and all their messages are known; or null.
   const Message* waits_in_vain() const;
   const Lane::Item* oldest() const;
   void fail_all(const std::exception_ptr& error);
-  uint64_t messages() const { return messages_; }  // that ended well
+  uint64_t messages() const { return messages_; }  // messages that have ended well
 
   uint64_t interhost_bytes() const { return far_ ? far_->interhost_bytes() : 0; }
 
@@ -50,14 +50,14 @@ class Messenger final : private MessageRoute::Matcher {
     uint64_t order;
   };
 
-  // Matcher
+  // The routes' view of the messenger, as their Matcher.
   bool listens() const override { return !receives_.empty(); }
   uint64_t awaited() const override;
   uint64_t perhaps_awaited() const override;
   void arrive(int source, MessageHeader header) override;
   void finish(Post& post) override;
 
-  std::array<MessageRoute*, 2> routes() const { return {near_.get(), far_.get()}; }  // null where there is none
+  std::array<MessageRoute*, 2> routes() const { return {near_.get(), far_.get()}; }  // null where there is no route
   MessageRoute& route_to(int member) const { return near_->reaches(member) ? *routes()[0] : *far_; }
   void take(Post post);
   void match_new(Post receive);
@@ -71,9 +71,9 @@ class Messenger final : private MessageRoute::Matcher {
   std::unique_ptr<MessageRoute> far_;
   Lane::Trash& trash_;
   std::vector<std::deque<Arrived>> unmatched_;  // by source
-  std::deque<Post> fresh_;                      // not looked at yet
+  std::deque<Post> fresh_;                      // not matched yet
   std::list<Post> receives_;                    // unmatched, in the order of the calls
-  uint64_t posted_ = 0;                         // that have not ended
+  uint64_t posted_ = 0;                         // posts that have not ended
   uint64_t arrivals_ = 0;
   uint64_t messages_ = 0;
 };

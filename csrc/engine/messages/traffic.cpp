@@ -4,7 +4,7 @@ namespace syncengine {
 
 namespace {
 
-// Bytes of one pass: bounds how long a submitter or another lane waits for the lock.
+// Bytes of one pass, which limit how long a submitter or another lane waits for the lock.
 constexpr size_t kBudget = 1 << 20;
 
 }  // namespace

@@ -1,7 +1,7 @@
-// A communicator's operations and messages on their way, and what moves them.
+// A communicator's operations and messages under way: two lanes, the schedule, and the messenger that move them.
 //
 // Ownership: owns what it has taken over. Thread-safety: under the engine's progress lock. Failure: advance() throws
-// what can't go on; the communicator fails, and ends it.
+// errors after which it can't go on; the communicator fails, and ends it.
 #pragma once
 
 #include <algorithm>
@@ -29,7 +29,8 @@ namespace syncengine {
 
 // Calls of the program that no pass has taken over yet.
 //
-// Thread-safety: any thread; its lock is held for moments only. Failure: after end() the others throw what ended it.
+// Thread-safety: any thread; its lock is held for moments only. Failure: once end() was called, all other calls throw
+// its error.
 
 class Submissions {
  public:
@@ -39,7 +40,7 @@ class Submissions {
   };
   explicit Submissions(Work::Tally& tally) : tally_(tally) {}
 
-  // Matched by the order of the calls.
+  // Adds an operation that is matched by the order of the calls.
   std::shared_ptr<Work> add(Operation operation) {
     std::lock_guard lock(mutex_);
     auto work = begin_work();
@@ -47,7 +48,7 @@ class Submissions {
     batch_.operations.push_back({std::move(operation), work, Clock::now()});
     return work;
   }
-  // Matched by `slot` and the number of a step.
+  // Adds an operation that is matched by `slot` and the number of a step.
   std::shared_ptr<Work> add(Operation operation, std::shared_ptr<const Slots> slots, uint64_t slot, uint64_t step) {
     std::lock_guard lock(mutex_);
     auto work = begin_work();
@@ -56,7 +57,7 @@ class Submissions {
     batch_.operations.push_back({std::move(operation), work, Clock::now(), slot, std::move(slots)});
     return work;
   }
-  // Of any step, so far.
+  // The highest number that any announcement has given to a step so far.
   uint64_t highest_step() const {
     std::lock_guard lock(mutex_);
     return highest_step_;
@@ -71,7 +72,7 @@ class Submissions {
     batch_.posts.push_back({std::move(message), sends, std::move(item)});
     return work;
   }
-  // Gives what there is for an empty one, whose memory is used again.
+  // Exchanges the collected calls for an empty batch, whose memory is used again.
   void swap(Batch& batch) {
     std::lock_guard lock(mutex_);
     batch.operations.swap(batch_.operations);
@@ -94,7 +95,7 @@ class Submissions {
   }
 
   Work::Tally& tally_;
-  mutable std::mutex mutex_;  // guards the rest
+  mutable std::mutex mutex_;  // guards the members below
   Batch batch_;
   std::exception_ptr error_;
   uint64_t calls_ = 0, highest_step_ = 0;
@@ -102,13 +103,13 @@ class Submissions {
 
 class Traffic {
  public:
-  // What takes part of it where it reaches over hosts. hosts/interhost_members.h makes them.
+  // The parts that a communicator over several hosts brings along, made by hosts/interhost_members.h.
   struct Parts {
     Lane::MakeExchange exchange = {};
     std::function<std::unique_ptr<Schedule>(const Group& locals, Lane& lane)> schedule = {};
     std::unique_ptr<MessageRoute> route = {};
   };
-  // Masks are of `locals`, the members on this host.
+  // All masks are of `locals`, the members on this host.
   Traffic(const Group& locals, const Placement& placement, const std::vector<int>& global_ranks, Algorithm algorithm,
           Lane::Trash& trash, Parts parts);
 
@@ -116,7 +117,7 @@ class Traffic {
   bool advance();  // true if anything moved
   void end(Submissions::Batch late, const std::exception_ptr& error);
 
-  // The operation that waits longest, and the members that hold it up.
+  // The operation that has waited longest, and the members that hold it up.
   struct Pending {
     const Lane::Item* item = nullptr;
     uint64_t blocking_ranks = 0;
@@ -124,7 +125,7 @@ class Traffic {
   Pending oldest() const;
   uint64_t missing(bool all) const;
   uint64_t interest() const { return missing(false) | messenger_.interest(); }
-  // Members that have not made this call. Of a message none: it can't be seen for certain that it will never come.
+  // Members that have not made this call. Empty for a message, since nobody can be certain that it will never come.
   uint64_t not_called(const Work::Place& place) const;
   std::vector<ArenaRange> direct_memory() const;
   std::map<std::string, uint64_t> counters() const;

@@ -28,11 +28,13 @@ void DeadlockDetector::publish(const std::vector<Wait>& waits, bool everybody) {
     waits_ = waits;
     everybody_ = everybody;
   }
-  board.looks.fetch_add(1, std::memory_order_seq_cst);  // the next look begins after this one is seen
-  std::atomic_thread_fence(std::memory_order_seq_cst);  // what the next one loads (`called`) is no older than it
+  board.looks.fetch_add(1, std::memory_order_seq_cst);  // so that a peer that sees this look begins its next one after
+                                                        // it
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // values that the next look loads (`called`) are no older than
+                                                        // it
 }
 
-// What can't be read consistently waits for nothing.
+// Reads the board of `rank`; a board that changes meanwhile is read as one without waits.
 DeadlockDetector::Board DeadlockDetector::read(int rank) const {
   const shm::WaitBoard& board = *boards_[rank];
   Board copy;
@@ -61,7 +63,7 @@ uint64_t DeadlockDetector::search() {
     seen_[rank] = read(static_cast<int>(rank));
     if (seen_[rank].everybody && !seen_[rank].waits.empty()) stuck |= uint64_t{1} << rank;
   }
-  // Whoever has a wait that nobody stuck holds up goes on one day; and so do those who wait for it alone.
+  // A rank with a wait that no stuck rank holds up will go on one day, and so will ranks that wait only for it.
   for (bool again = true; again;) {
     again = false;
     for (uint64_t left = stuck; left != 0; left &= left - 1) {

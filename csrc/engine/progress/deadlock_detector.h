@@ -1,9 +1,8 @@
-// Finds ranks that wait for each other for ever, and only those.
-//
-// Each rank publishes on a board what its sleeping threads wait for, which ranks have not made those calls, and whether
-// it has any other thread that could. A rank is stuck if it has none, and each of its waits needs a rank that is stuck.
-// That state is final: nobody in it can leave it. It is believed once every board in it has been found unchanged by its
-// own rank again, after all of them were seen: so no board is older than a call that it says is missing.
+// Each rank publishes on a board the calls that its sleeping threads wait for, the ranks that have not made those
+// calls, and whether it has any other thread that could make calls. A rank is stuck if it has none, and each of its
+// waits needs a stuck rank. That state is final, since no rank in it can leave it. It is believed once every board in
+// it has been found unchanged by its own rank again, after all of them were seen: so no board is older than a call that
+// it says is missing.
 //
 // Ownership: the arenas outlive it. Thread-safety: under the engine's progress lock. Failure: none; in doubt nobody is
 // stuck.
@@ -26,16 +25,16 @@ class DeadlockDetector {
     bool operator==(const Wait&) const = default;
   };
 
-  // `boards` by local rank, the own one among them.
+  // `boards` are by local rank, this rank's among them.
   DeadlockDetector(std::vector<shm::WaitBoard*> boards, int local_rank);
 
-  // What this rank's threads wait for now; `everybody`: no other thread of this process can make a call.
+  // Publishes the waits of this rank's threads. `everybody`: no other thread of this process can make a call.
   void publish(const std::vector<Wait>& waits, bool everybody);
 
-  // The local ranks that are stuck, this one among them; 0 while that is not certain.
+  // Returns the local ranks that are stuck, this one among them, or 0 while that is not certain.
   uint64_t search();
 
-  // From this rank on: each waits for the next one, among `stuck`, up to the first that comes a second time.
+  // A chain of waits from this rank on: each rank waits for the next, within `stuck`, up to the first that comes again.
   struct Link {
     int rank;
     Wait wait;
@@ -43,7 +42,7 @@ class DeadlockDetector {
   };
   std::vector<Link> chain(uint64_t stuck) const;
 
-  // The waits of `rank`, as its board says, that need this rank's call.
+  // The waits on the board of `rank` that need a call of this rank.
   std::vector<Wait> waits_for_me(int rank) const;
 
  private:

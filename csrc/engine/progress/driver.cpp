@@ -9,8 +9,8 @@ namespace syncengine {
 
 namespace {
 
-// How long it leaves everything to threads of the program after one of them was there. Also how long one of them may be
-// kept from its work (by Python's lock, say) before the own thread takes over.
+// After a thread of the program was there, the own thread leaves everything to such threads for this long. If one of
+// them is kept from its work for longer (by Python's lock, say), the own thread takes over.
 constexpr auto kGrace = std::chrono::milliseconds(10);
 
 }  // namespace

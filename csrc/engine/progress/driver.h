@@ -1,5 +1,5 @@
-// Who drives: the threads of the program that wait for the outcome, or else a thread of the engine's own, which stands
-// by.
+// Decides which thread drives: threads of the program that wait for the outcome, or else a thread of the engine's own,
+// which stands by.
 //
 // The own thread's next act is a pure function, next(), of its last act and the answer to that act. Each act is one
 // access to what threads share, or one sleep. tests/core/engine/progress/progress_driver_test.cpp walks all orders of
@@ -16,9 +16,9 @@
 
 namespace syncengine {
 
-// What moves bytes between hosts, as the engine sees it. A thread of the program that waits moves the bytes itself: it
-// has nothing else to do, and needs no wake-up when bytes arrive. While no thread waits, the loop's own thread moves
-// them.
+// The loop that moves bytes between hosts, as the engine sees it. A thread of the program that waits moves the bytes
+// itself: it has nothing else to do, and needs no wake-up when bytes arrive. While no thread waits, the loop's own
+// thread moves them.
 //
 // Ownership: the communicators that reach over hosts. Thread-safety: any thread; poll() and release() by the thread
 // that has claimed. Failure: a peer that fails fails its transfers.
@@ -26,11 +26,11 @@ namespace syncengine {
 class IoLoop {
  public:
   virtual ~IoLoop() = default;
-  // From now on the calling thread moves the bytes, and must do so at least every few milliseconds until it releases.
-  // False: the thread can't, or another thread does.
+  // Makes the calling thread the one that moves bytes, which must then do so at least every few milliseconds until it
+  // releases. Returns false if the thread can't, or another thread does.
   virtual bool claim() = 0;
-  // Moves all bytes that can be moved. If there are none, sleeps until passes may go on, wake() or `at_most`. True if
-  // passes may go on.
+  // Moves all bytes that can be moved. If there are none, sleeps until passes may go on, until wake(), or for
+  // `at_most`. Returns true if passes may go on.
   virtual bool poll(Duration at_most) = 0;
   virtual void release() = 0;
   virtual void wake() = 0;    // poll() returns soon
@@ -82,29 +82,29 @@ class Driver {
     return Act::End;
   }
 
-  // `has_work`: any thread may ask.
+  // Any thread may call `has_work`.
   Driver(Kind kind, std::function<bool()> has_work) : kind_(kind), has_work_(std::move(has_work)) {}
 
-  // Threads of the program. The order in which they act is part of what is walked.
+  // Called by threads of the program. The order of their calls is part of what the test walks.
   void enter() { drivers_.fetch_add(1, std::memory_order_seq_cst); }  // the thread drives from now on
-  bool claim();                                                       // the same, if no other thread drives
+  bool claim();                                                       // enter(), but only if no other thread drives
   void leave() { drivers_.fetch_sub(1, std::memory_order_seq_cst); }
   void visit() { visits_.fetch_add(1, std::memory_order_relaxed); }  // relaxed: a hint
-  void call();                                                       // there is work
+  void call();                                                       // tells that there is work
   bool is_driven() const { return drivers_.load(std::memory_order_seq_cst) > 0; }
   bool is_parked() const { return parked_.load(std::memory_order_seq_cst); }
   void ignore_visits() { counts_visits_ = false; }  // before there is work
   void stop();
   bool is_stopped() const { return stopped_.load(std::memory_order_seq_cst); }
 
-  // For the own thread: true when it is to drive for a turn, false after stop().
+  // Called by the own thread: returns true when it is to drive for a turn, false after stop().
   bool await_turn();
 
  private:
   const Kind kind_;
   const std::function<bool()> has_work_;
   bool counts_visits_ = true;
-  std::atomic<int> drivers_{0};  // of the program
+  std::atomic<int> drivers_{0};  // threads of the program that drive
   std::atomic<uint64_t> visits_{0};
   std::atomic<uint32_t> calls_{0};  // futex word of the own thread
   std::atomic<bool> parked_{false};

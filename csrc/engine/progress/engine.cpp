@@ -10,8 +10,8 @@ namespace syncengine {
 
 namespace {
 
-constexpr int kIoPasses = 64;   // of one progress(): bounds how long bytes may lie unread
-constexpr int kPokePasses = 4;  // of one poke: bounds how long a hook may take
+constexpr int kIoPasses = 64;   // of one progress(): limits how long bytes may lie unread
+constexpr int kPokePasses = 4;  // of one poke(): limits how long a hook may take
 
 }  // namespace
 
@@ -21,13 +21,13 @@ Engine::Engine(std::shared_ptr<shm::Arena> arena, int most_watchers, Options opt
   std::promise<void> begun;
   auto has_begun = begun.get_future();
   thread_ = std::thread(&Engine::thread_main, this, std::move(begun));
-  has_begun.wait();  // no peer may look for signs of life before the thread gives them
+  has_begun.wait();  // peers look for signs of life only after the thread has begun to give them
 }
 
 Engine::~Engine() {
   if (gradient_pool_ != nullptr) gradient_pool_->close();
   if (arena_->forked()) {
-    thread_.detach();  // it runs in the parent only
+    thread_.detach();  // a fork's child has no such thread to join
     return;
   }
   driver_.stop();
@@ -64,7 +64,7 @@ bool Engine::pass() {
     moved = progressables_.advance();
     if (moved) wake_io_loop();
   }
-  // Another thread of this rank may sleep for what this pass did, or with an interest that it changed.
+  // Another thread of this rank may sleep until what this pass has done, or with an interest that it has changed.
   if (moved && bell_->anybody_listens()) bell_->ring_self();
   return moved;
 }
@@ -90,7 +90,7 @@ void Engine::poke(Progressable& owner) {
   if (IoLoop* io_loop = owner.io_loop()) io_loop->notify();
 }
 
-// Once for all that has come: what is sent on should not wait for more of it.
+// Makes passes until nothing moves, so that all that the bytes have made possible is sent on before more are awaited.
 bool Engine::progress() {
   bool ended = false, moved = true, any = false;
   driver_.visit();
@@ -98,7 +98,7 @@ bool Engine::progress() {
     std::lock_guard lock(lock_);
     uint64_t before = tally_.ended.load(std::memory_order_relaxed);  // relaxed: works end under the lock
     for (int passes = 0; moved && passes < kIoPasses; ++passes) {
-      if (bell_->anybody_listens()) bell_->listen_for(progressables_.interest());  // to what the sleepers need now
+      if (bell_->anybody_listens()) bell_->listen_for(progressables_.interest());  // the sleepers' needs have changed
       moved = progressables_.advance();
       any |= moved;
     }

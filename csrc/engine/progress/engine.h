@@ -1,12 +1,12 @@
 // One rank's engine: its arena, its thread, and the loop that moves all its communicators.
 //
-// Progress is made by whoever has time: a thread that waits drives the loop itself; the engine's thread drives it while
-// asynchronous work is outstanding and nobody waits. Where the cores are taken by the ranks' own threads, it leaves the
-// work to those as long as they come by now and then: they have the data in their caches, and need no switch. All
-// protocol state is touched under one lock, held for one bounded pass.
+// Progress is made by whichever thread has time. A thread that waits drives the loop itself; the engine's thread drives
+// it while asynchronous work is outstanding and nobody waits. If the ranks' own threads take all cores, the engine's
+// thread leaves the work to them as long as they come by now and then: they have the data in their caches, and need no
+// switch. All protocol state is touched under one lock, held for one bounded pass.
 //
 // Ownership: communicators share it; it owns the arenas' mappings and joins its thread when the last one goes.
-// Thread-safety: any thread. Failure: wait() rethrows the work's error. In a forked child every call throws
+// Thread-safety: any thread. Failure: wait() rethrows the work's error. All calls of a forked child throw
 // InvalidUsage.
 #pragma once
 
@@ -37,9 +37,8 @@
 
 namespace syncengine {
 
-// The lock under which an engine's state is touched, held for one bounded pass, and what is put off until it is free:
-// dropping what ended operations held, since a tensor's last reference may wait for Python's lock, and lines for
-// stderr.
+// The lock of an engine's state, held for one bounded pass, and what is put off until it is free: dropping what ended
+// operations held, since dropping a tensor's last reference may wait for Python's lock, and lines for stderr.
 //
 // Thread-safety: any thread; trash() and log() by the one that holds it. Failure: none.
 
@@ -66,9 +65,8 @@ class ProgressLock {
   Trash& trash() { return trash_; }
   void log(const std::string& line) { log_ += "syncengine: " + line + "\n"; }
 
-  // Waits, not for ever, for threads that still drop what ended operations held. Before the interpreter ends, which
-  // such a drop may need: a thread that asks for Python's lock later is ended, and with it the process. Without that
-  // lock.
+  // Waits, but not for ever, for threads that still drop what ended operations held. Called without Python's lock,
+  // before the interpreter ends: a thread that asked for Python's lock later would be ended, and the process with it.
   void await_drops() const {
     auto deadline = Deadline::after(std::chrono::seconds(5));  // one of them may be the caller: a finalizer
     while (droppers_.load(std::memory_order_acquire) > 0 && !deadline.passed())  // acquire: after what they did
@@ -77,12 +75,12 @@ class ProgressLock {
 
  private:
   std::mutex mutex_;
-  Trash trash_;  // what ended operations held
+  Trash trash_;  // references that ended operations held
   std::string log_;
   std::atomic<int> droppers_{0};
 };
 
-// What the engine's loop moves. Calls come under the progress lock unless said otherwise.
+// An object that the engine's loop moves. Calls come under the progress lock unless a comment says otherwise.
 class Progressable {
  public:
   virtual ~Progressable() = default;
@@ -92,15 +90,15 @@ class Progressable {
   virtual void lose_direct_memory(const Error& /*cause*/) {}  // some of the arena was severed
   virtual void fail(ErrorKind, const std::string& /*text*/) {}
   virtual void leave() {}
-  virtual IoLoop* io_loop() { return nullptr; }  // for a thread that waits for it; without any lock
+  virtual IoLoop* io_loop() { return nullptr; }  // for a thread that waits; called without any lock
 
-  // For the search for ranks that wait for each other. Members are local ranks.
+  // Asked by the deadlock detector. Members are local ranks.
   virtual DeadlockDetector::Wait wait_of(const Work&) const { return {}; }
   virtual bool has_block(int /*local_rank*/, uint64_t /*offset*/) const { return false; }
   virtual std::string describe_wait(const Work&) const { return ""; }
 };
 
-// All of one engine's, under the same lock. Each adds and removes itself.
+// All progressables of an engine, under the same lock. Each adds and removes itself.
 class Progressables {
  public:
   void add(Progressable* progressable) { all_.push_back(progressable); }
@@ -127,40 +125,40 @@ class Progressables {
   std::vector<Progressable*> all_;
 };
 
-// How many threads of this process might make calls; asked by one that waits. kUnknown if it is not one of those
-// counted.
+// Returns how many threads of this process might make calls. A thread that waits calls it; the answer is
+// kUnknownCallers if that thread is not one of those counted.
 using CountCallers = std::function<int()>;
 inline constexpr int kUnknownCallers = std::numeric_limits<int>::max();
 
-// The threads of this rank that have waited for a while: the peers hear what each of them waits for, and waits of ranks
-// that wait for each other are ended.
+// The threads of this rank that have waited for a while. The peers are told what each of them waits for, and waits of
+// ranks that wait for each other are ended.
 //
-// Ownership: what it is made of outlives it. Thread-safety: under the engine's progress lock. Failure: none.
+// Ownership: its parts outlive it. Thread-safety: under the engine's progress lock. Failure: none.
 class Sleepers {
  public:
   struct Thread {
     const Work& work;
     const Progressable& owner;
     bool gives_up;
-    int callers = kUnknownCallers;  // as this thread has counted them
+    int callers = kUnknownCallers;  // as counted by this thread
   };
 
   explicit Sleepers(const LocalRanks& locals)
       : locals_(locals), detector_(locals.each(&shm::ArenaHeader::board), locals.me()) {}
 
-  void add(const Thread* thread) { threads_.push_back(thread); }  // the peers hear of it at the next check
-  void remove(const Thread* thread) {                             // they hear of it at once
+  void add(const Thread* thread) { threads_.push_back(thread); }  // peers see it at the next check
+  void remove(const Thread* thread) {                             // peers see it at once
     std::erase(threads_, thread);
     publish();
   }
-  // About every 50 ms, behind the checks of `all` themselves.
+  // Called about every 50 ms, after the checks of `all` themselves.
   void check(const Progressables& all) {
     publish();
     if (uint64_t stuck = detector_.search()) end_deadlock(stuck, all);
   }
 
-  // "rank 1 waits in its collective call number 2 for rank 0", for those of `local_ranks` that do; empty if none.
-  // `beside`: the communicator that the reader has in mind.
+  // "rank 1 waits in its collective call number 2 for rank 0", for those of `local_ranks` that wait for this rank;
+  // empty if none does. `beside` is the communicator that the reader has in mind.
   std::string who_waits_for_me(uint64_t local_ranks, const Progressable& beside) const;
 
  private:
@@ -174,18 +172,18 @@ class Sleepers {
 
 class Engine : public std::enable_shared_from_this<Engine> {
  public:
-  // `most_watchers`: no more ranks than that will share this host.
+  // At most `most_watchers` ranks will share this host.
   Engine(std::shared_ptr<shm::Arena> arena, int most_watchers, Options options, CountCallers count_callers = {});
   ~Engine();
-  // By any thread, its own as well.
+  // Any thread may call this, the engine's own as well.
   static void destroy(Engine* engine) { delete_off(engine->thread_, engine); }
 
-  // Once, before any communicator: see LocalRanks.
+  // Called once, before any communicator exists: see LocalRanks.
   void attach(std::vector<std::unique_ptr<shm::PeerArena>> peers, int local_rank, std::vector<int> names,
               std::map<int, ProcessWatch> watches);
 
-  // Another thread of this process will move bytes between hosts, and call progress(). A thread that waits for other
-  // hosts alone then sleeps, and is woken when something has ended.
+  // Another thread of this process will move bytes between hosts, and call progress(). A thread that waits only for
+  // other hosts then sleeps, and is woken when something has ended.
   void expect_io_thread();
 
   const Options& options() const { return options_; }
@@ -201,17 +199,18 @@ class Engine : public std::enable_shared_from_this<Engine> {
     return change();
   }
 
-  // One pass now, if nobody is at it; wakes the engine's thread for the rest. After submitting asynchronous work.
+  // Makes one pass now, unless another thread is making one, and wakes the engine's thread for the rest. Called after
+  // asynchronous work has been submitted.
   void poke(Progressable& owner);
-  // By the thread that moves bytes: does what they allow, in the place of threads that sleep. True if that was
-  // anything.
+  // Called by the thread that moves bytes: does what new bytes allow, in the place of threads that sleep. Returns
+  // whether anything was done.
   bool progress();
-  // Drives until `work` of `owner` ended. `gives_up`: `interrupted` will end it some time.
+  // Drives until `work` of `owner` has ended. `gives_up`: `interrupted` will end it some time.
   void wait(const Work& work, Progressable& owner, const std::function<void()>& interrupted, bool gives_up);
 
   Work::Tally& tally() { return tally_; }
 
-  // Under the progress lock.
+  // Both need the progress lock.
   Progressables& progressables() { return progressables_; }
   const Sleepers& sleepers() const { return *sleepers_; }
   void wake_io_loop() {
@@ -223,31 +222,31 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   uint64_t sleeps() const { return sleeps_.load(std::memory_order_relaxed); }
   void throw_if_forked() const;
-  void throw_if_unusable() const;  // for what is new: nor where a peer may write to this process's memory
+  void throw_if_unusable() const;  // for new objects: also throws if a peer may write to this process's memory
 
  private:
   void thread_main(std::promise<void> begun);
   bool pass();
-  // Sleeps, unless something moves or `over()`; with an I/O loop, in it.
+  // Sleeps, unless something moves or `over()` is true; with an I/O loop, sleeps in it.
   void rest(Duration at_most, const std::function<bool()>& over, IoLoop* io_loop = nullptr);
   bool drive_io(const Work& work, IoLoop& io_loop, const std::function<bool()>& spin_again);
   void check_health();
 
   std::shared_ptr<shm::Arena> arena_;
-  int watchers_;  // who may look whether this process lives
+  int watchers_;  // ranks that may watch whether this process lives
   Options options_;
   CountCallers count_callers_;
   std::optional<LocalRanks> locals_;
   std::unique_ptr<Bell> bell_;
-  shm::Pool* gradient_pool_ = nullptr;  // made when it is asked for; under lock_
-  bool lazy_ = false;                   // no cores for the engines' threads beside the ranks' own
-  bool cores_to_spare_ = false;         // enough for every rank's waiting thread to spin
+  shm::Pool* gradient_pool_ = nullptr;  // made on demand; under lock_
+  bool lazy_ = false;                   // there are no cores for the engines' threads
+  bool cores_to_spare_ = false;         // there are enough for every rank's waiting thread to spin
   bool io_thread_ = false;
 
   ProgressLock lock_;
   Progressables progressables_;
   std::optional<Sleepers> sleepers_;
-  IoLoop* asleep_ = nullptr;  // a waiting thread sleeps in it
+  IoLoop* asleep_ = nullptr;  // the loop in which a waiting thread sleeps
 
   Work::Tally tally_;
   std::atomic<uint64_t> sleeps_{0};

@@ -1,5 +1,4 @@
-// How the threads of a rank wait: one of the program's in wait(), the engine's own in thread_main(). See
-// docs/threads.md.
+// The waits of a rank's threads: of the program's in wait(), of the engine's own in thread_main(). See docs/threads.md.
 
 #include <sched.h>
 
@@ -22,8 +21,8 @@ constexpr auto kSpin = std::chrono::microseconds(
     200);  // longer than a wake-up takes (60 us in a virtual machine), or ranks keep missing each other
 constexpr auto kTick = std::chrono::milliseconds(50);  // how late a death, an abort or Ctrl-C may be noticed
 
-// A short busy wait. Where each rank has a core it mostly pauses, and now and then offers the core: the scheduler may
-// have put a peer on the same one. Where ranks share cores it always does.
+// A short busy wait. If each rank has a core of its own, it mostly pauses, and now and then yields: the scheduler may
+// have put a peer on the same core. If ranks share cores, it always yields.
 class Spin {
  public:
   explicit Spin(bool cores_to_spare) : cores_to_spare_(cores_to_spare) {}
@@ -47,7 +46,7 @@ class Spin {
   Clock::time_point last_, until_;
 };
 
-// Whether it is time to look around again, for loops that make progress and so never come to rest.
+// Tells loops that make progress, and so never come to rest, when it is time to look around again.
 class Tick {
  public:
   bool due() {
@@ -76,8 +75,8 @@ void Engine::rest(Duration at_most, const std::function<bool()>& over, IoLoop* i
   uint32_t ticket = 0;
   bool moved = false;
   {
-    // One critical section: a thread that changes what this one waits for does so before, and is seen, or after, and
-    // rings.
+    // One critical section: a thread that changes what this one waits for does so either before, and is seen, or after,
+    // and rings.
     std::lock_guard lock(lock_);
     ticket = bell_->listen(progressables_.interest());
     moved = progressables_.advance();
@@ -100,8 +99,8 @@ void Engine::rest(Duration at_most, const std::function<bool()>& over, IoLoop* i
   if (moved && bell_->anybody_listens()) bell_->ring_self();
 }
 
-// Moves the bytes between hosts itself, until `work` has ended or for a tick: then it looks around and may wait for
-// Python's lock, and must not be needed meanwhile. False: another thread does.
+// Moves the bytes between hosts itself, until `work` has ended or for a tick. Then the thread looks around and may wait
+// for Python's lock, so it must not be needed meanwhile. Returns false if another thread moves the bytes.
 bool Engine::drive_io(const Work& work, IoLoop& io_loop, const std::function<bool()>& spin_again) {
   if (!io_loop.claim()) return false;
   struct Claim {
@@ -126,7 +125,7 @@ void Engine::wait(const Work& work, Progressable& owner, const std::function<voi
     IoLoop* io_loop;
     bool sleeps = false;
     Waiter(Engine& e, Sleepers::Thread t, IoLoop* c) : engine(e), thread(t), io_loop(c) { engine.driver_.enter(); }
-    // From now on the peers hear of it. Before the thread goes on they must hear that it does.
+    // Tells the peers of this thread's wait. The destructor tells them of its end, before the thread goes on.
     void sleep() {
       int callers = engine.count_callers_ ? engine.count_callers_() : kUnknownCallers;
       engine.locked([&] {
@@ -134,7 +133,7 @@ void Engine::wait(const Work& work, Progressable& owner, const std::function<voi
         if (!std::exchange(sleeps, true)) engine.sleepers_->add(&thread);
       });
     }
-    // Returns whether there is work for others.
+    // Returns whether there is work left for other threads.
     bool leave() {
       engine.driver_.leave();
       if (engine.tally_.outstanding.load(std::memory_order_seq_cst) == 0) return false;
@@ -146,7 +145,7 @@ void Engine::wait(const Work& work, Progressable& owner, const std::function<voi
       if (leave() && io_loop) io_loop->notify();
     }
   } waiter(*this, {work, owner, gives_up}, owner.io_loop());
-  // While it may wait for Python's lock, which other code may hold for long, the own thread drives.
+  // While this thread may wait for Python's lock, which other code may hold for long, the own thread drives.
   struct Aside {
     Waiter& waiter;
     explicit Aside(Waiter& w) : waiter(w) { waiter.leave(); }
@@ -154,7 +153,7 @@ void Engine::wait(const Work& work, Progressable& owner, const std::function<voi
   };
   struct TracedWait {
     int64_t begin = 0, waited = 0;
-    uint64_t ranks = 0;  // that have not made this call when it begins
+    uint64_t ranks = 0;  // local ranks that have not made this call when it begins
     TracedWait(Engine& engine, const Work& work, const Progressable& owner) {
       if (!trace::is_on() || work.ended()) return;
       uint64_t locals = engine.locked([&] { return owner.wait_of(work).missing; });
@@ -171,11 +170,11 @@ void Engine::wait(const Work& work, Progressable& owner, const std::function<voi
   const TracedWait traced(*this, work, owner);
   Spin spin(cores_to_spare_);
   Tick tick;
-  std::optional<Deadline> next_look;  // for signals, and who else waits; most waits end before that
+  std::optional<Deadline> next_look;  // for signals, and for other ranks' waits; most waits end before
   while (!work.ended()) {
     bool drove_io = waiter.io_loop && drive_io(work, *waiter.io_loop, [&] { return spin.again(); });
     bool moved = !drove_io && pass();
-    // Who waits for other hosts alone spins once; then its core is for the thread that moves bytes.
+    // A thread that waits only for other hosts spins once; then its core is for the thread that moves bytes.
     if (moved && !(io_thread_ && locked([this] { return progressables_.interest() == 0; }))) spin.reset();
     if (drove_io && work.ended()) break;
     bool idle = !drove_io && !moved && !work.ended() && !spin.again();
@@ -204,8 +203,8 @@ void Engine::thread_main(std::promise<void> begun) {
   shm::release_all(arena_->header(), watchers_);
 }
 
-// What an engine does about every 50 ms while something waits: it lets its communicators check themselves and their
-// peers, and ends the waits of ranks that wait for each other.
+// The engine's checks about every 50 ms while something waits: communicators check themselves and their peers, and
+// waits of ranks that wait for each other are ended.
 
 void Engine::check_health() {
   sync_point("looking");
@@ -216,8 +215,8 @@ void Engine::check_health() {
 
 void Sleepers::publish() {
   std::vector<DeadlockDetector::Wait> waits;
-  // The last of them to come has counted while all others were here; nobody else was left to start another thread
-  // since.
+  // The last of these threads has counted while all others were here, and since then nobody else was left to start
+  // another thread.
   bool everybody = true;
   for (const Thread* thread : threads_) {
     waits.push_back(thread->owner.wait_of(thread->work));
@@ -226,7 +225,7 @@ void Sleepers::publish() {
   detector_.publish(waits, everybody);
 }
 
-// Each rank that finds it fails what it waits for itself, and what the others wait for from it.
+// Each rank that finds the deadlock fails what it waits for itself, and what the others wait for from it.
 void Sleepers::end_deadlock(uint64_t stuck, const Progressables& all) {
   const Thread& first = *threads_.front();
   std::string text;

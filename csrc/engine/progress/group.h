@@ -16,20 +16,20 @@
 
 namespace syncengine {
 
-// A piece of the own arena that peers have been told of.
+// A range of this rank's arena of which peers have been told.
 struct ArenaRange {
   size_t offset, bytes;
-  bool apart;  // cut loose at a failure: they may still write there, or send on what its owner writes next
+  bool apart;  // severed at a failure: peers may still write there, or send on what its owner writes next
 };
 
-// The ranks of this host, by local rank: their arenas, what messages call them, and which of them have died.
+// The ranks of this host, by local rank: their arenas, their names in texts, and which of them have died.
 //
-// Ownership: of the mappings of the peers' arenas; the own one outlives it. Thread-safety: constant but for is_dead(),
-// which is called under the progress lock. Failure: none.
+// Ownership: of the mappings of the peers' arenas; this rank's arena outlives it. Thread-safety: constant but for
+// is_dead(), which is called under the progress lock. Failure: none.
 class LocalRanks {
  public:
-  // `peers`: null for the own one, `me`. `names`: their ranks in the job. `watches`: by rank in the job; also of those
-  // that count as other hosts', though they run on this machine.
+  // `peers` are null for this rank, `me`. `names` are their ranks in the job. `watches` are by rank in the job, and
+  // include ranks that count as other hosts' though they run on this machine.
   LocalRanks(shm::ArenaHeader& own, std::vector<std::unique_ptr<shm::PeerArena>> peers, int me, std::vector<int> names,
              std::map<int, ProcessWatch> watches)
       : own_(own), peers_(std::move(peers)), me_(me), names_(std::move(names)), watches_(std::move(watches)) {}
@@ -39,7 +39,7 @@ class LocalRanks {
   shm::PeerArena* peer(int rank) const { return peers_[rank].get(); }
   int in_job(int rank) const { return names_[rank]; }
   std::string name(int rank) const { return "rank " + std::to_string(names_[rank]); }
-  // A part of the header of each one's arena.
+  // A part of each arena's header.
   template <class Part>
   std::vector<Part*> each(Part shm::ArenaHeader::* part) const {
     std::vector<Part*> parts;
@@ -49,14 +49,15 @@ class LocalRanks {
     }
     return parts;
   }
-  // Or has ended otherwise. By two ways, since a kernel may not serve robust mutexes, and a process handle comes later.
+  // Whether the rank's process has died or ended otherwise. Both mutex and process handle are asked: a kernel may not
+  // serve robust mutexes, and the handle reports a death later.
   bool is_dead(int rank) {
     uint64_t bit = uint64_t{1} << rank;
     if (rank == me_) return false;
     if (!(dead_ & bit) && (shm::found_dead(peers_[rank]->header(), me_) || has_ended(names_[rank]))) dead_ |= bit;
     return dead_ & bit;
   }
-  // Whether the process of that rank in the job has ended. False also where `sees_process()` is false.
+  // Whether the process of that rank of the job has ended; also false if sees_process() is.
   bool has_ended(int in_job) {
     auto found = watches_.find(in_job);
     return found != watches_.end() && found->second.has_ended();
@@ -72,27 +73,27 @@ class LocalRanks {
   uint64_t dead_ = 0;
 };
 
-// The members of one communicator: whose block is where, and who must be woken.
+// The members of one communicator: where each one's block lies, and who must be woken.
 //
 // Ownership: views; the engine owns the arenas. Thread-safety: constant after construction.
 struct Group {
   int rank;
   int size;
   uint64_t id;                           // for traces: the same on all members
-  std::vector<int> global_ranks;         // of each member: its rank in the job, for messages
+  std::vector<int> global_ranks;         // of each member: its rank in the job, for texts
   std::vector<int> local_ranks;          // of each member: its index among the arenas
   std::vector<uint64_t> offsets;         // of each member: where its block lies in its arena
   std::vector<shm::GroupBlock*> blocks;  // of each member
-  std::vector<shm::PeerArena*> arenas;   // of each member; null for the own one
-  shm::Arena* arena;                     // the own one
+  std::vector<shm::PeerArena*> arenas;   // of each member; null for this rank
+  shm::Arena* arena;                     // this rank's
   Bell* bell;
 
   shm::GroupBlock& block(int member) const { return *blocks[member]; }
   shm::GroupBlock& own() const { return *blocks[rank]; }
   std::string name(int member) const { return "rank " + std::to_string(global_ranks[member]); }
 
-  // Whether a member has failed whose end record `concerns` the caller: then what it has read of that member's memory
-  // may not be what it was. To be asked behind the reading.
+  // Whether a member has failed, and its end record `concerns` the caller. Then what the caller has read of that
+  // member's memory may already have been changed. Called after the reading.
   template <class Concerns>
   bool any_failed(const Concerns& concerns) const {
     std::atomic_thread_fence(std::memory_order_acquire);  // what was read of a peer's memory was read before
@@ -104,14 +105,14 @@ struct Group {
     return false;
   }
 
-  // The memory of `member`, or of this rank, at an offset that it published. Throws InvalidUsage if that lies outside
-  // what it may publish of its arena, or is not aligned.
+  // The memory of `member`, or of this rank, at an offset that it has published. Throws InvalidUsage if the memory lies
+  // outside the part of its arena that it may publish, or is not aligned.
   std::byte* memory(int member, uint64_t offset, size_t bytes, size_t alignment) const {
     return member == rank ? arena->at(offset) : arenas[member]->at(offset, bytes, alignment);
   }
 };
 
-// In the trace: what became of an operation from `begin` to `end`.
+// Records what happened to an operation from `begin` to `end`.
 inline void trace_operation(trace::Kind kind, int64_t begin, int64_t end, const Group& group, const Work::Place& place,
                             uint64_t detail = 0, uint32_t text = 0) {
   trace::record({.kind = kind,

@@ -1,4 +1,4 @@
-// How an engine behaves. The same on every rank of a job; checked when ranks connect.
+// Settings of an engine. They are the same on every rank of a job, which is checked when ranks connect.
 #pragma once
 
 #include <cstddef>
@@ -17,10 +17,10 @@ enum class Algorithm : uint8_t {
   OneShot,  // always everybody reduces everything
 };
 
-// Where autograd's gradients lie while a synchronized backward runs.
+// The memory in which autograd's gradients lie while a synchronized backward runs.
 enum class GradientMemory : uint8_t {
   Arena,  // in a pool in the arena: the owner of a slice reads and writes all ranks' gradients in place
-  Torch,  // wherever torch puts them: they are staged
+  Torch,  // wherever torch puts them, so that they are staged
 };
 
 struct Options {
@@ -30,7 +30,7 @@ struct Options {
   Duration timeout = seconds(1800);
   Duration log_after = seconds(5);  // one line on stderr about who is missing
   GradientMemory gradient_memory = GradientMemory::Arena;
-  size_t arena_bytes = 0;  // address space of this rank's arena; 0: shm::default_arena_bytes
+  size_t arena_bytes = 0;  // addresses for this rank's arena; 0: shm::default_arena_bytes
 };
 
 }  // namespace syncengine

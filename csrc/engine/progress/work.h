@@ -30,7 +30,7 @@ class Work {
     if (state() == State::Failed) std::rethrow_exception(error_);
   }
 
-  // Which operation this is: in the user lane its number; in the scheduled lane its announcement slot and count.
+  // Identifies the operation: in the user lane by its number; in the scheduled lane by its announcement slot and count.
   struct Place {
     int lane = 0;
     uint64_t number = 0;
