@@ -20,17 +20,18 @@ void bind_weights(pybind11::module_& module);
 void bind_reducer(pybind11::module_& module);
 void bind_backend(pybind11::module_& module);
 
-// What moves packets between hosts and has its other end in Python, which hands it to connect(). Used up by it.
+// A transport of packets between hosts that Python makes and hands to connect(), which takes its content.
 struct PacketTransportHandle {
   std::unique_ptr<packets::PacketTransport> transport;
   packets::Options options;
 };
-// An endpoint that end_packet_transports() knows. `peers` as packets::connect has them.
+// Connects an endpoint that end_packet_transports() will end. `peers` are as in packets::connect.
 std::unique_ptr<Interhost> connect_by(PacketTransportHandle& handle, int rank, const std::vector<int>& peers,
                                       RankNames names);
 
-// A text of the program's, an error's or a parameter's name, on its way to messages and peers. Whatever is no UTF-8, as
-// the lone surrogates of some file names, is written with backslashes, so that no text fails to be told.
+// A text of the program's, such as an error's or a parameter's name, on its way to errors and peers. Anything that is
+// no UTF-8, such as the lone surrogates of some file names, is written with backslashes, so that every text can be
+// shown.
 struct Text : std::string {};
 
 }  // namespace syncengine

@@ -1,4 +1,4 @@
-// syncengine._C.CommonMemory: what the ranks of a host have in common, as tensors; and how they come by it.
+// syncengine._C.CommonMemory: memory that the ranks of a host have in common, as tensors, and how they get it.
 #include <torch/csrc/utils/pybind.h>
 
 #include <ATen/ops/from_blob.h>
@@ -20,7 +20,7 @@ namespace {
 
 using Shared = std::shared_ptr<shm::Region>;
 
-// Made by one of a host's ranks and given to the others. The others' own is empty, and goes at once.
+// Memory that one of a host's ranks makes and gives to the others. The others' own memory is empty, and goes at once.
 struct MemoryExchange {
   explicit MemoryExchange(size_t bytes) : own(shm::Region::create(bytes)) {}
 
@@ -38,13 +38,13 @@ struct MemoryExchange {
   FdExchange fd_exchange;
 };
 
-// A deleter, by which such tensors are known.
+// The deleter of tensors in such memory, by which these are recognized.
 struct Keep {
   Shared region;
   void operator()(void*) { region.reset(); }
 };
 
-// Each has a storage of its own, so that saving one does not save all.
+// Each tensor has a storage of its own, so that saving one tensor does not save them all.
 at::Tensor tensor_in(const Shared& region, size_t offset, const std::vector<int64_t>& sizes,
                      const std::vector<int64_t>& strides, at::ScalarType type) {
   size_t elements = 1;
@@ -56,13 +56,14 @@ at::Tensor tensor_in(const Shared& region, size_t offset, const std::vector<int6
   return at::from_blob(data, sizes, strides, Keep{region}, at::TensorOptions().dtype(type));
 }
 
-// Whether torch has it from other code, which may hold it still: numpy arrays, buffers, DLPack and the like come with a
-// deleter. Not what torch has allocated, read or mapped itself, nor what tensor_in() has made.
+// Whether torch has the tensor's memory from other code, which may still hold it: memory of numpy arrays, buffers,
+// DLPack and the like comes with a deleter. False for memory that torch has allocated, read or mapped itself, and for
+// tensors that tensor_in() has made.
 bool is_borrowed(const at::Tensor& tensor) {
   const at::DataPtr& data = tensor.storage().data_ptr();
   if (data.get() == nullptr) return false;
   if (data.get_context() == nullptr) return true;  // nobody frees it
-  int place = 0;                                   // that torch has a name for the deleter alone is its own affair
+  int place = 0;                                   // any address: only the deleter is needed
   const auto deleter = c10::InefficientStdFunctionContext::makeDataPtr(&place, [](void*) {}, at::kCPU).get_deleter();
   const auto* context = data.cast_context<c10::InefficientStdFunctionContext>(deleter);
   return context != nullptr && context->deleter_.target<Keep>() == nullptr;
@@ -79,11 +80,13 @@ void return_free_memory() {
 void bind_common_memory(py::module_& module) {
   py::class_<shm::Region, Shared>(module, "CommonMemory", "Memory that the ranks of a host have in common.")
       .def_property_readonly("bytes", &shm::Region::bytes)
-      .def_property_readonly("is_shared", &shm::Region::is_shared, "Whether it has not been detached.")
+      .def_property_readonly("is_shared", &shm::Region::is_shared,
+                             "Whether the memory is still shared: detach() "
+                             "has not been called.")
       .def("tensor", &tensor_in, py::arg("offset"), py::arg("sizes"), py::arg("strides"), py::arg("dtype"),
-           "A tensor with a storage of its own.")
+           "A tensor in the memory, with a storage of its own.")
       .def("decide", &shm::Region::decide, py::arg("number"), py::arg("proceeds"),
-           "The decision on update `number`: `proceeds`, if no rank was first to say otherwise.")
+           "The decision on update `number`: `proceeds`, unless another rank has decided otherwise before.")
       .def(
           "complete",
           [](shm::Region& self, int rank, uint64_t number) {
@@ -92,21 +95,23 @@ void bind_common_memory(py::module_& module) {
             sync_point("completed");
           },
           py::arg("rank"), py::arg("number"), "This rank has made its part of update `number`.")
-      .def("completed", &shm::Region::completed, py::arg("ranks"), "Of each rank, the last update it has completed.")
-      .def("tear", &shm::Region::tear, py::arg("number"), "Update `number` will never be complete.")
-      .def_property_readonly("torn", &shm::Region::torn, "The update that will never be complete; 0: none.")
+      .def("completed", &shm::Region::completed, py::arg("ranks"), "The last update that each rank has completed.")
+      .def("tear", &shm::Region::tear, py::arg("number"), "Notes that update `number` will never be complete.")
+      .def_property_readonly("torn", &shm::Region::torn,
+                             "The number of the update that will never be complete; 0 "
+                             "if there is none.")
       .def("detach", &shm::Region::detach, py::call_guard<py::gil_scoped_release>(),
-           "From now on a private copy, at the same addresses. False if memory is short.");
+           "Replaces the memory by a private copy at the same addresses. Returns False if memory is short.");
 
-  py::class_<MemoryExchange>(module, "MemoryExchange", "How the ranks of a host come to have memory in common.")
-      .def(py::init<size_t>(), py::arg("bytes"), "`bytes`: on the rank that makes it; 0 on the others.")
+  py::class_<MemoryExchange>(module, "MemoryExchange", "Gives the ranks of a host memory in common.")
+      .def(py::init<size_t>(), py::arg("bytes"), "`bytes` of memory on the rank that makes it; 0 on the others.")
       .def(
           "address", [](const MemoryExchange& self) { return py::bytes(self.fd_exchange.address()); },
-          "Less than 144 bytes, with a secret, for the others.")
+          "The address for the other ranks: less than 144 bytes, which contain a secret.")
       .def("exchange", &MemoryExchange::exchange, py::arg("rank"), py::arg("addresses"), py::arg("maker"),
            py::arg("timeout"), py::arg("global_ranks"), py::call_guard<py::gil_scoped_release>(),
-           "What rank `maker` has made. `addresses` by rank, empty for those of other hosts; messages call the ranks "
-           "`global_ranks`. Collective, once.");
+           "Returns the memory that rank `maker` has made. `addresses` are by rank, empty for ranks of other hosts; "
+           "errors call the ranks `global_ranks`. Collective, called once.");
 
   module.def(
       "storage_references", [](const at::Tensor& tensor) { return tensor.storage().use_count(); }, py::arg("tensor"),
@@ -115,12 +120,12 @@ void bind_common_memory(py::module_& module) {
              "Whether other code than torch has made this tensor's memory, and may hold it.");
   module.def(
       "is_dense", [](const at::Tensor& tensor) { return tensor.is_non_overlapping_and_dense(); }, py::arg("tensor"),
-      "Whether its elements lie without gaps and do not share memory.");
+      "Whether the tensor's elements lie without gaps and do not share memory.");
   module.def("return_free_memory", &return_free_memory, py::call_guard<py::gil_scoped_release>(),
-             "Gives the machine what malloc keeps of what was freed, where the C library can do that.");
+             "Returns memory that malloc keeps for reuse to the machine, if the C library can do that.");
   module.def(
       "fault_point", [](const std::string& name) { sync_point(name.c_str()); }, py::arg("name"),
-      "A point where tests of faults can interfere; nothing otherwise.");
+      "A point where tests of faults can interfere; does nothing otherwise.");
 }
 
 }  // namespace syncengine

@@ -35,7 +35,7 @@ namespace syncengine {
 
 namespace {
 
-// Tensors as the engine sees them: spans and element types.
+// Tensors in the engine's terms: spans and element types.
 
 DType dtype_of(at::ScalarType type, const char* what) {
   if (auto dtype = same_dtype(type)) return *dtype;
@@ -51,7 +51,7 @@ ReduceOp op_of(const std::string& text) {
   throw Error(ErrorKind::InvalidUsage, "op '" + text + "' is not one of 'sum', 'avg', 'product', 'min', 'max'");
 }
 
-// The error that `call` throws, as Python knows it, or None. With the GIL.
+// The error that `call` throws, as a Python exception, or None. Called with the GIL.
 template <class Function>
 py::object exception_of(const Function& call) {
   try {
@@ -62,10 +62,10 @@ py::object exception_of(const Function& call) {
   return py::none();
 }
 
-// What Python holds of an asynchronous collective, on CPU or CUDA tensors.
+// The Python object for an asynchronous collective, on CPU or CUDA tensors.
 struct PyWork {
   void wait(std::optional<double> timeout) const {
-    using std::chrono::milliseconds;  // 0 of them: no limit
+    using std::chrono::milliseconds;  // 0 ms means no limit, hence at least 1
     work->wait(timeout ? std::max(milliseconds(1), std::chrono::ceil<milliseconds>(seconds(*timeout))) : kNoTimeout);
   }
   py::object exception() const {
@@ -77,14 +77,14 @@ struct PyWork {
   c10::intrusive_ptr<::c10d::Work> work;
 };
 
-// Shape, and the order of elements where they lie densely, but not row by row.
+// A hash of the shape, and of the order of elements if they are dense, but not row by row.
 uint64_t layout_hash(const at::Tensor& tensor) {
   uint64_t hash = 0xcbf29ce484222325;
   for (int64_t size : tensor.sizes()) hash = mix(hash, size);
   return tensor.is_contiguous() || !tensor.is_non_overlapping_and_dense() ? hash : mix_strides(hash, tensor);
 }
 
-// In place, elements may lie in any order that is the same on all ranks.
+// An operation in place may have its elements in any order that is the same on all ranks.
 void add_tensors(Call& call, Operation& operation, const at::Tensor& input, const at::Tensor& output, int rank) {
   if (input.is_same(output)) {
     call.update(output, operation.output);
@@ -95,7 +95,8 @@ void add_tensors(Call& call, Operation& operation, const at::Tensor& input, cons
   at::NoGradGuard no_grad;
   call.require_dense(input);
   const at::Tensor to = call.write(output, operation.output);
-  // The engine wants the same memory or none in common; but an all-gather's input may lie in its place.
+  // The engine needs input and output to be the same memory, or disjoint; but an all-gather's input may lie in its
+  // place.
   const bool apart = at::get_overlap_status(input, to) == at::MemOverlapStatus::No ||
                      (operation.collective == Collective::AllGather && is_in_place(to, rank * input.numel(), input));
   call.read(apart ? input : input.clone(at::MemoryFormat::Contiguous), operation.input);
@@ -118,7 +119,7 @@ std::optional<PyWork> start(const std::shared_ptr<Communicator>& communicator, C
   if (!call.device().is_cpu()) {
     const c10::Stream stream = queue_on_device(communicator, call, async_op);
     if (async_op) {
-      call.results() = {input, output};  // the work keeps them
+      call.results() = {input, output};  // the work keeps the tensors
       return PyWork{finish_on_device({communicator}, std::move(call), stream)};
     }
     call.deliver();
@@ -138,7 +139,7 @@ ErrorKind kind_of(const std::string& error) {
   throw Error(ErrorKind::InvalidUsage, "abort: '" + error + "' is no class of syncengine.errors");
 }
 
-// Collective. With the GIL.
+// Makes a tensor in memory of a communicator's device. Collective. Called with the GIL.
 at::Tensor empty_on_device(const std::shared_ptr<Communicator>& communicator, const std::vector<int64_t>& sizes,
                            size_t bytes, at::ScalarType type, c10::Device device) {
   if (!device.is_cuda())
@@ -171,31 +172,33 @@ at::Tensor empty(const std::shared_ptr<Communicator>& communicator, const std::v
 }  // namespace
 
 void bind_communicator(py::module_& module) {
-  // Whoever may hold the last reference to a communicator goes without the GIL: its end is that of the engine's thread,
-  // which may be waiting for the GIL itself.
+  // Objects that may hold the last reference to a communicator are destroyed without the GIL: that ends the engine's
+  // thread, which may be waiting for the GIL itself.
   const py::release_gil_before_calling_cpp_dtor without_gil;
   py::class_<PyWork>(module, "Work", "The future of one asynchronous collective.", without_gil)
       .def("wait", &PyWork::wait, py::arg("timeout") = py::none(), py::call_guard<py::gil_scoped_release>(),
-           "Blocks until the collective has ended; raises its error. `timeout` in seconds: past it the communicator is "
-           "aborted with Timeout, since the tensor is in use.")
+           "Blocks until the collective has ended, and raises its error. If `timeout` seconds pass before, the "
+           "communicator is aborted with Timeout, since the tensor is in use.")
       .def(
           "is_completed", [](const PyWork& self) { return self.work->isCompleted(); },
-          py::call_guard<py::gil_scoped_release>(), "Whether it ended, well or not.")
-      .def("exception", &PyWork::exception, "The error it ended with, or None.");
+          py::call_guard<py::gil_scoped_release>(), "Whether the collective has ended, well or not.")
+      .def("exception", &PyWork::exception, "The error with which the collective has ended, or None.");
 
   using Shared = std::shared_ptr<Communicator>;
   py::class_<Communicator, Shared>(module, "Communicator", "A group of ranks that run collectives together.",
                                    without_gil)
       .def_property_readonly("rank", &Communicator::rank, "This process's rank in the group.")
       .def_property_readonly("size", &Communicator::size, "Number of ranks in the group.")
-      .def_property_readonly("global_ranks", &Communicator::global_ranks, "Of each member, its rank in the whole job.")
+      .def_property_readonly("global_ranks", &Communicator::global_ranks,
+                             "The rank of each member in the whole "
+                             "job.")
       .def_property_readonly(
           "numerics", [](const Communicator& c) { return name(c.numerics()); }, "'rank_order', 'ring' or 'fast'.")
       .def_property_readonly(
           "timeout", [](const Communicator& c) { return std::chrono::duration<double>(c.timeout()).count(); },
           "Seconds after which a collective gives up.")
       .def_property_readonly("links", &Communicator::describe_links,
-                             "Between hosts: which way collectives take. Empty on one host.")
+                             "The ways that collectives take between hosts; empty on one host.")
       .def(
           "all_reduce",
           [](const Shared& self, const at::Tensor& tensor, const std::string& op, bool async_op) {
@@ -212,8 +215,8 @@ void bind_communicator(py::module_& module) {
             return start(self, Collective::Broadcast, tensor, tensor, ReduceOp::Sum, src, async_op, layout);
           },
           py::arg("tensor"), py::arg("src"), py::arg("async_op") = false, py::arg("layout") = "",
-          "Overwrites `tensor` by rank `src`'s. `layout`, if any, says what the bytes mean: it must be the same on all "
-          "ranks, and is what errors call this.")
+          "Overwrites `tensor` by that of rank `src`. `layout`, if given, says what the bytes mean: it must be the "
+          "same on all ranks, and is what errors call this broadcast.")
       .def(
           "reduce_scatter",
           [](const Shared& self, const at::Tensor& output, const at::Tensor& input, const std::string& op,
@@ -246,8 +249,8 @@ void bind_communicator(py::module_& module) {
             return self.split(ranks, raise_pending_signal);
           },
           py::arg("ranks"),
-          "A communicator of `ranks` (of this one, this rank among them); None for an empty list. Every rank must call "
-          "it.")
+          "Makes a communicator of `ranks`, which are ranks of this one, with this rank among them; returns None "
+          "for an empty list. Every rank must call it.")
       .def(
           "shrink",
           [](Communicator& self, double patience) {
@@ -255,38 +258,38 @@ void bind_communicator(py::module_& module) {
             return self.shrink(seconds(patience), raise_pending_signal);
           },
           py::arg("patience") = 30.0,
-          "After a failure: a communicator of the members that are left, in their order. Each of them must call it. "
-          "Those that have not after `patience` seconds are left out, and raise Aborted when they do.")
+          "Makes a communicator of the members that are left after a failure, in their order. Each of them must "
+          "call it. Members that have not called it after `patience` seconds are left out, and their call raises "
+          "Aborted.")
       .def("empty", &empty, py::arg("sizes"), py::arg("dtype"), py::arg("device") = py::none(),
-           "An uninitialized tensor in memory that the local peers read and write in place: collectives on it copy "
-           "nothing. On a CUDA `device` a collective call.")
+           "Makes an uninitialized tensor in memory that the local peers read and write in place: collectives on it "
+           "copy nothing. The call is collective if `device` is a CUDA device.")
       .def(
           "abort", [](Communicator& c, const Text& text, const std::string& error) { c.abort(kind_of(error), text); },
           py::arg("text"), py::arg("error") = "Aborted", py::call_guard<py::gil_scoped_release>(),
-          "Fails everything pending, here and on all peers, which raise `error` (a class of syncengine.errors, by "
-          "name) "
-          "with `text`.")
+          "Fails everything pending, here and on all peers, which raise `error` (the name of a class of "
+          "syncengine.errors) with `text`.")
       .def("check_peers", &Communicator::check_peers, py::call_guard<py::gil_scoped_release>(),
-           "Raises the error that this communicator has failed with, if it has, after a look at the other ranks.")
-      .def_property_readonly("hosts", &Communicator::hosts, "Of each member, its host, numbered from 0.")
+           "Raises the error with which this communicator has failed, if it has, after a look at the other ranks.")
+      .def_property_readonly("hosts", &Communicator::hosts, "The host of each member, numbered from 0.")
       .def("dead", &Communicator::dead, py::call_guard<py::gil_scoped_release>(),
-           "Of the members on this host, counted among themselves, those whose processes have died.")
+           "The members on this host, by their numbers among these, whose processes have died.")
       .def("ended", &Communicator::ended, py::call_guard<py::gil_scoped_release>(),
-           "The other members, by their ranks in the job, whose processes are known to have ended.")
+           "The ranks in the job of the other members whose processes are known to have ended.")
       .def(
           "close_devices", [](const Communicator& self) { close_devices(&self); },
-          py::call_guard<py::gil_scoped_release>(), "Lets go of what it has on CUDA devices: it has failed.")
+          py::call_guard<py::gil_scoped_release>(), "Closes what a failed communicator has on CUDA devices.")
       .def(
           "exception", [](const Communicator& self) { return exception_of([&] { self.throw_if_failed(); }); },
-          "The error with which it has failed, which each later call raises, or None.")
+          "The error with which the communicator has failed, and which each later call raises, or None.")
       .def(
           "close",
           [](Communicator& self) {
             close_devices(&self);
             self.close();
-            InFlight::of_process().deliver_ended();  // which keep it
+            InFlight::of_process().deliver_ended();  // calls in flight keep the communicator
           },
-          py::call_guard<py::gil_scoped_release>(), "Leaves in good order.")
+          py::call_guard<py::gil_scoped_release>(), "Leaves the communicator in good order.")
       .def(
           "counters",
           [](const Communicator& self) {
@@ -295,13 +298,13 @@ void bind_communicator(py::module_& module) {
             return counters;
           },
           py::call_guard<py::gil_scoped_release>(),
-          "What this rank did so far: operations, bytes by path, bytes sent to other hosts, sleeps.");
+          "Counters of this rank's work so far: operations, bytes by path, bytes sent to other hosts, sleeps.");
 }
 
 void bind_backend(py::module_& module) {
-  py::module_::import("torch.distributed");  // knows the class that ours derives from
+  py::module_::import("torch.distributed");  // registers the base class of Backend
   py::class_<TorchBackend, c10::intrusive_ptr<TorchBackend>, ::c10d::Backend>(
-      module, "Backend", "The torch.distributed backend: a communicator with c10d's face.")
+      module, "Backend", "The torch.distributed backend: a communicator with c10d's interface.")
       .def(py::init<std::shared_ptr<Communicator>>(), py::arg("communicator"))
       .def_property_readonly("communicator", &TorchBackend::communicator, "The engine's communicator below.")
       .def(
@@ -315,13 +318,17 @@ void bind_backend(py::module_& module) {
           "must call it.")
       .def(
           "perform_nocolor_split", [](TorchBackend&, const py::object&) {}, py::arg("device"),
-          "Nothing. torch asks it of ranks that a new group leaves out, if the default group is bound to a CPU.")
+          "Does nothing. torch calls it on ranks that a new group leaves out, if the default group is bound to a "
+          "CPU.")
       .def_property_readonly(
-          "options", [](TorchBackend& self) { return self.getBackendOptions(); }, "What torch keeps of its settings.");
+          "options", [](TorchBackend& self) { return self.getBackendOptions(); },
+          "The settings of the backend that "
+          "torch keeps.");
   module.def("backend_communicators", &TorchBackend::open_communicators,
              "The communicators below all backends of this process that have not been shut down.");
   module.def("end_backends", &TorchBackend::end_all, py::call_guard<py::gil_scoped_release>(),
-             "Closes these, and completes what futures they still owe. Before the interpreter ends.");
+             "Closes these communicators, and completes futures that are still pending, before the interpreter "
+             "ends.");
 }
 
 }  // namespace syncengine

@@ -21,9 +21,9 @@ namespace syncengine {
 
 namespace {
 
-// Threads that many programs have and that run nobody's code, by the module of their function or class: a DataLoader's
-// queues have one per worker, and it has one that pins memory; a process has one that has sent tensors to another;
-// loggers, and tqdm.
+// Threads that many programs have and that never make calls, by the module of their function or class. A DataLoader has
+// one for each worker's queue, and one that pins memory; a process that has sent tensors to another has one; loggers
+// and tqdm have theirs.
 constexpr const char* kHelpers[] = {"multiprocessing.queues",
                                     "multiprocessing.resource_sharer",
                                     "torch.utils.data._utils.pin_memory",
@@ -41,7 +41,8 @@ bool is_helper(py::handle thread) {
   return false;
 }
 
-// A thread of a ThreadPoolExecutor (torch.compile leaves one) that has no task: only another thread can give it one.
+// Whether the thread belongs to a ThreadPoolExecutor (torch.compile leaves one) and has no task, which only another
+// thread can give it.
 bool is_idle_worker(py::handle thread, const py::dict& frames) {
   py::object target = py::getattr(thread, "_target", py::none()), ident = thread.attr("ident");
   return target.is(py::module_::import("concurrent.futures.thread").attr("_worker")) && frames.contains(ident) &&
@@ -51,13 +52,13 @@ bool is_idle_worker(py::handle thread, const py::dict& frames) {
 int count_helpers() {
   int count = 0;
   const py::dict frames = py::module_::import("sys").attr("_current_frames")();
-  // Not enumerate(), which takes a lock that this very thread may hold.
+  // threading.enumerate() would take a lock that this very thread may hold.
   for (py::handle thread : py::list(py::module_::import("threading").attr("_active").attr("values")()))
     count += is_helper(thread) || is_idle_worker(thread, frames);
   return count;
 }
 
-// Threads of this process that Python knows, without some that can't make calls: any of the others might.
+// The number of this process's threads that Python knows, without some that can't make calls: any of the others might.
 // kUnknownCallers on a thread that Python does not know.
 int count_python_threads() {
   if (PyGILState_GetThisThreadState() == nullptr) return kUnknownCallers;
@@ -83,7 +84,7 @@ struct NetworkOptions : tcp::Options {
   std::string secret_file;
 };
 
-// A setting that Python has as a word.
+// Defines a field of JobOptions whose values are words in Python.
 template <class Value>
 void def_words(py::class_<JobOptions>& options, const char* name, Value Options::* field,
                const std::vector<std::pair<std::string, Value>>& words) {
@@ -136,7 +137,7 @@ void bind_options(py::module_& module) {
       .def_readwrite("secret_file", &NetworkOptions::secret_file);
 }
 
-// A job, and where it listens for ranks of other hosts once it is known that there are any.
+// A job, and the listener for ranks of other hosts once it is known that there are any.
 struct Bootstrap {
   LocalBootstrap job;
   int rank;
@@ -177,7 +178,7 @@ struct Bootstrap {
 
 void bind_local_bootstrap(py::module_& module) {
   bind_options(module);
-  py::class_<Bootstrap>(module, "LocalBootstrap", "How the ranks of a job find each other.")
+  py::class_<Bootstrap>(module, "LocalBootstrap", "Finds the ranks of a job, and connects them.")
       .def(py::init(
                [](int rank, int size, const JobOptions& options, const std::optional<std::vector<int>>& global_ranks) {
                  const auto ranks = global_ranks.value_or(std::vector<int>{});
@@ -186,14 +187,14 @@ void bind_local_bootstrap(py::module_& module) {
                                    rank, RankNames(ranks)});
                }),
            py::arg("rank"), py::arg("size"), py::arg("options"), py::arg("global_ranks") = py::none(),
-           "`global_ranks` is what messages call the ranks; None: their ranks here.")
+           "`global_ranks` are the ranks' names in errors; None: their ranks here.")
       .def(
           "address", [](const Bootstrap& self) { return py::bytes(self.job.address()); },
-          "Opaque bytes for every other rank.")
+          "This rank's address: opaque bytes for every other rank.")
       .def(
           "hosts",
           [](const Bootstrap& self, const std::vector<std::string>& addresses) { return self.job.hosts(addresses); },
-          py::arg("addresses"), "The host of each rank, numbered from 0. `addresses` by rank.")
+          py::arg("addresses"), "The host of each rank, numbered from 0. `addresses` are by rank.")
       .def(
           "on_one_network",
           [](const Bootstrap& self, const std::vector<std::string>& addresses) {
@@ -209,7 +210,7 @@ void bind_local_bootstrap(py::module_& module) {
             self.listener = std::make_unique<tcp::Listener>(options);
             return py::bytes(self.listener->address());
           },
-          py::arg("options"), "Listens for ranks of other hosts. Opaque bytes for every other rank.")
+          py::arg("options"), "Listens for ranks of other hosts. Returns opaque bytes for every other rank.")
       .def(
           "connect",
           [](Bootstrap& self, const std::vector<std::string>& addresses, double timeout,
@@ -221,12 +222,13 @@ void bind_local_bootstrap(py::module_& module) {
           },
           py::arg("addresses"), py::arg("timeout"), py::arg("network_addresses") = py::none(),
           py::arg("transport") = py::none(), py::arg("lost") = py::none(),
-          "The communicator of all ranks. `addresses` by rank; `timeout` in seconds. Where there are several hosts, "
-          "`network_addresses` from listen() or a transport. `lost` says why some of them will not come, if so.");
+          "Connects all ranks, and returns their communicator. `addresses` are by rank; `timeout` is in seconds. If "
+          "there are several hosts, it needs `network_addresses` from listen(), or a transport. `lost` is called "
+          "now and then, and returns a text if some rank will not come.");
   module.def(
       "solo", [](const JobOptions& options, int global_rank) { return make_solo_communicator(options, global_rank); },
       py::arg("options"), py::arg("global_rank") = 0,
-      "The communicator of one rank, which messages call `global_rank`: no thread, no shared memory.");
+      "Makes the communicator of one rank, which errors call `global_rank`: no thread, no shared memory.");
 }
 
 }  // namespace syncengine

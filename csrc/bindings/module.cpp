@@ -30,13 +30,13 @@ void translate_errors() {
       if (pointer) std::rethrow_exception(pointer);
     } catch (const Error& error) {
       set_python_error(error);
-    } catch (python_error& error) {  // Ctrl-C, say
+    } catch (python_error& error) {  // such as Ctrl-C
       error.restore();
     }
   });
 }
 
-// What this process may use of its machine, as the engine sees it: for `syncengine doctor`.
+// The machine as the engine sees it, for `syncengine doctor`: what this process may use of it.
 
 py::dict machine() {
   py::dict result;
@@ -60,7 +60,7 @@ void probe_shared_memory(size_t bytes) {
   const Mapping mapping(memory.get(), bytes);
 }
 
-// How this process's death would be seen by others of its machine, and it sees theirs: the quickest way first.
+// The ways in which processes of this machine see each other's death, the quickest first.
 std::vector<std::string> death_notices() {
   std::vector<std::string> ways;
   if (shm::tells_of_deaths()) ways.emplace_back("robust futexes");
@@ -82,8 +82,7 @@ void bind_machine(py::module_& module) {
   module.attr("has_test_hooks") = has_test_hooks();
 }
 
-// Tracing, and the phases of a step that only Python sees: hooks of torch's optimizers, for which it is of no interest
-// what they are called with.
+// Tracing, and the phases of a step that only Python sees: hooks of torch's optimizers, which ignore their arguments.
 void bind_recorder(py::module_& module) {
   using NoGil = py::call_guard<py::gil_scoped_release>;
   module.def("start_trace", &trace::start, py::arg("path"), py::arg("events"), py::arg("about"), py::arg("steps"),
@@ -93,8 +92,10 @@ void bind_recorder(py::module_& module) {
   module.def("trace_now", &trace::now);
   module.def(
       "say", [](const Text& lines) { say(lines); }, py::arg("lines"),
-      "Has `lines`, each with its newline, written to stderr by a thread that nobody waits for.");
-  module.def("await_said", &await_said, NoGil(), "Waits until what was said is written, a second at most.");
+      "Hands `lines`, each with its newline, to a thread that writes them to stderr, for which nobody waits.");
+  module.def("await_said", &await_said, NoGil(),
+             "Waits until the lines given to say() are written, at most one "
+             "second.");
   module.def("begin_optimizer", [](const py::args&) { PhaseClock::of_process().begin_optimizer(); });
   module.def("end_optimizer", [](const py::args&) { PhaseClock::of_process().end_optimizer(); });
 }

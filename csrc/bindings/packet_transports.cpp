@@ -18,7 +18,7 @@ namespace syncengine {
 
 namespace {
 
-// A transport written in Python, as _C.pyi describes it. Each call takes the GIL once; whatever it raises fails all
+// A transport written in Python, as _C.pyi describes it. Each call takes the GIL once; an exception fails everything
 // that is under way.
 class PythonPacketTransport final : public packets::PacketTransport {
  public:
@@ -43,7 +43,7 @@ class PythonPacketTransport final : public packets::PacketTransport {
         }
         for (auto& [id, error] : transport_.attr("step")(list).cast<std::vector<std::pair<uint64_t, std::string>>>())
           if (pending_.erase(id)) ends.push_back({id, std::move(error)});
-      } catch (const std::exception& error) {  // destroyed while the GIL is held
+      } catch (const std::exception& error) {  // the exception is destroyed while the GIL is held
         fail_all(error.what(), ends);
       }
     } catch (const std::exception& error) {
@@ -98,7 +98,8 @@ class RegisteredEndpoint final : public packets::Endpoint {
   }
   ~RegisteredEndpoint() override { remove(); }
 
-  // Whoever drops the last communicator may hold the GIL, which run() needs to end, and joins its thread after this.
+  // The thread that drops the last communicator joins run()'s thread after this. If it holds the GIL, which run() may
+  // need to end, it releases the GIL and waits here.
   void stop() override {
     Endpoint::stop();
     if (!Py_IsInitialized() || !PyGILState_Check()) return;
@@ -136,9 +137,9 @@ std::unique_ptr<Interhost> connect_by(PacketTransportHandle& handle, int rank, c
 }
 
 void bind_packet_transports(py::module_& module) {
-  py::module_::import("torch.distributed");  // knows the class of groups
+  py::module_::import("torch.distributed");  // registers the class of groups
   py::class_<PacketTransportHandle>(module, "PacketTransport",
-                                    "What moves packets between hosts, for LocalBootstrap.connect.");
+                                    "A transport of packets between hosts, for LocalBootstrap.connect.");
   module.def(
       "python_packet_transport",
       [](py::object transport, std::string by, bool checksum) {
@@ -146,7 +147,7 @@ void bind_packet_transports(py::module_& module) {
                                      {.by = std::move(by), .checksum = checksum}};
       },
       py::arg("transport"), py::arg("by"), py::arg("checksum"),
-      "By an object with step(posts) and close(in_order); `by` names it in errors.");
+      "Makes a transport of an object with step(posts) and close(in_order); `by` names it in errors.");
   module.def(
       "torch_packet_transport",
       [](c10::intrusive_ptr<::c10d::ProcessGroup> group, std::vector<int> ranks, int tag, py::function closed,
@@ -167,10 +168,11 @@ void bind_packet_transports(py::module_& module) {
       },
       py::arg("group"), py::arg("ranks"), py::arg("tag"), py::arg("closed"), py::arg("by"), py::arg("checksum"),
       py::arg("silence"),
-      "By a process group; `ranks` are those in it, of each rank of the job; nobody else uses `tag` there. `closed` is "
-      "called when it is not needed any more. `silence`: seconds without a sign of life after which a rank is lost.");
+      "Makes a transport of a process group. `ranks` gives each rank of the job its rank in the group; nobody else "
+      "uses `tag` there. `closed` is called when the group is not needed any more. `silence` is the time in seconds "
+      "without a sign of life after which a rank is lost.");
   module.def("end_packet_transports", &end_packet_transports, py::call_guard<py::gil_scoped_release>(),
-             "Says goodbye to all ranks that packet transports reach. Before the interpreter ends.");
+             "Says goodbye to all ranks that packet transports reach. Called before the interpreter ends.");
 }
 
 }  // namespace syncengine

@@ -29,6 +29,12 @@ FOLDERS = ("csrc", "syncengine", "syncengine_autoload")
 # Folders, and files, in which nothing is found.
 CLEAN = [
     "csrc/base",
+    "csrc/bindings/bindings.h",
+    "csrc/bindings/common_memory.cpp",
+    "csrc/bindings/communicator.cpp",
+    "csrc/bindings/local_bootstrap.cpp",
+    "csrc/bindings/module.cpp",
+    "csrc/bindings/packet_transports.cpp",
     "csrc/bootstrap",
     "csrc/c10d",
     "csrc/collectives",
