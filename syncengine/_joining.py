@@ -40,11 +40,11 @@ def _lost_store_as_lost_peer() -> Iterator[None]:
 
 
 class Undecided(Aborted):
-    """This rank can't know whether the others go on with those that join, and so must not go on itself."""
+    """This rank can't know whether the others go on with the processes that join, so it must not go on itself."""
 
 
 class Door:
-    """Where they wait, and where they are let in; None without a launcher that keeps ranks going."""
+    """The place at the launcher's store where processes wait, and where ranks let them in."""
 
     def __init__(self, address: str, name: int | None) -> None:
         host, _, port = address.rpartition(":")
@@ -55,26 +55,29 @@ class Door:
 
     @classmethod
     def open(cls, environ: Mapping[str, str] = os.environ) -> Door | None:
-        """By the launcher's variables."""
+        """The door that the launcher's variables name; None without a launcher that keeps ranks going."""
         if MEET not in environ:
             return None
         return cls(environ[MEET], int(environ[JOIN]) if JOIN in environ else None)
 
     def somebody_waits(self) -> bool:
-        """As far as this rank knows, which looks now and then. To be asked by the first rank."""
+        """Whether a process waits, as far as this rank knows, which looks now and then. Only the first rank asks."""
         if time.monotonic() < self._looked + _LOOK:
             return False
         self._looked = time.monotonic()
         return bool(self._waiting())
 
     def look(self, communicator: Communicator) -> None:
-        """By the first rank: if somebody waits, all leave their step, as where a rank has died."""
+        """Makes all ranks leave their step, as if a rank had died, if a process waits. Only the first rank looks."""
         if communicator.rank == 0 and self.somebody_waits():
             communicator.abort("another rank joins: all begin the step anew")
 
     def let_in(self, communicator: Communicator, facts: str) -> Communicator:
-        """The communicator with those that wait, which becomes the default one; or the same, if nobody waits or not all
-        can join. Collective. `facts` are what they must have in common with these ranks."""
+        """Lets waiting processes in. Returns the communicator with them, which is the default one from then on.
+
+        It returns the old communicator if no process waits, or not all can join. All ranks call it. `facts` must be the
+        same on the ranks and on the processes.
+        """
         told = torch.full((1 + _MOST,), -1, dtype=torch.int64)
         if communicator.rank == 0:
             names = self._waiting()[:_MOST]
@@ -98,7 +101,7 @@ class Door:
 
     @_lost_store_as_lost_peer()
     def enter(self, facts: str, timeout: float) -> Communicator:
-        """Waits until this process is let in; again if one of the others dies meanwhile."""
+        """Waits until this process is let in, and again if a rank dies meanwhile. Returns the communicator."""
         assert self.name is not None
         deadline, ticket = time.monotonic() + timeout, ticket_of(self.name)
         self._store.append(CAME, f"{self.name} ")  # type: ignore[attr-defined] # which torch's stub lacks
@@ -117,7 +120,7 @@ class Door:
                 self._store.delete_key(ticket)
 
     def _waiting(self) -> list[int]:
-        """Those that have come, and have no ticket yet; none where the launcher has died."""
+        """The processes that have come and have no ticket yet; none if the launcher has died."""
         with contextlib.suppress(dist.DistError):
             came = self._read(CAME)
             if came and not self._store.check([ticket_of(name) for name in came]):
@@ -130,7 +133,7 @@ class Door:
         return [int(name) for name in said if name.isdigit()]
 
     def _join(self, number: int, ranks: list[int], rank: int, facts: str) -> Communicator:
-        """The communicator of these ranks, as the default one: on all of them, or on none. Raises SyncError then."""
+        """Connects these ranks, by the default communicator from then on: on all of them, or on none by a SyncError."""
         verdict, connected = f"{PLACE}/verdict/{number}", f"{PLACE}/connected/{number}"
         deadline = time.monotonic() + _PATIENCE
 
@@ -148,8 +151,8 @@ class Door:
             with contextlib.suppress(dist.DistError):
                 self._store.set(verdict, "none")
             raise
-        # Each of those that are connected could act on what it sees of the others, and they see different things: so
-        # one says it for all, and the first word counts.
+        # Connected ranks may see different things of each other, so none acts on its own view: one rank writes a
+        # verdict for all, and the first one counts.
         try:
             self._store.add(connected, 1)
             while not self._store.check([verdict]):

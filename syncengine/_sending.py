@@ -1,4 +1,7 @@
-"""States that ranks send each other, without what `pickle` would execute: NumPy's arrays go as their own format."""
+"""Packs states that ranks send each other, without objects that `pickle` would execute code for.
+
+NumPy's arrays go in their own format.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +20,19 @@ _NUMPY = "\0numpy"  # begins the tuple in the place of an array or a scalar
 
 
 def pack(state: Any) -> bytes:
-    """``state`` as bytes, if ``refuse_unsendable`` has nothing against it."""
+    """``state`` as bytes, for a state that ``refuse_unsendable`` lets pass."""
     file = io.BytesIO()
     torch.save(_changed(state, _encoded), file)
     return file.getvalue()
 
 
 def unpack(packed: bytes) -> Any:
-    """The opposite. It calls nothing that the sender names."""
+    """The state that ``pack`` has made bytes of. It calls no function that the sender names."""
     return _changed(torch.load(io.BytesIO(packed), weights_only=True), _decoded)
 
 
 def refuse_unsendable(name: str, state: Any) -> None:
-    """Raises ``InvalidUsage`` that says where ``state``, that of ``name``, has something that ``pack`` can't send."""
+    """Raises ``InvalidUsage`` if ``state``, that of ``name``, has an object that ``pack`` can't send: says where."""
     if where := _unsendable(state, "state_dict()"):
         raise InvalidUsage(
             f"elastic() can't give another rank the state of {name}: {where}, is neither a tensor, nor NumPy's without "
@@ -50,7 +53,7 @@ def _unsendable(value: Any, where: str) -> str:
 
 
 def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
-    """``value`` with a change to all that its containers hold, keys included."""
+    """``value`` with a change to every object in its containers, keys included."""
     kind = type(value)
     if kind in (list, set, tuple) and not _is_encoded(value):
         return kind(_changed(item, change) for item in value)
@@ -87,6 +90,6 @@ def _decoded(value: Any) -> Any:
 
 
 def _emptied(value: Any) -> Any:
-    """In the place of a plain tensor, which can always be sent, a small one."""
+    """A small tensor in the place of a plain tensor, which can always be sent; other values as they are."""
     plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout == torch.strided
     return torch.empty(0, dtype=value.dtype) if plain and not value.is_quantized else value

@@ -1,16 +1,15 @@
-"""Where ranks meet over a torch.distributed store that may outlive them: torchrun's agent keeps one for all restarts,
-and a process group made anew finds the keys of the one before.
+"""The meeting of ranks over a torch.distributed store that may outlive them.
 
-So what is in the store proves nothing by being there. Each rank signs in with a nonce; all nonces together name a
-session, and a rank writes its payload under a session's name. A payload under a session that this rank's nonce is in
-was written after this rank came. When a nonce is replaced, because its rank was restarted or tries again, there is
-another session, and all write anew. What a rank says when it fails is kept beside: it may have signed in anew before
-others look.
+torchrun's agent keeps one store for all restarts, and a process group made anew finds the keys of the one before. So a
+key in the store proves nothing by being there. Each rank signs in with a nonce; all nonces together name a session, and
+a rank writes its payload under a session's name. A payload in a session of this rank's nonce was written after this
+rank came. When a nonce is replaced, because its rank was restarted or tries again, there is another session, and all
+write anew. A failing rank's notice is kept beside, as that rank may have signed in anew before others look.
 
-A nonce names the process that signs in. So ranks of one machine see that one has ended which others wait for, though it
-may not have a communicator yet.
+A nonce names the process that signs in. So ranks of one machine see that a process for which others wait has ended,
+though it may not have a communicator yet.
 
-Here and not in syncengine.launch, since the patch needs it where syncengine can't be imported.
+This module is not in syncengine.launch, since the patch needs it where syncengine can't be imported.
 """
 
 from __future__ import annotations
@@ -32,14 +31,15 @@ from syncengine_autoload import tell
 
 _Nonces = tuple[bytes, ...]
 
-# What this process saw at each place that it signed in, by its own nonce there; to tell old failures from new ones.
+# The nonces that this process saw at each place where it signed in, by its own nonce there. They tell old failures from
+# new ones.
 _seen: dict[bytes, _Nonces] = {}
 _HEARD_WITHIN = 30.0  # seconds
 _MOST_SEEN = 1024  # places; a forgotten one costs at most that an old failure is heard once more
 
 
 class Failed(Exception):
-    """A rank has failed; `notice` is what it says."""
+    """A rank has failed; `notice` is its message to the others."""
 
     def __init__(self, notice: bytes) -> None:
         super().__init__(notice)
@@ -47,7 +47,7 @@ class Failed(Exception):
 
 
 class _Signature(NamedTuple):
-    """A rank's: that of a failure if it has a notice."""
+    """The signature of a rank; with a notice, that of its failure."""
 
     nonce: bytes
     attempt: str
@@ -58,8 +58,8 @@ class _Signature(NamedTuple):
 class Rendezvous:
     """One meeting of the ranks with these `numbers` over `store`, of which this is the one at index `rank`.
 
-    A rank's n-th one for a `purpose` meets the n-th of the others, unless a rank ended or gave up before it met them:
-    then its next one takes that one's place. Nothing here waits.
+    A rank's n-th meeting for a `purpose` is the n-th of the others. If a rank ended or gave up before it met them, its
+    next one takes the place of that meeting. No method waits.
     """
 
     def __init__(self, store: dist.Store, purpose: str, rank: int, numbers: Sequence[int]) -> None:
@@ -92,11 +92,12 @@ class Rendezvous:
         self._hear(failures)
 
     def gather(self, payload: bytes) -> bool:
-        """Whether all ranks have given their payload, which are in `values` then. To be called until it returns True,
-        with the same payload. Raises Failed once a rank has failed.
+        """Whether all ranks have given their payloads, which are in `values` then.
+
+        Call it with the same payload until it returns True. Raises Failed once a rank has failed.
         """
         changed = not self.met and self._look()
-        # First of all what the session that was has got: others may have completed it, and signed in anew since.
+        # The payloads of the old session come first: others may have completed it, and signed in anew since.
         complete = self._collect()
         if not complete:
             self._raise_what_is_told()
@@ -110,32 +111,33 @@ class Rendezvous:
         return complete
 
     def check(self) -> None:
-        """Raises Failed once a rank has failed with which this one takes part."""
+        """Raises Failed once a rank of this session has failed."""
         if self._session is not None and self._session.check(["failed"]):
             self._told = self._session.get("failed")
             self._raise_what_is_told()
 
     def begin_round(self, payload: bytes) -> None:
-        """After a complete one: the next, of the same ranks. Then gather()."""
+        """Begins the next round of the same ranks, after a complete one. Then call gather()."""
         assert self._session is not None
         self.values, self._round = {}, self._round + 1
         self._give(payload)
 
     def missing(self) -> set[int]:
-        """Indices of the ranks that have not signed in; if all have, of those that have not given their payload."""
+        """Indices of the ranks that have not signed in; if all have, of the ranks that have not given their payload."""
         away = {peer for peer, nonce in enumerate(self._nonces) if not nonce}
         return away or set(range(self._size)) - self.values.keys()
 
     def there(self) -> dict[int, bool]:
-        """Of the other ranks that have signed in while this one was there, by index, whether their processes live as
-        far as is known.
+        """Whether processes of other ranks live, as far as is known, by index.
+
+        It has the ranks that have signed in while this rank was there.
         """
         nonces = self._members if self.met else self._nonces
         here = (peer for peer, nonce in enumerate(nonces) if nonce in self._came or nonce != self._found[peer])
         return {peer: not _has_ended(nonces[peer]) for peer in here if peer != self._rank}
 
     def fail(self, notice: bytes) -> None:
-        """Ends the meeting for all, now and later; the first one counts. Nothing if another rank has ended it."""
+        """Ends the meeting for all ranks, now and later. Only the first rank to end it counts."""
         if not self.met:
             self._look()
         if self._told is not None:
@@ -147,9 +149,10 @@ class Rendezvous:
             self._sign(notice)
 
     def stay_until_heard(self, to_come: bool) -> None:
-        """After fail(), or Failed: where this process serves the store, its end waits, for 30 s at most, until ranks
-        that wait have heard of the failure; with `to_come` also those that have not come yet, unless they have met
-        before.
+        """Makes this process, if it serves the store, wait at its end until ranks have heard of the failure.
+
+        It waits for 30 s at most. Call it after fail(), or Failed. It waits for the ranks that are waiting; with
+        `to_come` also for those that have not come yet, unless they have met before.
         """
         store: dist.Store = self.store
         while isinstance(store, dist.PrefixStore):
@@ -183,7 +186,7 @@ class Rendezvous:
             raise Failed(self._told)
 
     def _leave(self, notice: bytes) -> None:
-        """Before it signs in anew: else others could complete the session with what it has given there."""
+        """Leaves the session before signing in anew. Otherwise others could complete it with this rank's payload."""
         if self._session is not None and not self._session.check(["failed"]):
             self._session.set("failed", notice)  # type: ignore[arg-type] # bytes are what it takes
         self.store.set(f"left/{self._rank}", self._nonce)  # type: ignore[arg-type]
@@ -197,7 +200,7 @@ class Rendezvous:
         self.store.add("changes", 1)
 
     def _read(self) -> tuple[_Nonces, list[_Signature]]:
-        """Each rank's nonce, b"" without one; and of those ranks that have failed."""
+        """Each rank's nonce, b"" without one; and the signatures of failures."""
         signatures = [self._read_signature(str(peer)) for peer in range(self._size)]
         nonces = tuple(b"" if signature is None else signature.nonce for signature in signatures)
         return nonces, [signature for signature in signatures if signature and signature.notice]
@@ -213,7 +216,7 @@ class Rendezvous:
         return self.store.add("failures", 0)
 
     def _read_failures(self) -> list[_Signature]:
-        """Those since this rank came, whether the ranks have signed in anew since or not."""
+        """The failures since this rank came, whether the ranks have signed in anew since or not."""
         before, self._failures = self._failures, self._count_failures()
         unread, self._unread = [*self._unread, *range(before + 1, self._failures + 1)], []
         failures = []
@@ -232,7 +235,7 @@ class Rendezvous:
                 self._remember((failure.nonce, *failure.there))
 
     def _look(self) -> bool:
-        """Whether other ranks take part than when it looked last."""
+        """Looks at the signatures. Returns whether other ranks take part than at the last look."""
         changes = self.store.get("changes")  # there, since this rank has signed in
         if changes == self._changes:
             return False
@@ -251,7 +254,7 @@ class Rendezvous:
             del _seen[next(iter(_seen))]
 
     def _enter(self, payload: bytes) -> None:
-        """Also while ranks are missing: those that have come may want to know of each other."""
+        """Enters the session of these nonces, also while ranks are missing: others may want to know of this one."""
         self._members = self._nonces
         name = hashlib.sha256(b" ".join(self._nonces)).hexdigest()[:32]
         self.values, self._session = {}, dist.PrefixStore(name, self.store)
@@ -273,7 +276,7 @@ class Rendezvous:
 
 
 def fail_in_groups(purpose: str, notice: bytes, but_for: Sequence[object] = ()) -> None:
-    """Ends the meetings for `purpose` of torch.distributed's groups that this rank is in."""
+    """Ends the meetings for `purpose` of all groups of torch.distributed that have this rank."""
     for group, (_, store) in list(dist.distributed_c10d._world.pg_map.items()):
         ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
         if rank >= 0 and len(ranks) > 1 and group not in but_for:
@@ -294,8 +297,10 @@ def _wait_until_heard(meeting: Rendezvous, to_come: bool) -> None:
 
 
 def _process(pid: int) -> bytes:
-    """The process that has this number here, as no other one is called on any machine; b"" where it can't be seen, or
-    has ended."""
+    """A name for the process of this number that no other process has on any machine.
+
+    The name is b"" if the process can't be seen, or has ended.
+    """
     try:
         state, *numbers = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -318,7 +323,9 @@ def _has_ended(nonce: bytes) -> bool:
 
 
 def _attempt() -> str:
-    """Equal texts mean that no restart of the ranks lies between; "" says nothing. Agents of several nodes count their
-    restarts apart."""
+    """A text for the attempt of the ranks: no restart lies between equal texts. "" says nothing.
+
+    Agents of several nodes count their restarts apart.
+    """
     count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "none")
     return count if count == "none" or os.environ.get("GROUP_WORLD_SIZE") == "1" else ""

@@ -1,4 +1,4 @@
-"""Ranks on this machine, for commands of syncengine that were started without a launcher."""
+"""Starts ranks on this machine, for commands of syncengine that were started without a launcher."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _LOOK = 0.02  # seconds between two looks whether a rank has ended
 _STORE, _STORE_OF_RANK = 16, 4  # file descriptors: the store's own, and of each rank's connections to it
 
 
-# Variables of ranks that a launcher keeps going: where processes that join wait, which number such a one has, and in
-# whose place it comes ("1/4": rank 1 of 4).
+# Variables of ranks that a launcher keeps going: the place where joining processes wait, the number of such a process,
+# and the rank in whose place it comes ("1/4": rank 1 of 4).
 MEET, JOIN, INSTEAD = "_SYNCENGINE_MEET", "_SYNCENGINE_JOIN", "_SYNCENGINE_INSTEAD"
-# In the store: the processes that wait, those that have ended, and what is told of joining.
+# Keys of the store: the processes that wait, those that have ended, and messages about joining.
 PLACE = "syncengine/joining"
 CAME, ENDED = f"{PLACE}/came", f"{PLACE}/ended"
 _CONNECTED = "syncengine/connected"
@@ -47,13 +47,14 @@ def say_connected() -> None:
 
 
 def ticket_of(name: int) -> str:
-    """The key of what a process that waits is told when it is let in."""
+    """The key of the message that a waiting process gets when it is let in."""
     return f"{PLACE}/ticket/{name}"
 
 
 def run_local_ranks(count: int, arguments: Sequence[str]) -> int:
-    """Runs this same command, with `arguments`, as `count` ranks, which share the cores unless OMP_NUM_THREADS
-    is set; returns the exit code of the first rank that has another than 0. A signal that ends this process ends them.
+    """Runs this same command, with `arguments`, as `count` ranks. Returns the first exit code of a rank that is not 0.
+
+    The ranks share the cores unless OMP_NUM_THREADS is set. A signal that ends this process ends them.
     Raises InvalidUsage if ranks can't meet on this machine, or can't be so many.
     """
     if not 2 <= count <= MOST_RANKS:
@@ -69,10 +70,10 @@ def run_script(
 ) -> int:
     """Runs the Python `script` with its arguments as `count` ranks, as `run_local_ranks` does.
 
-    A rank that ends with another exit code than 0 ends all others, or, with `keep_going`, none once they have met; with
-    `restart` another process then joins the others, as long as no rank has ended well: one for each, but no more than
-    ten times `count`. Each rank writes to a file in `log_dir` if that is given; `label` puts `[rank N]` before lines.
-    Returns 0 if a rank that was kept going has ended well, else the first exit code that is not 0.
+    A rank that ends with another exit code than 0 ends all others. With `keep_going` it ends none once they have met;
+    with `restart` another process then joins the others, as long as no rank has ended well: one for each, but no more
+    than ten times `count`. Each rank writes to a file in `log_dir` if that is given; `label` puts `[rank N]` before
+    lines. Returns 0 if a rank that was kept going has ended well, else the first exit code that is not 0.
     """
     codes = []
     places = list(range(count))  # of each that was started: which of the ranks it is, or comes in the place of
@@ -91,7 +92,7 @@ def run_script(
                     places.append(places[name])
                     newest = len(places) - 1
                     running[newest] = start(0, 1, {JOIN: str(newest), INSTEAD: f"{places[name]}/{count}"})
-            # Who waits to be let in when all others have ended waits in vain.
+            # A process that waits to be let in when all ranks have ended waits in vain.
             if all(name >= count and not store.check([ticket_of(name)]) for name in running):
                 break
         return 0 if keep_going and 0 in codes else _exit_code(codes)
@@ -101,7 +102,10 @@ def run_script(
 def _ranks(
     count: int, script: Sequence[str], keep_going: bool = False, log_dir: Path | None = None, label: bool = False
 ) -> Iterator[Any]:
-    """Processes by rank, which the block's end ends; how another one is started, as a rank of a world; their store."""
+    """Starts ranks.
+
+    Gives their processes by rank, which end with the block; a function that starts another; the store.
+    """
     _check_descriptors(count)
     _check_loopback()
     store = _serve_store()

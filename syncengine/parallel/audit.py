@@ -22,10 +22,10 @@ class Audit:
         self._forwards = 0  # so far, outside of join contexts: as many on all ranks
 
     def look(self, in_join: bool) -> None:
-        """Before each synchronized forward. Collective, where it is due.
+        """Compares the parameters before a synchronized forward, if it is time to. All ranks call it.
 
-        Not in a join context, where ranks have different numbers of forwards. Raises ``Mismatch`` on all ranks, naming
-        parameters and ranks, if the bits of a parameter are not the same on all of them.
+        Nothing is compared in a join context, where ranks have different numbers of forwards. Raises ``Mismatch`` on
+        all ranks, naming parameters and ranks, if the bits of a parameter are not the same on all of them.
         """
         if in_join:
             return
@@ -51,7 +51,7 @@ class Audit:
 
 
 def _checksums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum of each one's elements' bits, as integers. One bit that differs always changes it."""
+    """The sum of the bits of each tensor's elements, as integers. One bit that differs always changes it."""
     with torch.inference_mode():
         return torch.stack([_sum_of_bits(tensor) for tensor in tensors]).cpu()
 
@@ -69,7 +69,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # 
 
 
 def _who_differs(values: Sequence[int], ranks: Sequence[int]) -> str:
-    """ "rank 2 differs from the others", or which ranks have what, where no majority says who is wrong."""
+    """A text such as "rank 2 differs from the others", or all groups of ranks, if there is no majority."""
     alike: dict[int, list[int]] = defaultdict(list)
     for rank, value in zip(ranks, values, strict=True):
         alike[value].append(rank)

@@ -16,7 +16,7 @@ _ALIGNMENT = 64
 
 
 def copy_each(targets: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-    """``copy_()`` for each target."""
+    """Copies each value into its target tensor, by one call if torch can do that."""
     try:
         torch._foreach_copy_(targets, values)
     except RuntimeError:  # it can't write to what is lazily conjugated or negated
@@ -52,7 +52,7 @@ class TensorBroadcast:
 
     @torch.inference_mode()  # in which tensors of every mode may be written
     def __call__(self, tensors: Sequence[torch.Tensor], root: int, layout: str = "") -> None:
-        """Copies those of rank `root`. Collective; a rank that gives another ``layout`` is a ``Mismatch``."""
+        """Copies the tensors of rank `root`. All ranks call it; another ``layout`` on one is a ``Mismatch``."""
         is_root = self._communicator.rank == root
         small = [tensors[i] for i in self._small]
         if is_root and small:
@@ -73,7 +73,7 @@ class TensorBroadcast:
 
 
 def describe_layout(named: Named, more: Callable[[torch.Tensor], str] = lambda tensor: "") -> list[str]:
-    """A line for each tensor with what must be the same on all ranks so that its values can be copied between them.
+    """A line for each tensor with the facts that must be the same on all ranks, so that values can be copied.
 
     ``more`` may add to it. Raises ``InvalidUsage`` naming a tensor that can't be copied into.
     """
@@ -96,7 +96,7 @@ def broadcast_named(
 ) -> None:
     """Copies rank ``root``'s values, once. Raises ``Mismatch`` on every rank, naming the tensor, if they don't fit.
 
-    ``what``: subject and verb ("... differ"). ``lines``: what must be the same, if it is more than the layout.
+    ``what``: subject and verb ("... differ"). ``lines``: facts that must be the same, if they are more than the layout.
     """
     check_same_on_all_ranks(communicator, what, describe_layout(named) if lines is None else lines)
     tensors = [tensor for _, tensor in named]
@@ -104,7 +104,7 @@ def broadcast_named(
 
 
 def _sharing(named: Named) -> list[str]:
-    """Where tensors share memory with others. This must be the same on all ranks.
+    """A text for each tensor that says with which other one it shares memory: the same on all ranks.
 
     Otherwise one of two elements in the same place would be lost. Tensors that only interleave count, too.
     """

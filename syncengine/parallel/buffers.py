@@ -21,7 +21,7 @@ _MOST_SHOWN = 1000  # letters of buffers in a message
 
 
 class Buffers:
-    """The buffers of a model, those that are not ``ignored``: which they are, when they are synchronized, and how."""
+    """The buffers of a model that are not ``ignored``: finds them, and synchronizes them when a forward requires it."""
 
     def __init__(self, model: Model, switches: Switches, reducer: Reducer, ignored: Container[str]) -> None:
         self._module, self._ignored = model.module, ignored
@@ -31,16 +31,16 @@ class Buffers:
         self.look_up()
 
     def look_up(self) -> None:
-        """Modules may have replaced theirs."""
+        """Looks up the buffers again: modules may have replaced theirs."""
         self.named = not_ignored(self._module.named_buffers(), self._ignored)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Those of the last look."""
+        """The buffers of the last look."""
         return list(self.named.values())
 
     def due(self) -> _BufferCommHookLocation | None:
-        """Where the next forward synchronizes them, before or after the module is called; None if it does not."""
+        """When the next forward synchronizes buffers: before or after the module is called; None if it does not."""
         switches = self._switches
         if not (switches.require_forward_param_sync and switches.forward_sync_buffers and self.named):
             return None
@@ -48,13 +48,13 @@ class Buffers:
         return _BufferCommHookLocation.PRE_FORWARD if hook is None else hook.buffer_comm_hook_location
 
     def begin_step(self) -> None:
-        """Synchronizes them before a step of several forwards, which then do not. Collective."""
+        """Synchronizes buffers before a step of several forwards, which then do not. All ranks call it."""
         if self._switches.forward_sync_buffers and self.named:
             self.synchronize()
         self._switches.require_forward_param_sync = False
 
     def synchronize(self, root: int = 0) -> None:
-        """Calls the hook, or copies the values of rank ``root``. Collective."""
+        """Calls the hook on buffers, or copies the values of rank ``root``. All ranks call it."""
         self.look_up()
         hook = self._hook()
         if hook is None:
@@ -72,8 +72,8 @@ class Buffers:
 class BufferCopy:
     """Copies one rank's buffers of a model to all ranks.
 
-    Holds their names, dtypes and shapes as they were last, and the memory for the message, but none of the tensors,
-    only where they were: modules may replace them and their memory, also on one rank alone. Names, dtypes and shapes
+    It holds the names, dtypes and shapes of the last copy, and the memory for the message. It holds no tensors, only
+    their addresses: modules may replace them and their memory, also on one rank alone. Names, dtypes and shapes
     are compared with each copy, by the calls that carry it; before the first one by a message that names what differs.
     """
 
@@ -87,10 +87,10 @@ class BufferCopy:
         self._broadcast: TensorBroadcast
 
     def __call__(self, named: Mapping[str, torch.Tensor], root: int) -> None:
-        """Copies the values of rank ``root``. Collective.
+        """Copies the values of rank ``root``. All ranks call it.
 
-        Their version counters do not change: a backward may need a buffer as it was. Raises ``Mismatch`` on all ranks,
-        where names, dtypes or shapes differ between ranks.
+        The buffers' version counters do not change: a backward may need a buffer as it was. Raises ``Mismatch`` on all
+        ranks, where names, dtypes or shapes differ between ranks.
         """
         tensors = list(named.values())
         counted = tuple(tensor for tensor in tensors if not tensor.is_inference())
@@ -120,13 +120,13 @@ class BufferCopy:
 
 
 def named_state(model: Model, buffers: Buffers | None) -> list[tuple[str, torch.Tensor]]:
-    """What is to be the same on all ranks: parameters, and ``buffers`` if any."""
+    """The tensors that are to be the same on all ranks: parameters, and ``buffers`` if any."""
     named: list[tuple[str, torch.Tensor]] = list(zip(model.names, model.parameters, strict=True))
     return named if buffers is None else [*named, *buffers.named.items()]
 
 
 def choose_buffer_sync(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:
-    """Whether buffers are copied at forwards, and at construction. As DDP since 2.13."""
+    """Whether buffers are copied at forwards, and at construction, as in DDP since 2.13."""
     if broadcast_buffers is not None:
         warnings.warn(
             "`broadcast_buffers` is deprecated. Use `forward_sync_buffers` instead, which still copies rank 0's "

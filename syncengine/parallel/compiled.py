@@ -1,7 +1,7 @@
 """torch.compile outside and inside the wrapper: the module is compiled, the wrapper's own code runs as it is.
 
-Dynamo would trace all Python code that a compiled call reaches. In the wrapper, whose work is done in C++ and in
-collectives, that would gain nothing, and cost a graph break at each of them. So forward turns dynamo off for itself,
+Dynamo would trace all Python code that a compiled call reaches. The wrapper's work is done in C++ and in collectives,
+so tracing it would gain nothing, and cost a graph break at each of them. So forward turns dynamo off for itself,
 and on again for the module.
 """
 
@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-# Not torch.compiler.disable: that imports all of dynamo, for seconds, also where nothing is compiled.
+# torch.compiler.disable would import all of dynamo, for seconds, even where nothing is compiled.
 _eval_frame = torch._C._dynamo.eval_frame
 
 
 class _Thread(threading.local):
-    """What this thread is in."""
+    """The state of this thread between dynamo and the wrapper."""
 
     callback: Any = None  # dynamo's, in the code that called the wrapper: None outside of torch.compile
     active: DistributedDataParallel | None = None  # the Parallel whose forward runs

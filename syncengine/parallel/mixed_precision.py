@@ -57,7 +57,7 @@ class MixedPrecision:
         return {**self.__dict__, "_casts": False}
 
     def around(self, call: Callable[[], Any]) -> Any:
-        """What the wrapper's ``call`` of the module returns; however it ends, the parameters are back in place.
+        """Runs the wrapper's ``call`` of the module. However it ends, the parameters are back in place.
 
         torch calls ``_leave`` after an ``Exception``, but not after Ctrl-C.
         """
@@ -70,7 +70,7 @@ class MixedPrecision:
     def _takes_part(self, tensor: torch.Tensor) -> bool:
         return tensor.is_floating_point() and tensor not in self._ignored
 
-    # The outermost call is the wrapper's; or, where a checkpoint is recomputed, that of a part of the model.
+    # The outermost call is the wrapper's, or that of a part of the model where a checkpoint is recomputed.
     def _enter(self, module: nn.Module, _inputs: Any) -> None:
         if not self._casts:
             return
@@ -89,7 +89,7 @@ class MixedPrecision:
             self._calls.pop()
 
     def _put_back(self, of: list[nn.Module] | None = None) -> None:
-        """``of``: the calls of a recomputation, whose graph task may be kept beyond them."""
+        """Puts the parameters back. ``of``: the calls of a recomputation, whose graph task may outlive them."""
         if of is not None and of is not self._calls:
             return
         for parameters, name, parameter in self._hidden:
@@ -114,13 +114,13 @@ class MixedPrecision:
 
 
 class _AtEnd:
-    """A callback of a graph task, which drops it at its end, whatever error has ended it."""
+    """A callback of a graph task, which drops the callback at its end, whatever error has ended the task."""
 
     def __init__(self, call: Callable[[], None]) -> None:
         self._call = call
 
     def __call__(self) -> None:
-        """Nothing."""
+        """Does nothing: the end of this object counts."""
 
     def __del__(self) -> None:
         self._call()
@@ -133,7 +133,7 @@ def _renew_flat_weights(module: nn.Module) -> None:
 
 
 def compression(settings: Any, parameters: Iterable[nn.Parameter]) -> Compress | None:
-    """That of gradients; None if they are averaged in the parameters' own dtype.
+    """The compressing hook for gradients; None if they are averaged in the parameters' own dtype.
 
     Raises ``InvalidUsage`` for settings that can't be met.
     """

@@ -1,4 +1,4 @@
-"""What ``Parallel`` does not support yet: refused by name, never ignored."""
+"""Refuses arguments and modules that ``Parallel`` does not support yet, by name: nothing is ignored."""
 
 import math
 import sys
@@ -38,7 +38,7 @@ def check_looks(audit: Any, nonfinite: Any) -> None:
 
 
 def check_weight(weight: Any) -> float:
-    """A number that a gradient can count; raises ``InvalidUsage`` for anything else."""
+    """The weight of gradients as a number. Raises ``InvalidUsage`` for anything else."""
     try:
         value = float(weight)
     except (TypeError, ValueError, OverflowError):
@@ -49,7 +49,7 @@ def check_weight(weight: Any) -> float:
 
 
 def refuse_delayed(delay_all_reduce_named_params: Any, param_to_hook_all_reduce: Any) -> None:
-    """Raises ``InvalidUsage`` if either is given."""
+    """Raises ``InvalidUsage`` if either argument is given."""
     for name, value in (
         ("delay_all_reduce_named_params", delay_all_reduce_named_params),
         ("param_to_hook_all_reduce", param_to_hook_all_reduce),
@@ -82,7 +82,7 @@ def check_parameters(named: Mapping[str, torch.Tensor]) -> None:
 
 
 def warn_of_find_unused(stacklevel: int) -> None:
-    """As DDP: with ``static_graph`` the argument has no effect."""
+    """Warns, as DDP does, that ``find_unused_parameters`` has no effect with ``static_graph``."""
     warnings.warn(
         "You passed find_unused_parameters=true to DistributedDataParallel, but a static graph finds its unused "
         "parameters by itself, in its first iteration: leave the argument out.",
@@ -108,5 +108,5 @@ def warn_of_wrapper(module: torch.nn.Module, stacklevel: int) -> None:
 
 
 def refuse(what: str, advice: str) -> NoReturn:
-    """Raises ``InvalidUsage``."""
+    """Raises ``InvalidUsage`` with a text that names ``what``."""
     raise InvalidUsage(f"syncengine.Parallel does not support {what} yet; {advice}")

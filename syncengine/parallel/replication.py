@@ -1,4 +1,4 @@
-"""The same model on every rank: compares what must be the same, and refuses what can't be made the same."""
+"""The same model on every rank: compares facts that must be the same, and refuses tensors that can't be copied."""
 
 import hashlib
 import sys
@@ -32,7 +32,7 @@ def check_writable(name: str, tensor: torch.Tensor) -> None:
 
 
 def is_freed(tensor: torch.Tensor) -> bool:
-    """Whether its elements lie where its storage has nothing any more."""
+    """Whether the tensor's elements lie behind the end of its storage, which was freed in part or whole."""
     if tensor.layout is not torch.strided or tensor.is_nested or not tensor.numel():
         return False
     try:
@@ -43,13 +43,13 @@ def is_freed(tensor: torch.Tensor) -> bool:
 
 
 def reach_of(tensor: torch.Tensor) -> int:
-    """Bytes from its first element to the end of its last one."""
+    """The bytes from the tensor's first element to the end of its last one."""
     last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size() if tensor.numel() else 0
 
 
 def _why_not_dense(tensor: torch.Tensor) -> str:
-    """What it is instead of elements in memory; or an empty text."""
+    """The kind of a tensor that is not elements in memory; or an empty text."""
     if tensor.layout is not torch.strided:
         return f"a tensor of layout {tensor.layout}"
     if tensor.is_nested or tensor.is_quantized:
@@ -66,7 +66,7 @@ def check_same_on_all_ranks(
 ) -> None:
     """Raises ``Mismatch`` on every rank, naming the first line that differs and both sides, unless all ranks agree.
 
-    ``what`` is subject and verb ("... differs"); ``advice`` ends the text. Collective.
+    ``what`` is subject and verb ("... differs"); ``advice`` ends the text. All ranks call it.
     """
     text = "\n".join(lines)
     digest = hashlib.sha256(to_utf8(text)).digest()
@@ -89,9 +89,9 @@ def check_same_on_all_ranks(
 
 
 def replaced_text(module: torch.nn.Module, names: Sequence[str], leaves: Sequence[torch.Tensor]) -> str:
-    """What is wrong if one of ``leaves`` is the parameter of one of ``names``, else nothing.
+    """A text that says which parameter was replaced, if one of ``leaves`` has one of ``names`` now; or an empty text.
 
-    For leaves that are none of the parameters that had these names when the module was wrapped.
+    ``leaves`` are none of the parameters that had these names when the module was wrapped.
     """
     if not any(isinstance(leaf, torch.nn.Parameter) for leaf in leaves):
         return ""
@@ -107,18 +107,18 @@ def replaced_text(module: torch.nn.Module, names: Sequence[str], leaves: Sequenc
 
 
 def own_name(communicator: Communicator) -> str:
-    """As errors call this rank."""
+    """The name of this rank in errors."""
     return f"rank {communicator.global_ranks[communicator.rank]}"
 
 
 def fail_all(communicator: Communicator, error: SyncError, text: str | None = None) -> NoReturn:
-    """Raises ``error`` here and on all ranks, on the others with ``text`` if it is given."""
+    """Raises ``error`` here and on all ranks. The others raise it with ``text``, if that is given."""
     communicator.abort(text or str(error), type(error).__name__)
     raise error
 
 
 def gather_bytes(communicator: Communicator, data: bytes, size: int) -> list[bytes]:
-    """Every rank's ``data``, padded with zeros to ``size``, which is the same on all ranks. Collective."""
+    """Every rank's ``data``, padded with zeros to ``size``, which is the same on all ranks. All call it."""
     own = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
     everyone = torch.empty(communicator.size * size, dtype=torch.uint8, device="cpu")
     communicator.all_gather(everyone, own)
@@ -126,7 +126,7 @@ def gather_bytes(communicator: Communicator, data: bytes, size: int) -> list[byt
 
 
 def gather_texts(communicator: Communicator, text: str) -> list[str]:
-    """Every rank's ``text``, of any length. Collective."""
+    """Every rank's ``text``, of any length. All ranks call it."""
     data = to_utf8(text)
     sizes = gather_bytes(communicator, len(data).to_bytes(8, "little"), 8)
     lengths = [int.from_bytes(size, "little") for size in sizes]

@@ -1,4 +1,4 @@
-"""DDP's names, for torch and other tools: each says which part of ``Parallel`` it belongs to."""
+"""DDP's names on ``Parallel``, for torch and other tools, each forwarded to the part that it belongs to."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from syncengine.parallel.uneven import UnevenInputs
 
 Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
-# As types, or as text: with `from __future__ import annotations`.
+# The annotations that a hook may have: types, or text, by `from __future__ import annotations`.
 _BUCKET_ANNOTATIONS = (inspect.Parameter.empty, dist.GradBucket, "dist.GradBucket", "GradBucket")
 _RETURN_ANNOTATIONS = (
     inspect.Signature.empty,
@@ -48,7 +48,7 @@ def _of(part: str, name: str) -> Any:
 
 
 class ForTools(DistributedDataParallel):
-    """To be inherited from."""
+    """The base class of ``Parallel`` that has DDP's names."""
 
     communicator: Communicator
     process_group: Group  # type: ignore[assignment] # of torch's only where there is one
@@ -66,7 +66,7 @@ class ForTools(DistributedDataParallel):
 
     # wrapper.py
     _compose: Callable[..., None]  # (hooks: Sequence = (), number: int | None = None)
-    # torch's, which has no annotations there
+    # DDP's own method, which has no annotations
     _log_and_throw: Callable[[type[Exception], str], NoReturn]
 
     is_multi_device_module = False
@@ -100,7 +100,8 @@ class ForTools(DistributedDataParallel):
     def no_sync(self) -> Iterator[None]:
         """Backwards of forwards in this context accumulate this rank's own gradients.
 
-        Inside of the module's forward it is about whole backwards in there: Lightning's manual optimization.
+        A context inside of the module's forward is about whole backwards in there, as in Lightning's manual
+        optimization.
         """
         with super().no_sync():
             if is_active(self):
@@ -108,11 +109,12 @@ class ForTools(DistributedDataParallel):
             yield
 
     def sync_stats(self) -> dict[str, Any]:
-        """What the last synchronized backward moved.
+        """Counts of the last synchronized backward.
 
         ``backwards`` (so far), ``buckets``, ``reduced_bytes``, ``copied_bytes`` by the reason for which gradients could
-        not be reduced where autograd left them, ``staged_bytes`` by the reason for which this rank's did not lie where
-        peers reduce them in place, and ``shortage``: with the numbers, why no more memory could be had for them, or "".
+        not be reduced where autograd left them, ``staged_bytes`` by the reason for which this rank's gradients did not
+        lie where peers reduce them in place, and ``shortage``: why there was no more memory for them, with the numbers,
+        or "".
         """
         return self.reducer.statistics()
 
@@ -121,22 +123,22 @@ class ForTools(DistributedDataParallel):
 
         ``steps``: synchronized backwards that ended well. Medians of the last 1024, in milliseconds: ``step_ms``, from
         the end of one backward to the end of the next, and ``exposed_sync_ms``, how long the host waited at its end for
-        averages (on CUDA streams wait, not the host); ``exposed_sync_percent`` of a step. As ``stragglers()``:
-        ``late_ms`` of this rank, by phase ``late_input_ms``, ``late_forward_ms``, ``late_backward_ms`` and
-        ``late_optimizer_ms``; ``latest_rank``, which is latest, and by how much, ``latest_rank_ms``.
-        ``total_reduced_bytes`` of all steps. Of the last step: ``reduced_bytes``, ``copied_bytes``, ``staged_bytes``
-        and ``buckets``, as ``sync_stats``. Of this rank; does not communicate.
+        averages (on CUDA streams wait, not the host); ``exposed_sync_percent`` of a step. ``late_ms`` is this rank's
+        lateness as in ``stragglers()``, by phase ``late_input_ms``, ``late_forward_ms``, ``late_backward_ms`` and
+        ``late_optimizer_ms``; ``latest_rank`` is the latest rank, by ``latest_rank_ms``. ``total_reduced_bytes`` is the
+        sum over all steps; ``reduced_bytes``, ``copied_bytes``, ``staged_bytes`` and ``buckets`` are those of the last
+        step, as in ``sync_stats``. All numbers are this rank's own; nothing is communicated.
         """
         return stats_of(self.reducer, self.communicator.global_ranks, self.communicator.rank)
 
     def stragglers(self) -> dict[str, Any]:
-        """Who is late, in the last 100 steps; the same on all ranks, but for noise. Does not communicate.
+        """Which rank is late in the last 100 steps: the same on all ranks, but for noise. Does not communicate.
 
         A rank's lateness in a step is its own time, from the end of the last synchronization to that of its backward,
         less that of the fastest rank: time that it waits for other ranks is not its own.
 
         ``steps``: how many were compared; ``step_ms``: how long one takes; ``ranks``: for each rank, medians in
-        milliseconds: ``late_ms``, and of that ``input_ms`` (what is none of the following), ``forward_ms`` (with the
+        milliseconds: ``late_ms``, and of that ``input_ms`` (the rest), ``forward_ms`` (with the
         loss), ``backward_ms`` and ``optimizer_ms``; and ``late_percent``, in how many steps it took over a tenth of a
         step longer than the middle rank. ``verdict``: None, or the ``rank`` that does so in over two thirds of the
         steps, its main ``phase``, ``late_ms`` and ``late_percent``; rank 0 warns of it, once in 100 steps at most.
@@ -154,17 +156,18 @@ class ForTools(DistributedDataParallel):
         """A context in which ranks may have different numbers of batches, as in DDP.
 
         A rank that leaves it takes part in the others' steps until they leave, too: it contributes zeros to their
-        averages, which are divided by the number of all ranks, or, without ``divide_by_initial_world_size``, of those
-        that have a batch; with ``weight()``, by the weights of those. Then all get the model of the last one. With
-        ``throw_on_early_termination`` all raise instead as soon as one has no batch. An error that ends the context on
-        one rank ends it on all: the others raise ``Aborted`` with its text. For several models or a
-        ``ZeroRedundancyOptimizer`` use ``torch.distributed.algorithms.Join``.
+        averages. These are divided by the number of all ranks, or, without ``divide_by_initial_world_size``, of the
+        ranks that have a batch; with ``weight()``, by the weights of those ranks. Then all ranks get the model of the
+        last one. ``throw_on_early_termination``: all raise instead as soon as one has no batch.
+
+        An error that ends the context on one rank ends it on all: the others raise ``Aborted`` with its text. Several
+        models, or a ``ZeroRedundancyOptimizer``, need ``torch.distributed.algorithms.Join``.
         """
         self._expect_join(divide_by_initial_world_size)
         return JoinContext(self, self._steps, enable, throw_on_early_termination)
 
     def join_hook(self, **kwargs: Any) -> ParallelJoinHook:
-        """For torch's ``Join``; takes ``divide_by_initial_world_size``."""
+        """The hook for torch's ``Join``; takes ``divide_by_initial_world_size``."""
         check_torch_join(self.process_group)
         self._expect_join(kwargs.get("divide_by_initial_world_size", True))
         return ParallelJoinHook(self._steps)
@@ -177,10 +180,11 @@ class ForTools(DistributedDataParallel):
         """Calls ``hook(state, bucket)`` instead of the all-reduce, as in DDP; torch's own hooks work.
 
         Each ``bucket`` is a ``torch.distributed.GradBucket`` with this rank's gradients in one flat tensor; the hook
-        returns a future of what they become. It is called on every rank in the same order of buckets. What it raises
-        is raised by backward, and by the other ranks as ``Aborted``.
+        returns a future of the values that take their place. It is called on every rank in the same order of buckets.
+        Backward raises its errors, and the other ranks raise them as ``Aborted``.
 
-        ``syncengine.hooks`` has hooks that need no ``torch.distributed``. Once, and not in the middle of a backward.
+        ``syncengine.hooks`` has hooks that need no ``torch.distributed``. A hook is registered once, and not in the
+        middle of a backward.
         """
         self._check_comm_hook(hook)
         if isinstance(hook, Compress) and state is not None and state is not self.communicator:
@@ -190,7 +194,7 @@ class ForTools(DistributedDataParallel):
         self._install_hook(state, hook)
 
     def _check_comm_hook(self, hook: Hook) -> None:
-        """As DDP's, but that bfloat16 needs no GPU."""
+        """Checks a hook as DDP does, but bfloat16 needs no GPU."""
         if not callable(hook):
             self._log_and_throw(TypeError, "Communication hook must be callable.")
         signature = inspect.signature(hook)
@@ -202,14 +206,14 @@ class ForTools(DistributedDataParallel):
             self._log_and_throw(ValueError, text)
 
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
-        """DDP's two native hooks, done by the engine."""
+        """Registers one of DDP's two native hooks, whose work the engine does."""
         if not isinstance(comm_hook_type, dist.BuiltinCommHookType):
             raise TypeError(f"a dist.BuiltinCommHookType is needed, not {comm_hook_type!r}")
         self._install_hook(None, comm_hook_type)
 
     @contextmanager
     def _logging_refusals(self) -> Iterator[None]:
-        """DDP's reducer notes what it refuses."""
+        """Notes an ``InvalidUsage`` in the logging data, as DDP's reducer does."""
         try:
             yield
         except InvalidUsage as error:
@@ -235,7 +239,7 @@ class ForTools(DistributedDataParallel):
         self._optimizers.fuse(optim, chosen, *args, **kwargs)
 
     def _set_static_graph(self) -> None:
-        """What ``static_graph=True`` does; before the first backward."""
+        """Makes the graph static, as ``static_graph=True`` does. Call it before the first backward."""
         if self.static_graph:
             warnings.warn("You've set static_graph to be True, no need to set it again.", UserWarning, stacklevel=2)
             return
@@ -252,7 +256,10 @@ class ForTools(DistributedDataParallel):
     def _distributed_broadcast_coalesced(
         self, tensors: Sequence[torch.Tensor], buffer_size: int, authoritative_rank: int = 0
     ) -> None:
-        """For hooks on buffers, by DDP's ``_default_broadcast_coalesced``; ``buffer_size`` has no effect."""
+        """Broadcasts tensors for hooks on buffers, by DDP's ``_default_broadcast_coalesced``.
+
+        ``buffer_size`` is ignored.
+        """
         names = {id(buffer): name for name, buffer in self.named_module_buffers.items()}
         named = [(names.get(id(tensor), f"tensor {i}"), tensor) for i, tensor in enumerate(tensors)]
         broadcast_named(
@@ -263,13 +270,16 @@ class ForTools(DistributedDataParallel):
         self.reducer._remove_autograd_hooks()
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """Of ``iteration`` in ``_get_ddp_logging_data``, after the first 10; times are of the last 1024 steps."""
+        """Sets how often ``iteration`` of ``_get_ddp_logging_data`` changes, after the first 10 steps.
+
+        The times there are those of the last 1024 steps in any case.
+        """
         if sample_rate < 1:
             self._log_and_throw(InvalidUsage, "DDP runtime logging sample rate should be equal or greater than 1")
         self.logger.sample_rate = sample_rate
 
     def _update_process_group(self, new_process_group: Any) -> None:
-        """From now on gradients are averaged over another group. Ranks that are not in it stay as they are."""
+        """Averages gradients over another group from now on. Ranks that are not in it stay as they are."""
         if new_process_group is dist.GroupMember.NON_GROUP_MEMBER:
             return
         check_group(new_process_group)

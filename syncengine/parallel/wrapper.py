@@ -53,7 +53,7 @@ from syncengine.parallel.tools import ForTools
 from syncengine.parallel.uneven import UnevenInputs
 from syncengine.parallel.watchers import common, forward_watchers, register
 
-# Made anew for a copy.
+# Attributes that are made anew for a copy of the wrapper.
 _PARTS = {"reducer", "_model", "_options", "_planning", "_buffer_sync", "_uneven", "_steps"}
 _PARTS |= {"process_group", "communicator", "logger", "_optimizers"}
 
@@ -61,21 +61,21 @@ _PARTS |= {"process_group", "communicator", "logger", "_optimizers"}
 class Parallel(ForTools):
     """Trains ``module`` data-parallel: each backward averages the gradients over all ranks while it still runs.
 
-    The arguments, attributes and errors are those of ``DistributedDataParallel``; what is not supported yet is
-    refused by name. It is a subclass only so that ``isinstance`` holds for the tools that ask: none of DDP's machinery
+    The arguments, attributes and errors are those of ``DistributedDataParallel``; unsupported ones are refused by name.
+    It is a subclass only so that ``isinstance`` holds for the tools that ask: none of DDP's machinery
     runs.
 
     ``process_group`` takes a torch process group or a ``syncengine.Communicator`` (say, from ``Communicator.split``);
-    ``None`` is the default communicator, initialized if need be. Afterwards ``communicator`` is what gradients are
-    averaged over, and ``process_group`` what tools expect there: torch's group of these ranks if there is one, else
-    the communicator. With one rank the module is called directly.
+    ``None`` is the default communicator, initialized if need be. The attribute ``communicator`` is the communicator
+    over which gradients are averaged, and ``process_group`` has the value that tools expect: torch's group of these
+    ranks if there is one, else the communicator. One rank alone calls the module directly.
 
     ``audit``: before one in that many synchronized forwards the parameters of all ranks are compared, bit by bit; 0 is
-    never. ``Mismatch`` then names the parameter and the rank that differs. In a join context nothing is compared.
+    never. ``Mismatch`` then names the parameter and the rank that differs. Nothing is compared in a join context.
 
     ``nonfinite``: where a gradient is NaN or infinite, "raise" raises ``NotFinite`` from backward on all ranks, and
-    "warn" warns on them: which rank has brought it, into which parameter, in which synchronized backward, from 1. By
-    default nobody looks.
+    "warn" warns on them: which rank has brought it, into which parameter, in which synchronized backward, from 1. The
+    default, None, looks at nothing.
 
     Raises ``InvalidUsage`` for an argument that can't work, and ``Mismatch``, naming the parameter and both sides, if
     the ranks' models differ.
@@ -162,7 +162,7 @@ class Parallel(ForTools):
             self._replicate(sync_initial_buffers)
 
     def _reducer_options(self) -> ReducerOptions:
-        """What the reducer is asked for; a subclass, for tests or benchmarks, may ask for more."""
+        """The options of the reducer. A subclass, for tests or benchmarks, may set more."""
         options = ReducerOptions()
         options.find_unused_parameters = self.find_unused_parameters
         options.static_graph = self.static_graph
@@ -202,14 +202,14 @@ class Parallel(ForTools):
             self._install_hook(state, hook)
 
     def shrink(self, patience: float = 30.0) -> None:
-        """After a failure: goes on with the ranks that are left, in a new ``communicator``.
+        """Goes on, after a failure, with the ranks that are left, in a new ``communicator``.
 
-        Collective over these. The weights stay as they are on each rank, and so do ``.grad`` and buffers, of which
-        some may be further than others: ``syncengine.elastic`` brings them together. A step of ``micro_batches`` that
-        is open is dropped, with its gradients. Hooks stay in use, buckets are planned anew. Two models of one
+        All ranks that are left call it. The weights stay as they are on each rank, and so do ``.grad`` and buffers, of
+        which some may be further than others: ``syncengine.elastic`` brings them together. A step of ``micro_batches``
+        that is open is dropped, with its gradients. Hooks stay in use, buckets are planned anew. Two models of one
         communicator move to the same.
 
-        ``patience``, and what it raises: see ``syncengine.shrink``.
+        ``patience`` and errors are as for ``syncengine.shrink``.
         """
         self._move_to(shrink(self.communicator, patience))
 
@@ -292,13 +292,13 @@ class Parallel(ForTools):
         if self._mixed_precision is None:
             call = partial(call_module, self, inputs, kwargs)
         else:
-            # As two: one may be called `dtype`.
+            # Inputs and keyword arguments are cast as two objects, since a keyword may be called `dtype`.
             (inputs, kwargs), _ = _cast_forward_inputs(self._mixed_precision.dtype, inputs, kwargs)
             call = partial(self._mixed_precision.around, partial(call_module, self, inputs, kwargs))
         return self._steps.forward(call, self) if self.reducer.reduces else call()
 
     def weight(self, n: float) -> None:
-        """The next synchronized backward counts this rank's gradients ``n`` times: ``sum(n * gradient) / sum(n)``.
+        """Gives this rank's gradients the weight ``n`` in the next average: ``sum(n * gradient) / sum(n)``.
 
         Call it before the forward, on every rank, usually with the number of samples (or tokens) over which this rank's
         loss is a mean; then the average is the gradient of the mean over all samples. It applies to one synchronized
@@ -318,7 +318,7 @@ class Parallel(ForTools):
 
 
 def _details(tensor: torch.Tensor) -> str:
-    """What ranks must have in common of a parameter besides its shape and dtype; as DDP, nothing of a buffer."""
+    """The facts of a parameter, besides shape and dtype, that must be the same on all ranks; of a buffer none."""
     if not isinstance(tensor, torch.nn.Parameter):
         return ""
     shared = ", shared by a ShardedOptimizer" if tensor in common else ""
