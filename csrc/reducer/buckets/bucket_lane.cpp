@@ -30,9 +30,9 @@ class DeviceLane final : public BucketLane {
     syncengine::keep_for(stream, tensor.storage());
   }
   void all_reduce(Operation operation) override {
-    if (queue_) queue_->run(operation, queue_->side(), queue_->side_handle());  // else there is one rank
+    if (queue_) queue_->run(operation, queue_->side(), queue_->side_handle());  // no queue: there is one rank
   }
-  void finish() override { communicator_->throw_if_failed(); }  // what the streams do is theirs to wait for
+  void finish() override { communicator_->throw_if_failed(); }  // errors on streams show in later calls
   Nonfinite words_for_nonfinite() override {
     return queue_ ? queue_->group().words_for_nonfinite() : host_words_for_nonfinite(communicator_->size());
   }

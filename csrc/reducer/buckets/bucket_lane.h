@@ -1,5 +1,5 @@
-// What a reducer asks of the device where its gradients lie: memory that the peers reach, and a stream on which buckets
-// are filled, reduced and emptied, one after the other, while other streams compute.
+// The interface to the device where a reducer's gradients lie: memory that the peers reach, and a stream on which
+// buckets are filled, reduced and emptied, one after the other, while other streams compute.
 //
 // Ownership: the reducer's. Thread-safety: one thread at a time, any thread, without the GIL. All ranks call allocate()
 // and all_reduce() in the same order. Failure: the communicator's error; one that occurs on a stream later is thrown by
@@ -26,37 +26,38 @@ class BucketLane {
  public:
   virtual ~BucketLane() = default;
 
-  // Bytes that live as long as their tensor. Collective, with the same `bytes` on all ranks. Blocks.
+  // Allocates bytes that live as long as their tensor. Collective, with the same `bytes` on all ranks. Blocks.
   virtual at::Tensor allocate(size_t bytes) = 0;
 
   virtual c10::Stream current() const = 0;  // of the calling thread
   virtual c10::Stream own() const = 0;      // after allocate()
 
-  // What `follower` gets from now on comes after what `leader` has by now.
+  // Makes `follower` wait: all that it gets from now on comes after all that `leader` has got so far.
   virtual void order(c10::Stream leader, c10::Stream follower) = 0;
 
-  // Whoever frees this memory, nobody gets it before `stream` is done with what it has by then.
+  // Whoever frees this memory, nobody gets it before `stream` has done all that is queued there then.
   virtual void keep_for(c10::Stream stream, const at::Tensor& tensor) = 0;
 
-  // Reduces memory of allocate() in place: behind what its own stream has, and before what that gets after finish().
+  // Reduces memory of allocate() in place: after all that is queued on its own stream, and before what is queued there
+  // after finish().
   virtual void all_reduce(Operation operation) = 0;
   virtual void finish() = 0;
 
-  // Words that its operations may note in; see Nonfinite.
+  // Words in which its operations may note values that are not finite; see Nonfinite.
   virtual Nonfinite words_for_nonfinite() = 0;
-  // Blocks the host until what its own stream has by now is done.
+  // Blocks the host until all that is queued on its own stream now is done.
   virtual void wait() = 0;
 };
 
-// Of host memory, for so many ranks.
+// Words of Nonfinite in host memory, for `world` ranks.
 inline Nonfinite host_words_for_nonfinite(int world) {
   return {.words = std::shared_ptr<uint64_t[]>(new uint64_t[world + 1])};
 }
 
 // The reducer's lane on a CUDA device.
 
-// Throws InvalidUsage that says what is missing where there is no such device. The ranks connect at its first
-// allocate().
+// Makes the reducer's lane on a CUDA device. Throws InvalidUsage, which says what is missing, if there is no such
+// device. The ranks connect at its first allocate().
 std::unique_ptr<BucketLane> make_device_lane(const std::shared_ptr<Communicator>& communicator, c10::Device device);
 
 // A BucketLane of host memory: for tests of all that is the same on every device, in a build with test hooks.

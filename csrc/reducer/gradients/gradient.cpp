@@ -15,7 +15,8 @@ namespace syncengine {
 
 namespace {
 
-// In the parameter's own layout if that is dense, otherwise contiguous: the order of elements that all ranks agree on.
+// Makes a tensor in the parameter's own layout if that is dense, otherwise contiguous: the order of elements on which
+// all ranks agree.
 at::Tensor empty_like_parameter(const at::Tensor& parameter) {
   if (parameter.is_non_overlapping_and_dense()) {
     return at::empty_strided(parameter.sizes(), parameter.strides(), parameter.options());
@@ -23,7 +24,7 @@ at::Tensor empty_like_parameter(const at::Tensor& parameter) {
   return at::empty(parameter.sizes(), parameter.options());
 }
 
-// The sparse gradient of a table that was not looked into.
+// The sparse gradient of a table of which no row was looked up.
 at::Tensor empty_rows(const at::Tensor& table) {
   auto values = table.sizes().vec();
   values[0] = 0;
@@ -31,7 +32,8 @@ at::Tensor empty_rows(const at::Tensor& table) {
                                        at::empty(values, table.options()), table.sizes(), table.options());
 }
 
-// As bytes, the gradient; not where its memory holds the conjugate, or the negative, of its elements (conj() is lazy).
+// Whether the gradient's bytes are its elements in the parameter's order. They are not if its memory holds the
+// conjugate, or the negative, of its elements (conj() is lazy).
 bool follows_layout(const at::Tensor& grad, const at::Tensor& parameter) {
   if (grad.is_conj() || grad.is_neg()) return false;
   if (parameter.is_contiguous() && grad.is_contiguous()) return true;  // by far the most frequent case
@@ -63,7 +65,7 @@ void Gradient::note(const at::Tensor& incoming, bool kept) {
   if (!grad.defined()) return;
   const bool took_over = grad.layout() == c10::kStrided && shares_storage(grad, incoming);
   took_over_ |= took_over;
-  // Something else may still look at that memory.
+  // Another tensor may still read the memory that .grad holds.
   shared_ |= kept || (took_over && is_shared(grad, incoming));
 }
 
@@ -86,8 +88,8 @@ void Gradient::collect(const std::string& name, Statistics& statistics) {
     // A .grad that existed before stays where it is: in a flat optimizer's memory, perhaps.
     copy_out(took_over ? Source::Replace : Source::Copy, CopyReason::SharedStorage, grad, statistics);
   } else {
-    // Either taken over from `incoming`, or a .grad that existed before (or was made by a copy) and that autograd
-    // itself has just written: no tensor of this backward lies in it.
+    // Either taken over from `incoming`, or a .grad that existed before (or was made by a copy) and that only autograd
+    // has written: no tensor of this backward lies in its memory.
     source_ = Source::Own;
     memory_ = grad;
     version_ = grad._version();
@@ -134,7 +136,7 @@ bool Gradient::deliver(bool used) {
   at::Tensor& grad = parameter_.mutable_grad();
   const bool delivers = source_ != Source::Absent && (source_ != Source::Unused || used);
   if (!delivers) {
-    // Nobody used it: as DDP, leave .grad alone.
+    // No rank used the parameter: .grad stays as it is, as with DDP.
   } else if (!grad.defined()) {
     grad = memory_;
   } else if (source_ == Source::Replace) {

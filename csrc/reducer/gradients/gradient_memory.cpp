@@ -16,7 +16,7 @@ namespace syncengine::gradient_memory {
 
 namespace {
 
-constexpr int kWrongGuesses = 3;  // then it is another graph each time
+constexpr int kWrongGuesses = 3;  // after so many, the graph is taken to change each time
 
 }  // namespace
 
@@ -29,13 +29,14 @@ void AllocationHabits::forget(size_t bytes) {
 
 namespace {
 
-// Of several models, or of tasks within tasks.
+// The grants of a thread, which may be of several models, or of tasks within tasks.
 struct GrantsInUse {
   std::vector<std::shared_ptr<Grant>> grants;
   ~GrantsInUse();
 };
 
-thread_local bool any_in_use = false;  // trivial: memory is released after this thread's other variables are gone, too
+// This flag has no destructor, since memory is released even after this thread's other variables are destroyed.
+thread_local bool any_in_use = false;
 thread_local GrantsInUse in_use;
 c10::Allocator* previous = nullptr;
 
@@ -49,7 +50,7 @@ void release_block(void* block) {
       for (const auto& grant : in_use.grants) grant->notice_release(block);
     }
     pool->release(block);
-  } else if (auto* deleter = previous->raw_deleter()) {  // came through raw_allocate
+  } else if (auto* deleter = previous->raw_deleter()) {  // the memory came through raw_allocate
     deleter(block);
   }
 }
@@ -79,7 +80,7 @@ class PoolAllocator final : public c10::Allocator {
 }  // namespace
 
 void* Grant::allocate(size_t bytes) {
-  if (pool_.forked()) return nullptr;  // before the lock, which another thread may have held then
+  if (pool_.forked()) return nullptr;  // before the lock, which another thread may have held at the fork
   std::lock_guard lock(habits_->mutex);
   auto [position, is_first] = courses_.try_emplace(bytes);
   Course& course = position->second;
@@ -120,7 +121,7 @@ void Grant::learn() {
     }
     courses_.clear();
   }
-  if (any_temporary) pool_.trim();  // their pages will not be needed again
+  if (any_temporary) pool_.trim();  // pages of temporaries will not be needed again
 }
 
 void install() {
@@ -157,19 +158,19 @@ namespace {
 
 using torch::autograd::variable_list;
 
-// True if `tensor` is held by so many C++ references and by nothing in Python.
+// Whether `tensor` is held by that many C++ references and by nothing in Python.
 bool has_holders(const at::TensorBase& tensor, size_t references) {
   return tensor.use_count() == references ||
          (tensor.use_count() == references + 1 && python_let_go(*tensor.unsafeGetTensorImpl()));
 }
 
-// Whether `grad`, which took over the memory of `incoming`, is all that will ever look at that memory: every holder is
-// known, and goes with `incoming`, which the engine is about to drop; and the memory itself is torch's (not, say, a
-// numpy array's).
+// Whether nothing but `grad`, which took over the memory of `incoming`, will ever read that memory: every holder is
+// known, and goes with `incoming`, which the engine is about to drop; and the memory is torch's own (not a numpy
+// array's, say).
 bool took_over_exclusively(const at::Tensor& grad, const at::Tensor& incoming, size_t references) {
   if (!has_holders(incoming, references)) return false;
   size_t known_holders = 2;
-  if (incoming.is_view()) {  // the weight of every nn.Linear: the transpose of a product
+  if (incoming.is_view()) {  // the weight of every nn.Linear: its gradient is the transpose of a product
     const at::TensorBase& base = incoming._base();
     if (has_holders(base, 1) && shares_storage(grad, base)) ++known_holders;
   }
@@ -177,16 +178,16 @@ bool took_over_exclusively(const at::Tensor& grad, const at::Tensor& incoming, s
   return storage.use_count() == known_holders && gradient_memory::is_tensor_memory(storage.data_ptr());
 }
 
-// Belongs to the parameter, which has one at most, and holds nothing.
+// Notes which gradient came. The note belongs to the parameter, which has one at most, and keeps nothing alive.
 class IncomingNote : public torch::autograd::FunctionPreHook {
  public:
   variable_list operator()(const variable_list& gradients) override {
     incoming_ = gradients[0].getIntrusivePtr();
     return gradients;
   }
-  // Under compiled autograd nothing is noted.
+  // Does nothing under compiled autograd, where no gradient is noted.
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& /*args*/) const override {}
-  // Undefined if it is gone.
+  // The noted gradient; undefined if it has been destroyed.
   at::Tensor incoming() const { return at::Tensor(incoming_.lock()); }
 
  private:

@@ -1,10 +1,10 @@
-// What backward does with blocks of a gradient's size: some are gradients, others are temporaries, which need not lie
-// where peers reach them. A convolution makes two of its weight's size for each gradient, which would make the pool
-// twice as large.
+// Learns what backward does with blocks of a gradient's size: some are gradients, others are temporaries, which need
+// not lie where peers reach them. A convolution makes two temporaries of its weight's size for each gradient, which
+// would make the pool twice as large.
 //
-// Learned from one backward: the n-th block of a size is a temporary if it was gone when that backward ended. One that
-// starts with gradients (it accumulates) has habits of its own. A wrong guess costs a staged gradient, never its value;
-// it is forgotten, and after a few nothing is guessed about that size any more.
+// One backward is enough to learn: the n-th block of a size is a temporary if it was gone when that backward ended. A
+// backward that starts with gradients (it accumulates) has habits of its own. A wrong guess costs a staged gradient,
+// never its value; it is forgotten, and after a few nothing is guessed about that size any more.
 //
 // Thread-safety: any thread. Failure: none.
 #pragma once
@@ -29,22 +29,22 @@ namespace syncengine::gradient_memory {
 // Bytes of the gradients that belong into the pool.
 using Sizes = std::unordered_set<size_t>;
 
-// By place among a backward's allocations of one size.
+// Whether each of a backward's allocations of one size is a temporary, in the order of the allocations.
 using Temporaries = std::vector<bool>;
 
 struct AllocationHabits {
   explicit AllocationHabits(Sizes of) : sizes(std::move(of)) {}
 
   struct Habit {
-    std::array<std::shared_ptr<const Temporaries>, 2> temporaries;  // by whether it accumulates; null: nothing is known
-    int wrong = 0;                                                  // guesses
+    std::array<std::shared_ptr<const Temporaries>, 2> temporaries;  // by whether it accumulates; null: not learned yet
+    int wrong = 0;                                                  // wrong guesses
   };
 
   const Sizes sizes;
-  std::mutex mutex;  // of what follows, and of the grants' courses
+  std::mutex mutex;  // guards the members below, and the grants' courses
   std::unordered_map<size_t, Habit> habits;
 
-  // A gradient of that size did not get a block of the pool.
+  // Forgets a wrong guess: a gradient of that size did not get a block of the pool.
   void forget(size_t bytes);
 };
 
@@ -52,33 +52,33 @@ struct AllocationHabits {
 // peers reach them.
 //
 // torch's CPU allocator is replaced for good by one that passes everything on, except allocations of a gradient's exact
-// size made by a thread that uses a grant, while that is valid: a backward's own threads, until it ends. Of those, what
-// is known to be a temporary (AllocationHabits) is passed on, too. So the pool holds gradients, and thus blocks of few
+// size made by a thread that uses a grant, while that is valid: a backward's own threads, until it ends. Known
+// temporaries among them (AllocationHabits) are passed on, too. So the pool holds gradients, and thus blocks of few
 // sizes, which fit each other's places.
 
-// Less would share a page with others, and can't be severed from peers.
+// A smaller gradient would share a page with others, and could not be severed from peers.
 inline const size_t kSmallest = shm::kPage;
 
 // One backward's permission to allocate gradients from a pool. Thread-safe.
 class Grant {
  public:
-  // `accumulates`: there were gradients when that backward began.
+  // `accumulates`: there were gradients when the backward began.
   Grant(shm::Pool& pool, std::shared_ptr<AllocationHabits> habits, bool accumulates)
       : pool_(pool), habits_(std::move(habits)), accumulates_(accumulates) {}
 
   bool covers(size_t bytes) const { return habits_->sizes.count(bytes) > 0; }
-  // For a size that it covers; null: torch's own memory is to be used.
+  // Allocates a size that the grant covers; null if torch's own memory is to be used.
   void* allocate(size_t bytes);
-  // Tells that a block goes back to its pool; it may be another grant's.
+  // Notes that a block goes back to its pool. The block may be another grant's.
   void notice_release(void* block);
 
   bool is_valid() const { return valid_.load(std::memory_order_acquire); }
   void revoke() { valid_.store(false, std::memory_order_release); }  // a late allocation does no harm
-  // The backward has ended well: what it did is remembered for the next ones. To be called after revoke().
+  // Remembers what this backward did for the next ones, as it has ended well. Called after revoke().
   void learn();
 
  private:
-  // Of one size in this backward.
+  // The allocations of one size in this backward.
   struct Course {
     std::shared_ptr<const Temporaries> known;
     bool learns = false;
@@ -91,37 +91,38 @@ class Grant {
   const bool accumulates_;
   std::atomic<bool> valid_{true};
   std::unordered_map<size_t, Course> courses_;                          // by size
-  std::unordered_map<void*, std::pair<size_t, size_t>> being_learned_;  // blocks: their size, their place in its course
+  std::unordered_map<void*, std::pair<size_t, size_t>> being_learned_;  // by block: size, and place in the course
 };
 
-// Idempotent; on any thread, while no other thread allocates tensors for the first time.
+// Idempotent. Called on any thread, while no other thread allocates tensors for the first time.
 void install();
 
-// For the calling thread, until it is revoked.
+// Makes the calling thread use the grant, until it is revoked.
 void use(const std::shared_ptr<Grant>& grant);
 
-// True for the memory of a plain tensor: torch's own, or a pool's.
+// Whether the memory is that of a plain tensor: torch's own, or a pool's.
 bool is_tensor_memory(const c10::DataPtr& data);
 
 }  // namespace syncengine::gradient_memory
 
 namespace syncengine {
 
-// Whether .grad is all that will ever look at its memory. Autograd lets .grad take over a tensor whose memory others
-// may have yet to read in the same backward, and two parameters may take over one memory.
+// Whether nothing else will ever read the memory of .grad. Autograd lets .grad take over a tensor whose memory others
+// may still have to read in the same backward, and two parameters may take over the same memory.
 
 bool shares_storage(const at::TensorBase& a, const at::TensorBase& b);
 
-// Whether something else may still look at the memory that `grad` took over from `incoming`, if it did.
-// `references`: how many the engine and the caller have to `incoming`.
+// Whether anything else may still read the memory that `grad` took over from `incoming`; false if it took over nothing.
+// `references` counts the references of the engine and the caller to `incoming`.
 bool is_shared(const at::Tensor& grad, const at::Tensor& incoming, size_t references = 1);
 
-// For whom only a post-accumulate hook tells of gradients, which is not given what came: from now on each of these
-// leaves notes that, until somebody clears its hooks (as Tensor.register_hook does). Not while backward runs.
+// Makes each of these parameters note the gradient that comes, until somebody clears its hooks (as Tensor.register_hook
+// does). Needed where gradients are found by a post-accumulate hook alone, which is not given that tensor. Not to be
+// called while backward runs.
 void note_incoming(const std::vector<at::Tensor>& parameters);
 
-// Whether nobody else can read or write the memory of the parameter's dense .grad: in its post-accumulate hook, or at
-// any time later. What was not noted counts as somebody else.
+// Whether nobody else can read or write the memory of the parameter's dense .grad: asked in its post-accumulate hook,
+// or at any time later. A gradient that was not noted counts as somebody else's.
 bool owns_gradient(const at::Tensor& parameter);
 
 }  // namespace syncengine

@@ -20,7 +20,7 @@ namespace {
 
 constexpr size_t kPartAlignment = 16;
 
-// Where the parts of one rank's gradient lie in what that rank sends.
+// The offsets of the parts of one gradient in the bytes that its rank sends.
 struct Place {
   size_t indices, values, end;
 
@@ -58,7 +58,7 @@ at::Tensor part(const at::Tensor& bytes, size_t begin, at::IntArrayRef sizes, at
   throw Error(ErrorKind::PeerLost, std::string("a rank sent a sparse gradient that can't be") + kDamaged);
 }
 
-// The gradient that one rank has sent, of the shape of `like`. Throws PeerLost where an index lies outside of it.
+// The gradient that one rank has sent, of the shape of `like`. Throws PeerLost if an index lies outside of it.
 at::Tensor unpack(const at::Tensor& bytes, const Place& place, const at::Tensor& like, int64_t nonzeros) {
   std::vector<int64_t> shape{nonzeros};
   shape.insert(shape.end(), like.sizes().begin() + like.sparse_dim(), like.sizes().end());
@@ -87,8 +87,8 @@ size_t average_sparse(const std::vector<at::Tensor>& gradients, Communicator& co
   at::NoGradGuard no_grad;
   const auto size = communicator.size();
   const bool tree = !merges.empty();
-  const bool ring =
-      !tree && communicator.numerics() == Numerics::Ring;  // DDP's: divided first, summed in the gradient's dtype
+  // DDP's way: gradients are divided first, and summed in their dtype.
+  const bool ring = !tree && communicator.numerics() == Numerics::Ring;
   std::vector<at::Tensor> own;
   at::Tensor counts = at::empty({static_cast<int64_t>(gradients.size())}, at::kLong);
   for (size_t i = 0; i < gradients.size(); ++i) {
@@ -121,9 +121,9 @@ size_t average_sparse(const std::vector<at::Tensor>& gradients, Communicator& co
   at::Tensor everyone = gather(packed, communicator, "the sparse gradients of " + model);
 
   for (size_t i = 0; i < own.size(); ++i) {
-    const bool widen = !tree && is_narrow(own[i]);  // torch can't add them sparsely
+    const bool widen = !tree && is_narrow(own[i]);  // torch can't add these dtypes sparsely
     at::Tensor sum;
-    std::vector<at::Tensor> waiting;  // for its other half
+    std::vector<at::Tensor> waiting;  // sums that wait for their other halves
     for (int rank = 0; rank < size; ++rank) {
       at::Tensor next = unpack(everyone[rank], places[rank][i], own[i], count_of[rank * own.size() + i]);
       if (widen) next = next.to(at::kFloat);

@@ -30,7 +30,7 @@ bool TreeSums::take(size_t merges) {
   return any;
 }
 
-// Of two, so their order does not matter. Zeros are added, too: they turn -0.0 into 0.0.
+// Adds two sums, whose order does not matter. Zeros are added, too: they turn -0.0 into 0.0.
 void TreeSums::merge(Sum& left, Sum right) {
   if (!left.value.defined() || (right.made && !left.made)) std::swap(left, right);
   if (!left.value.defined()) return;
@@ -66,7 +66,7 @@ void TreeSums::deliver(double divisor) {
     if (!value.defined()) continue;
     if (!made) value = value.resolve_conj().resolve_neg().clone();
     const at::Tensor elements = value.is_sparse() ? value._values() : value;
-    // By a tensor, which no dtype rounds to 16 bits.
+    // The factor is a tensor, since torch would round a number to 16 bits for some dtypes.
     (elements.is_complex() ? at::view_as_real(elements) : elements).mul_(at::scalar_tensor(1.0 / divisor, at::kDouble));
     parameters_[i].mutable_grad() = std::move(value);
   }

@@ -1,9 +1,9 @@
 // Sums of gradients of this rank's micro-batches, within one step, that wait for their other halves in the tree over
-// all of them (collectives/order.h).
+// all micro-batches (collectives/order.h).
 //
 // Ownership: holds the gradients that it has taken out of .grad. Aliasing: writes only into sums that it has made,
-// since the memory of a gradient that autograd has brought may be another one's, too. Thread-safety: none. Failure:
-// throws what torch throws.
+// since other tensors may share the memory of a gradient from autograd. Thread-safety: none. Failure: throws what torch
+// throws.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,20 +17,20 @@ namespace syncengine {
 
 class TreeSums {
  public:
-  // `parameters`: all of a model, in the order of its reducer.
+  // `parameters` are all of a model's, in the order of its reducer.
   explicit TreeSums(std::vector<at::Tensor> parameters) : parameters_(std::move(parameters)) {}
 
-  // Moves the gradients of one micro-batch out of .grad. Then, `merges` times, the last two sums become one. Returns
+  // Moves the gradients of one micro-batch out of .grad, then adds up the last two sums, `merges` times. Returns
   // whether there was any gradient.
   bool take(size_t merges);
-  // Adds all that waits, the last first, to the gradient of parameter `index` in the last micro-batch, whose memory
-  // nobody else reads. Returns that, or what takes its place where it is sparse.
+  // Adds all waiting sums, the last first, to the gradient of parameter `index` in the last micro-batch, whose memory
+  // nobody else reads. Returns that gradient, or a new one if it is sparse.
   at::Tensor complete(size_t index, at::Tensor gradient) const;
-  // There is one sum: puts it, divided by `divisor`, into .grad.
+  // Divides the only sum that is left by `divisor`, and puts it into .grad.
   void deliver(double divisor);
 
  private:
-  // Undefined: no micro-batch of it has used the parameter, which counts as zeros.
+  // A sum is undefined if no micro-batch of it has used the parameter, which counts as zeros.
   struct Sum {
     at::Tensor value;
     bool made = false;
@@ -38,7 +38,7 @@ class TreeSums {
   static void merge(Sum& left, Sum right);
 
   std::vector<at::Tensor> parameters_;
-  std::vector<std::vector<Sum>> sums_;  // of all parameters each
+  std::vector<std::vector<Sum>> sums_;  // each has a sum for every parameter
 };
 
 // The step that a synchronized backward completes, since it brings this rank's last micro-batch.

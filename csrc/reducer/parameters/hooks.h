@@ -1,5 +1,5 @@
-// The reducer's hooks on autograd, and who else listens where they do. A hook calls one method of Reducer, and turns
-// its errors into Python's.
+// The reducer's hooks on autograd, and what is known of other listeners there. A hook calls one method of Reducer, and
+// turns its errors into Python's.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,15 +19,15 @@ namespace syncengine {
 class Reducer;
 struct Forward;
 
-// Of a reducer, in the gradients that come now.
+// The interest of a reducer in the gradients that come now.
 enum class Interest : uint8_t {
-  Claims,    // a backward runs that comes from its outputs
-  Averages,  // the same, or the reducer averages a backward that has begun
+  Claims,    // a backward of its outputs is running
+  Averages,  // Claims, or the reducer averages a backward that has begun
   Awaits,    // the reducer waits for gradients
 };
 
-// Listens to a parameter as long as it lives: on its AccumulateGrad node, after the gradient has been accumulated.
-// Must not outlive the reducer, nor be destroyed while a backward runs through the parameter.
+// Listens to a parameter as long as the hook lives: on its AccumulateGrad node, after the gradient has been
+// accumulated. Must not outlive the reducer, nor be destroyed while a backward runs through the parameter.
 class GradientHook {
  public:
   GradientHook(Reducer& reducer, size_t index, const at::Tensor& parameter);
@@ -36,55 +36,57 @@ class GradientHook {
   GradientHook& operator=(const GradientHook&) = delete;
 
   const torch::autograd::Node* node() const { return node_.get(); }
-  // Whether that is the node through which `parameter` gets its gradients now.
+  // Whether this is the node through which `parameter` gets its gradients now.
   bool fits(const at::Tensor& parameter) const;
-  // If it is, of another size perhaps: the parameter gets a new one when it needs one.
+  // Detaches the node from `parameter`, whose size may have changed, if it is the parameter's: a new one is made on
+  // demand.
   void take_node_from(const at::Tensor& parameter) const;
-  // Whether nothing holds the node but hooks like this one, of any reducer: no graph.
+  // Whether nothing holds the node but hooks like this one, of any reducer, so that no graph contains it.
   bool is_alone() const;
-  // Who else listens to the node: hooks of the user (Megatron's, Apex'), which are to see this rank's own gradient; or
-  // another reducer, of a second wrapper of the same module.
+  // Whether other listeners on the node are the user's hooks (Megatron's, Apex'), which must see this rank's own
+  // gradient; false if they are another reducer's, of a second wrapper of the same module.
   bool others_are_users() const;
   bool any_other_has(Interest interest) const;
 
  private:
   const Reducer& reducer_;
-  // An intrusive_ptr since torch 2.13, a shared_ptr before. Held: a parameter refers to its node only weakly.
+  // An intrusive_ptr since torch 2.13, a shared_ptr before. The hook holds the node, which the parameter does only
+  // weakly.
   decltype(torch::autograd::impl::grad_accumulator(at::Tensor())) node_;
   uintptr_t key_;
 };
 
-// Listens to the start of the backward that goes through `output`: calls Reducer::on_output with `forward`, which lives
-// as long as that graph, if there is one. Returns the output's node; null if it has no graph, or one from before the
-// forward `began`: that of an input.
+// Listens to the start of the backward that goes through `output`: calls Reducer::on_output with `forward`, which the
+// hook keeps alive as long as that graph. Returns the output's node; null if it has no graph, or one from before the
+// forward `began`, as an input that is returned has.
 const torch::autograd::Node* hook_output(const std::weak_ptr<Reducer>& reducer, const at::Tensor& output,
                                          const std::shared_ptr<Forward>& forward, const NodeNumber& began);
 
-// The graph task on this thread uses `grant` until it ends; if it ends well, the grant learns from it.
+// Makes the graph task on this thread use `grant` until it ends; if it ends well, the grant learns from it.
 void use_in_this_task(const std::shared_ptr<gradient_memory::Grant>& grant);
 
-// Queues Reducer::on_backward_end in the graph task that runs on this thread; on_task_failed is called instead, with
-// the numbers, if the task ends without it.
+// Queues Reducer::on_backward_end in the graph task that runs on this thread. If the task ends without it,
+// on_task_failed is called instead, with the two numbers.
 void queue_backward_end(std::shared_ptr<Reducer> reducer, uint64_t backward, uint64_t forwards);
 
-// What gradients of a graph task are: of the synchronized backward, or not averaged since they seem to be none of this
-// model's forward.
+// Whether a graph task's gradients belong to the synchronized backward, or are not averaged since they seem to come
+// from no forward of this model.
 enum class TaskRole : uint8_t { Ours, Foreign };
-// When the graph task on this thread is gone: calls Reducer::on_outer_task in the one around it, if there is one.
+// Calls Reducer::on_outer_task in the task around the one on this thread, if there is one, when this one is gone.
 void tell_of_outer_task(std::weak_ptr<Reducer> reducer, TaskRole role);
-// The graph task on this thread ends with InvalidUsage.
+// Makes the graph task on this thread end with InvalidUsage.
 void fail_at_task_end(const std::string& text);
 
-// Users' post-accumulate-grad hooks (an optimizer in backward, say) run before GradientHook, on the local gradient.
-// This makes them wait: nothing runs while any reducer that the parameter belongs to awaits gradients; whoever delivers
-// the average runs them. False if there are none.
+// Postpones the user's post-accumulate-grad hooks (an optimizer in backward, say), which would otherwise run before
+// GradientHook, on the local gradient. None runs while any reducer of the parameter awaits gradients; the reducer that
+// delivers the average runs them. Returns false if there are none.
 bool postpone_user_hooks(const std::shared_ptr<Reducer>& reducer, const at::Tensor& parameter);
-// Whether there are some, and whether they wait: not if they came after the last forward.
+// Whether the parameter has such hooks, and whether they wait: hooks that came after the last forward do not.
 enum class UserHooks : uint8_t { None, Postponed, Hasty };
 UserHooks user_hooks_on(const at::Tensor& parameter);
-// Whether there is an optimizer in backward that does not wait (torch's _apply_optimizer_in_backward).
+// Whether the parameter has an optimizer in backward that does not wait (torch's _apply_optimizer_in_backward).
 bool has_hasty_optimizer(const at::Tensor& parameter);
-// Those that have waited.
+// Runs the user's postponed hooks on `parameter`.
 void run_user_hooks(const at::Tensor& parameter);
 // Undoes postpone_user_hooks.
 void restore_user_hooks(const Reducer& reducer, const at::Tensor& parameter);

@@ -1,6 +1,6 @@
-// The graph tasks of autograd that take part in a model's backward. Reentrant checkpoints nest them, so there may be
-// several, and each has a callback of the reducer's that runs at its end, or is destroyed with it. And of those that
-// bring gradients without being expected: whether they have to do with one of the last forwards.
+// Autograd's graph tasks that take part in a model's backward. Reentrant checkpoints nest them, so there may be
+// several, and each has a callback of the reducer's that runs at its end, or is destroyed with it. If a task brings
+// gradients unexpectedly, this class tells whether it has to do with one of the last forwards.
 //
 // Thread-safety: none, but wait_for_all() releases the lock while it waits.
 #pragma once
@@ -21,9 +21,10 @@
 
 namespace syncengine {
 
-// Autograd numbers the nodes that a thread makes. So they tell whether one was made before or after some moment.
+// Autograd numbers the nodes that a thread makes, so a number tells whether a node was made before or after some
+// moment.
 
-// A moment on one thread. Of other threads' nodes nothing is known.
+// A moment on one thread. It tells nothing of other threads' nodes.
 struct NodeNumber {
   uint64_t next = 0, thread = 0;
 
@@ -41,7 +42,7 @@ class GraphTasks {
   static int current() { return torch::autograd::get_current_graph_task_id(); }
   static bool inside() { return current() != -1; }
 
-  // Whether the task on this thread is not watched yet; from now on it is.
+  // Begins to watch the task on this thread; returns false if it is watched already.
   bool watch() {
     const int task = current();
     if (std::exchange(last_, task) == task) return false;
@@ -53,21 +54,22 @@ class GraphTasks {
     all_ended_.notify_all();
   }
   bool any() const { return watched_ > 0; }
-  // A device's thread of autograd may let go of a failed task after backward() has raised.
+  // Waits for failed tasks, too: a device's thread of autograd may drop one after backward() has raised.
   void wait_for_all(std::unique_lock<std::mutex>& lock) {
     if (watched_ == 0 || inside()) return;
     all_ended_.wait_for(lock, std::chrono::seconds(1), [this] { return watched_ == 0; });
   }
 
-  // A synchronized forward has, which began then, if that is known.
+  // Notes that a synchronized forward has ended, which `began` then, if that is known.
   void forward_ended(const NodeNumber& began) {
     if (forwards_.size() == kForwards) forwards_.pop_front();
     forwards_.push_back({began, NodeNumber::now()});
   }
-  // Whether the graph of the task on this thread is still to be looked at, as it is once.
+  // Whether the graph of the task on this thread has not been judged yet, which happens once.
   bool is_new() const { return judged_ != current(); }
-  // Whether one of the last forwards has made some of that graph, or the node that is run now. So has none that of a
-  // reentrant checkpoint, whatever the graph around it. The node that a task starts from is told only while it is run.
+  // Whether one of the last forwards has made a part of that graph, or the node that runs now. A reentrant checkpoint's
+  // graph has none of a forward's nodes, whatever the graph around it has. A task's first node is known only while it
+  // runs.
   bool runs_forwards_nodes() {
     if (!is_new()) return forwards_nodes_;
     judged_ = current();
@@ -77,7 +79,7 @@ class GraphTasks {
                       (nodes && std::any_of(nodes->begin(), nodes->end(), [&](auto* node) { return made_it(*node); }));
     return forwards_nodes_;
   }
-  // At the end of the task on this thread: whether no other is around it, or one that was there before the last
+  // Called at the end of the task on this thread: whether no task is around it, or one that is older than the last
   // forward.
   bool is_outermost() const {
     const auto around = torch::autograd::get_current_node();
@@ -85,13 +87,13 @@ class GraphTasks {
   }
 
  private:
-  static constexpr size_t kForwards = 64;  // that are remembered
+  static constexpr size_t kForwards = 64;  // forwards that are remembered
   struct Span {
     NodeNumber began, ended;
   };
 
-  // Whether a forward has. Leaves are older, or anybody's. Of other threads' nodes nothing is known, but for those of
-  // this one, which runs the backward.
+  // Whether a forward may have made the node. Leaves are older, or anybody's. A node of another thread than the
+  // forward's may be the forward's, too, unless it is of this thread, which runs the backward.
   bool made_it(const torch::autograd::Node& node) const {
     if (node.next_edges().empty()) return false;
     const uint64_t here = NodeNumber::now().thread;
@@ -101,11 +103,11 @@ class GraphTasks {
     });
   }
 
-  int last_ = -1;       // the last one that is watched
-  size_t watched_ = 0;  // that have not ended
+  int last_ = -1;       // the last task that is watched
+  size_t watched_ = 0;  // watched tasks that have not ended
   std::condition_variable all_ended_;
   std::deque<Span> forwards_;
-  int judged_ = -1;  // the last one that was looked at
+  int judged_ = -1;  // the last task that was judged
   bool forwards_nodes_ = false;
 };
 

@@ -15,7 +15,7 @@ void throw_pending_python_error() {
 
 namespace {
 
-// Of what a signal handler has raised, in words.
+// The text of an exception that a signal handler has raised.
 std::string interruption_text(pybind11::handle type, pybind11::handle value) {
   if (PyErr_GivenExceptionMatches(type.ptr(), PyExc_KeyboardInterrupt)) return "";
   return value ? error_text(value) : reinterpret_cast<PyTypeObject*>(type.ptr())->tp_name;

@@ -13,7 +13,7 @@ namespace {
 
 constexpr auto kTick = std::chrono::milliseconds(50);
 
-// Outlives the wait: a future that is completed late still calls.
+// Shared with the future's callback, which outlives the wait if the future is completed late.
 struct Completion {
   std::mutex mutex;
   std::condition_variable changed;
@@ -43,7 +43,7 @@ void wait_for_future(const TorchFuture& future, Communicator& communicator, cons
     }
   }
   if (future->hasError()) std::rethrow_exception(future->exception_ptr());
-  future->wait();  // for the current streams: the host is through
+  future->wait();  // makes the current streams wait; the host has waited
 }
 
 }  // namespace syncengine

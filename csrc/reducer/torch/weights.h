@@ -1,5 +1,5 @@
-// Weights that the ranks of a host have in common, all at once: with thousands of them, looking at each from Python
-// takes longer than updating it. No thread of its own: for the one that steps the optimizer.
+// Looks at all weights that the ranks of a host have in common at once: with thousands of weights, looking at each from
+// Python takes longer than updating it. Used by the thread that steps the optimizer.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,10 +15,11 @@
 
 namespace syncengine {
 
-// What parameters were like when this rank last looked, so that it sees who has written to them since.
+// Notes the versions of parameters, so that this rank sees which of them somebody has written to since.
 class WatchedWeights {
  public:
-  // Where they lie is noted here alone: another thread may move them at any time (by sending them to a process, say).
+  // Places in memory are noted here and never again: another thread may move a parameter at any time (by sending it to
+  // a process, say).
   explicit WatchedWeights(const std::vector<at::Tensor>& parameters) {
     noted_.reserve(parameters.size());
     for (const auto& parameter : parameters) {
@@ -30,16 +31,18 @@ class WatchedWeights {
     note();
   }
 
-  // Their versions are as they should be.
+  // Notes the parameters' present versions as the right ones.
   void note() {
     for (Noted& noted : noted_) noted.version = noted.present_version();
   }
-  // All ranks have updated them: raises their versions, so that graphs from before can't be used; then notes.
+  // Called when all ranks have updated the parameters: raises their versions, so that older graphs can't be used, and
+  // notes the new ones.
   void note_update() {
     for (Noted& noted : noted_) noted.parameter.unsafeGetTensorImpl()->bump_version();
     note();
   }
-  // The first that lies in other memory than at first, or there in another way; that another version was noted of.
+  // moved(): the first parameter that does not lie where it did, or has other strides there. written(): the first whose
+  // version is not the noted one.
   std::optional<size_t> moved() const {
     return first([](const Noted& noted) {
       const at::Tensor& now = noted.parameter;
@@ -49,7 +52,7 @@ class WatchedWeights {
   std::optional<size_t> written() const {
     return first([](const Noted& noted) { return noted.present_version() != noted.version; });
   }
-  // Of each parameter: '\0', it has no gradient; '\1', a dense one; '\2', another.
+  // A byte for each parameter: '\0' if it has no gradient, '\1' for a dense one, '\2' for any other.
   std::string gradients() const {
     std::string found(noted_.size(), '\0');
     for (size_t i = 0; i < noted_.size(); ++i) {
@@ -77,17 +80,17 @@ class WatchedWeights {
   std::vector<Noted> noted_;
 };
 
-// Parts of parameters, as the tensors that an optimizer updates: they borrow the parameters' gradients for that.
+// Parts of parameters, as tensors that an optimizer updates, and which borrow the parameters' gradients for that.
 class WeightSlices {
  public:
   struct Slice {
     at::Tensor parameter;
-    at::Tensor tensor;  // the whole parameter's elements; or [begin, end) of them as a vector, in order of memory
+    at::Tensor tensor;  // all of the parameter's elements; or [begin, end) of them as a vector, in order of memory
     int64_t begin = 0;
   };
   explicit WeightSlices(std::vector<Slice> slices) : slices_(std::move(slices)) {}
 
-  // Each tensor's gradient becomes its part of the parameter's, copied where that is laid out otherwise; or none.
+  // Gives each tensor its part of the parameter's gradient, copied if the gradient is laid out otherwise, or none.
   void take_gradients() {
     for (auto& [parameter, tensor, begin] : slices_) {
       at::Tensor gradient = parameter.grad();
