@@ -37,6 +37,7 @@ class Part(NamedTuple):
 PARTS = {
     "lint": Part(2, "make lint"),
     "build": Part(5, "make build-for-tests .venv-openmpi/ready .venv-mpich/ready"),
+    "docs": Part(1, "make docs"),
     "core": Part(17, "make core-test sanitize arm-check"),
     "tests": Part(22, f"{PYTEST} -m 'not alone'"),
     "alone": Part(3, f"{PYTEST} -n 0 -m 'alone and not gpu'"),

@@ -6,7 +6,7 @@ import pytest
 from repository import ROOT
 
 LONGEST = 120
-MARKDOWN = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
+MARKDOWN = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
 MAKEFILES = [ROOT / "Makefile", *sorted((ROOT / "tests").rglob("Makefile"))]
 # Tables, links alone in their line, and examples of output, which are indented as code.
 MAY_BE_LONGER = re.compile(r"\s*\||!?\[[^]]*\]\([^)]*\)$| {4}")

@@ -1,4 +1,4 @@
-// SECURITY.md says what is protected and what is not: ranks are authenticated when they connect; what they send
+// docs/SECURITY.md says what is protected and what is not: ranks are authenticated when they connect; what they send
 // afterwards is neither encrypted nor signed.
 #pragma once
 

@@ -1,6 +1,6 @@
 // One of three ranks, which are processes, writes any numbers into control words of the shared memory, its own or a
 // peer's, while all work: nobody crashes, and nobody hangs. That results are right is not to be expected then. Not into
-// the mutexes by which peers notice a death, which SECURITY.md excepts.
+// the mutexes by which peers notice a death, which docs/SECURITY.md excepts.
 //
 // SYNCENGINE_TEST_SCRIBBLES=50000 writes so many words, other ones for each number.
 #include <sys/mman.h>
