@@ -145,10 +145,10 @@ def init(
     with _lock:
         refuse_forked_child()
         if _default is None:
-            _default = _connect(None, None, given)
+            _default = _connect_default(None, None, given)
             install_hooks()
         elif _default.is_replaced():  # known to this rank alone, perhaps: so only the new group's ranks are asked
-            old, _default = _default, _connect(None, _default.config, given)
+            old, _default = _default, _connect_default(None, _default.config, given)
             given_up.add(old.communicator)
         elif _default.connection.has_failed():
             if _default.communicator.size < _default.launch.world_size:
@@ -161,7 +161,7 @@ def init(
                     "the default communicator has failed, and the process group by which its ranks met has been "
                     "destroyed: call torch.distributed.init_process_group again, or begin anew by syncengine.shutdown()"
                 )
-            _default = _connect(_default.launch, _default.config, given)
+            _default = _connect_default(_default.launch, _default.config, given)
         else:
             _check_unchanged(_default, given)
         if torch_group:
@@ -340,7 +340,7 @@ def _current() -> _Default:
     return current
 
 
-def _connect(launch: Launch | None, before: Config | None, given: dict[str, Any]) -> _Default:
+def _connect_default(launch: Launch | None, before: Config | None, given: dict[str, Any]) -> _Default:
     """Connects, with the given settings; others are those of `before`, or else of the environment."""
     global _has_tried
     _has_tried = True

@@ -85,7 +85,7 @@ def connect(
         if max(hosts) > 0:
             _log_hosts(rank, config, hosts, names)
             if config.interhost == "tcp":
-                network = _meet(exchange, config, bootstrap, addresses)
+                network = _listen(exchange, config, bootstrap, addresses)
             elif config.interhost == "mpi":
                 from syncengine.interhost.mpi import open_mpi
 
@@ -138,7 +138,7 @@ def _agree(exchange: Exchange, config: Config, address: bytes, known_as: list[in
     return [other["host"] for other in everyone], list(addresses)
 
 
-def _meet(exchange: Exchange, config: Config, bootstrap: LocalBootstrap, addresses: list[bytes]) -> list[bytes]:
+def _listen(exchange: Exchange, config: Config, bootstrap: LocalBootstrap, addresses: list[bytes]) -> list[bytes]:
     """Listens for the ranks of other hosts. Returns the addresses at which all ranks listen."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME", "")
     if not interface and not config.interface and not bootstrap.on_one_network(addresses):

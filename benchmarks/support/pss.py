@@ -13,7 +13,7 @@ class PeakPss:
     def __init__(self) -> None:
         self.bytes = 0
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="peak-pss")
+        self._thread = threading.Thread(target=self._keep_looking, name="peak-pss")
 
     def __enter__(self) -> "PeakPss":
         self._thread.start()
@@ -23,7 +23,7 @@ class PeakPss:
         self._ended.set()
         self._thread.join()
 
-    def _look(self) -> None:
+    def _keep_looking(self) -> None:
         while not self._ended.is_set():
             self.look()
             time.sleep(0.001)

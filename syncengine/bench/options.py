@@ -27,7 +27,7 @@ OPS = ("sum", "prod", "min", "max", "avg")
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
-def size(text: str) -> int:
+def parse_size(text: str) -> int:
     """The bytes that a text such as 8, 4K, 128M or 1G means; B or iB may follow."""
     matched = re.fullmatch(r"(\d+)([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if not matched or int(matched[1]) == 0:
@@ -50,10 +50,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     choices = (*COLLECTIVES, "all")
     add("--collective", choices=choices, default="all_reduce", help="what to measure; default %(default)s")
-    add("-b", "--minbytes", type=size, default=8, metavar="SIZE", help="least size; default 8")
-    add("-e", "--maxbytes", type=size, default=size("128M"), metavar="SIZE", help="largest size; default 128M")
+    add("-b", "--minbytes", type=parse_size, default=8, metavar="SIZE", help="least size; default 8")
+    add(
+        "-e",
+        "--maxbytes",
+        type=parse_size,
+        default=parse_size("128M"),
+        metavar="SIZE",
+        help="largest size; default 128M",
+    )
     add("-f", "--stepfactor", type=_at_least(2), default=2, metavar="N", help="from size to size; default 2")
-    add("-i", "--stepbytes", type=size, metavar="SIZE", help="added from size to size, instead of a factor")
+    add("-i", "--stepbytes", type=parse_size, metavar="SIZE", help="added from size to size, instead of a factor")
     add("-d", "--dtype", "--datatype", choices=[*DTYPES], default="float", help="of the elements; default float")
     add("-o", "--op", choices=OPS, default="sum", help="how they are reduced; default sum")
     add("-r", "--root", type=some, default=0, metavar="RANK", help="of broadcast; default 0")

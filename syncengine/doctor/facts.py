@@ -25,7 +25,7 @@ OTHER_PROJECT = "the distribution syncengine"
 _SECRETS = ("SYNCENGINE_SECRET",)
 _SHOWN = ("TORCH_DEVICE_BACKEND_", "OMP_", "MKL_NUM_", "GLOO_SOCKET_", "NCCL_SOCKET_", "MASTER_")
 # Variables that are read, beside those of Config.
-_VARIABLES = ("SYNCENGINE_ISA", "SYNCENGINE_HOST_ID", "SYNCENGINE_PATCH")
+_OTHER_VARIABLES = ("SYNCENGINE_ISA", "SYNCENGINE_HOST_ID", "SYNCENGINE_PATCH")
 _TESTS = "SYNCENGINE_TEST_"
 
 
@@ -157,7 +157,7 @@ def _variables() -> dict[str, str]:
 
 def _unknown_variables() -> dict[str, str]:
     """The variables SYNCENGINE_* that nothing reads, each with the name that was probably meant, or ""."""
-    known = [f"SYNCENGINE_{setting.name.upper()}" for setting in fields(Config)] + [*_VARIABLES]
+    known = [f"SYNCENGINE_{setting.name.upper()}" for setting in fields(Config)] + [*_OTHER_VARIABLES]
     unknown = [name for name in os.environ if name.startswith("SYNCENGINE_") and name not in known]
     return {
         name: next(iter(difflib.get_close_matches(name, known, 1, 0.8)), "")

@@ -17,11 +17,11 @@ from syncengine.horovod.requests import Flat, dtype_name
 from syncengine.horovod.streams import Plan, Round
 
 _dtype, _shape, _is_cuda = map(operator.attrgetter, ("dtype", "shape", "is_cuda"))
-_REDUCING = "average name op prescale_factor postscale_factor process_set"
-_REDUCING_COMPRESSED = "average name compression op prescale_factor postscale_factor process_set"
+_ARGUMENTS = "average name op prescale_factor postscale_factor process_set"
+_COMPRESSED_ARGUMENTS = "average name compression op prescale_factor postscale_factor process_set"
 
 
-@taking(_REDUCING)
+@taking(_ARGUMENTS)
 def allreduce_async(call: Call, tensor: torch.Tensor) -> int:
     """Starts to reduce a copy of `tensor` over all ranks; returns a handle for `poll` and `synchronize`.
 
@@ -31,13 +31,13 @@ def allreduce_async(call: Call, tensor: torch.Tensor) -> int:
     return perform(call, [tensor], reducing, _gradient)
 
 
-@taking(_REDUCING)
+@taking(_ARGUMENTS)
 def allreduce_async_(call: Call, tensor: torch.Tensor) -> int:
     """Reduces in place, otherwise as `allreduce_async`; no other operation may use the tensor until `synchronize`."""
     return perform(call, [tensor], reducing, _gradient)
 
 
-@taking(_REDUCING_COMPRESSED)
+@taking(_COMPRESSED_ARGUMENTS)
 def allreduce(call: Call, tensor: torch.Tensor) -> torch.Tensor:
     """The reduction of `tensor` over all ranks, which gradients flow through: the backward is an allreduce, too.
 
@@ -46,31 +46,31 @@ def allreduce(call: Call, tensor: torch.Tensor) -> torch.Tensor:
     return perform(call, [tensor], reducing, _gradient)
 
 
-@taking(_REDUCING)
+@taking(_ARGUMENTS)
 def allreduce_(call: Call, tensor: torch.Tensor) -> torch.Tensor:
     """Reduces `tensor` in place, and returns it. Otherwise as `allreduce_async`."""
     return perform(call, [tensor], reducing, _gradient)
 
 
-@taking(_REDUCING)
+@taking(_ARGUMENTS)
 def grouped_allreduce_async(call: Call, tensors: Tensors) -> int:
     """Reduces several tensors as `allreduce_async` does, in one operation for each dtype; the result is a list."""
     return perform(call, tensors, reducing, _gradient)
 
 
-@taking(_REDUCING)
+@taking(_ARGUMENTS)
 def grouped_allreduce_async_(call: Call, tensors: Tensors) -> int:
     """Reduces in place, otherwise as `grouped_allreduce_async`; nobody may use the tensors till `synchronize`."""
     return perform(call, tensors, reducing, _gradient)
 
 
-@taking(_REDUCING_COMPRESSED)
+@taking(_COMPRESSED_ARGUMENTS)
 def grouped_allreduce(call: Call, tensors: Tensors) -> list[torch.Tensor]:
     """Reduces several tensors as `allreduce` does, in one operation for each dtype."""
     return perform(call, tensors, reducing, _gradient)
 
 
-@taking(_REDUCING)
+@taking(_ARGUMENTS)
 def grouped_allreduce_(call: Call, tensors: Tensors) -> list[torch.Tensor]:
     """Reduces `tensors` in place, and returns them. Otherwise as `grouped_allreduce_async`."""
     return perform(call, tensors, reducing, _gradient)

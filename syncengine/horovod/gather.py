@@ -28,7 +28,7 @@ def allgather_async(call: Call, tensor: torch.Tensor) -> int:
 
     Dtype and the other dimensions are the same on all ranks. Returns a handle for `poll` and `synchronize`.
     """
-    return _allgather(call, [tensor])
+    return _gather_rows(call, [tensor])
 
 
 @taking("name process_set")
@@ -38,19 +38,19 @@ def allgather(call: Call, tensor: torch.Tensor) -> torch.Tensor:
     Gradients flow through it: each rank gets the average over all ranks of the gradients of its own rows, as in
     Horovod.
     """
-    return _allgather(call, [tensor])
+    return _gather_rows(call, [tensor])
 
 
 @taking("name process_set")
 def grouped_allgather_async(call: Call, tensors: Tensors) -> int:
     """Concatenates several tensors as `allgather_async` does; the result is a list."""
-    return _allgather(call, tensors)
+    return _gather_rows(call, tensors)
 
 
 @taking("name process_set")
 def grouped_allgather(call: Call, tensors: Tensors) -> list[torch.Tensor]:
     """Concatenates several tensors as `allgather` does."""
-    return _allgather(call, tensors)
+    return _gather_rows(call, tensors)
 
 
 @taking("name process_set")
@@ -131,7 +131,7 @@ def gathering(stream: Calls, call: Call, tensors: Tensors, counts: list[Sequence
     return Plan(what, own=own, begin=in_order(owns, begin), finish=lambda: wholes if call.grouped else wholes[0])
 
 
-def _allgather(call: Call, tensors: Tensors) -> Result:  # type: ignore[type-var]
+def _gather_rows(call: Call, tensors: Tensors) -> Result:  # type: ignore[type-var]
     counts: list[Sequence[int]] = []
 
     def gradient(call: Call, *of_wholes: torch.Tensor) -> Tensors:

@@ -92,7 +92,7 @@ class GradientStream(Stream):
         super().__init__(communicator)
         self.name = name
         self._like: list[torch.Tensor] = []  # the parameters, without their elements
-        self._wire = settings.compression.wire
+        self._wire_dtype = settings.compression.wire
         self._op = settings.op if settings.predivide == 1.0 else Sum
         self._grouped = groups is not None
         self.sparse: list[int] = []  # of the parameters: known after the first step
@@ -124,7 +124,7 @@ class GradientStream(Stream):
 
     def wire(self, bucket: int) -> torch.dtype:
         """The dtype in which a bucket travels."""
-        return self._wire(self._like[self.plan[bucket][0]].dtype)
+        return self._wire_dtype(self._like[self.plan[bucket][0]].dtype)
 
     def reduce(self, flat: torch.Tensor) -> Work:
         """Starts to reduce the next bucket in place."""

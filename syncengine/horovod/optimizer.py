@@ -119,7 +119,7 @@ class Distributed(torch.optim.Optimizer):
         self._synchronized, self._should_synchronize, self._gradients = False, True, None
         kind = type(self).__name__
         check_not_in_step(named)
-        plan = _plan(followed, settings.groups)
+        plan = _user_buckets(followed, settings.groups)
         if stream is None:
             return
         lines = [
@@ -255,7 +255,7 @@ def _groups(num_groups: int, groups: Groups) -> Groups:
     return chosen
 
 
-def _plan(parameters: Sequence[torch.Tensor], groups: Groups) -> Buckets | None:
+def _user_buckets(parameters: Sequence[torch.Tensor], groups: Groups) -> Buckets | None:
     """Buckets of the user's groups, cut by dtype, in the order of backward. Parameters in no group go alone."""
     if groups is None:
         return None

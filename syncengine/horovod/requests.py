@@ -15,7 +15,7 @@ import torch
 from syncengine.errors import Aborted, InvalidUsage, Mismatch, SyncError, error_text, to_utf8
 
 SIZE = 640  # bytes of a request
-_TEXT = 150  # bytes of a key or a description: longer ones are cut, but compared as a whole, by their digest
+_MOST_TEXT = 150  # bytes of a key or a description: longer ones are cut, but compared as a whole, by their digest
 _REASON = 390  # bytes of why a call is refused
 _SEPARATOR = "\x1f"
 
@@ -85,11 +85,11 @@ def describe(tensor: torch.Tensor, any_rows: bool = False) -> str:
 
 
 def key_of(kind: str, name: str) -> str:
-    """The key of a call with a name: at most _TEXT bytes, different for different names."""
+    """The key of a call with a name: at most _MOST_TEXT bytes, different for different names."""
     key = f"{kind}.{name}"
-    if len(key) <= _TEXT // 4 and key.isprintable():
+    if len(key) <= _MOST_TEXT // 4 and key.isprintable():
         return key
-    return f"{_cut(key, _TEXT - 20)} {hashlib.blake2b(to_utf8(key), digest_size=8).hexdigest()}"
+    return f"{_cut(key, _MOST_TEXT - 20)} {hashlib.blake2b(to_utf8(key), digest_size=8).hexdigest()}"
 
 
 @functools.lru_cache(1024)
@@ -97,7 +97,7 @@ def _text(kind: str, what: str, flat: Flat, how: str) -> bytes:
     """The parts of a request that must be the same on all ranks, and their digest."""
     parts = ",".join(f"{dtype}:{count}" for dtype, count in flat)
     digest = hashlib.blake2b(to_utf8("\0".join((kind, what, parts, how))), digest_size=8).hexdigest()
-    what = _cut(what, _REASON if kind == REFUSED else 2 * _TEXT if kind == WAITING else _TEXT)
+    what = _cut(what, _REASON if kind == REFUSED else 2 * _MOST_TEXT if kind == WAITING else _MOST_TEXT)
     return "".join(_SEPARATOR + part for part in (kind, what, parts, how, digest)).encode()
 
 

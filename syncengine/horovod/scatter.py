@@ -13,11 +13,11 @@ from syncengine.horovod.process_sets import ProcessSet, global_process_set, stre
 from syncengine.horovod.reductions import Average, Sum
 from syncengine.horovod.streams import Plan
 
-_SCATTERING = "name op process_set prescale_factor postscale_factor"
-_SCATTERING_COMPRESSED = "name compression op process_set prescale_factor postscale_factor"
+_ARGUMENTS = "name op process_set prescale_factor postscale_factor"
+_COMPRESSED_ARGUMENTS = "name compression op process_set prescale_factor postscale_factor"
 
 
-@taking(_SCATTERING)
+@taking(_ARGUMENTS)
 def reducescatter_async(call: Call, tensor: torch.Tensor) -> int:
     """Starts to reduce `tensor` over all ranks; the result on rank r is the r-th part along the first dimension.
 
@@ -27,7 +27,7 @@ def reducescatter_async(call: Call, tensor: torch.Tensor) -> int:
     return perform(call, [tensor], _scattering, _gradient)
 
 
-@taking(_SCATTERING_COMPRESSED)
+@taking(_COMPRESSED_ARGUMENTS)
 def reducescatter(call: Call, tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of the reduction of `tensor`. Gradients of Sum and Average flow through it, as in Horovod.
 
@@ -37,13 +37,13 @@ def reducescatter(call: Call, tensor: torch.Tensor) -> torch.Tensor:
     return perform(call, [tensor], _scattering, _gradient)
 
 
-@taking(_SCATTERING)
+@taking(_ARGUMENTS)
 def grouped_reducescatter_async(call: Call, tensors: Tensors) -> int:
     """Reduces several tensors as `reducescatter_async` does; the result is a list."""
     return perform(call, tensors, _scattering, _gradient)
 
 
-@taking(_SCATTERING_COMPRESSED)
+@taking(_COMPRESSED_ARGUMENTS)
 def grouped_reducescatter(call: Call, tensors: Tensors) -> list[torch.Tensor]:
     """Reduces several tensors as `reducescatter` does."""
     return perform(call, tensors, _scattering, _gradient)

@@ -115,7 +115,7 @@ class Stream:
         self._announced: dict[str, dict[int, Request]] = {}  # the same, of all ranks
         self._all_joined = False
         self._served = 0
-        self._shadows: list[Work] = []
+        self._shadow_works: list[Work] = []
 
     def close(self) -> None:
         """Disconnects. No rank may need the stream any more."""
@@ -221,7 +221,7 @@ class Stream:
             if round[self.rank].kind == JOIN:
                 self._served += 1
                 others = (request for request in round if request.kind != JOIN)
-                self._shadows += () if error else self.shadow(next(others))
+                self._shadow_works += () if error else self.shadow(next(others))
             return
         operation.error = error
         try:
@@ -311,7 +311,7 @@ class Stream:
                 ended = self._all_joined
                 if not self._rows and not ended:
                     self._announce(Request(JOIN))
-                works, self._shadows = self._shadows, []
+                works, self._shadow_works = self._shadow_works, []
                 works += [work for *_, work in itertools.islice(self._rows, 1)]
             for work in works:
                 work.wait()

@@ -108,7 +108,7 @@ def _ranks(
     """
     _check_descriptors(count)
     _check_loopback()
-    store = _serve_store()
+    store = _serve_on_loopback()
     threads = max(1, len(os.sched_getaffinity(0)) // count)
     common = {
         "OMP_NUM_THREADS": str(threads),
@@ -228,7 +228,7 @@ def _check_loopback() -> None:
         raise InvalidUsage(f"the loopback interface, 127.0.0.1, can't be reached ({error}): {remedy}") from error
 
 
-def _serve_store() -> dist.TCPStore:
+def _serve_on_loopback() -> dist.TCPStore:
     try:
         return serve_store("127.0.0.1", 0, _SERVED_WITHIN)
     except dist.DistError as error:

@@ -43,13 +43,13 @@ def load(why: str, remedy: str) -> ModuleType:
     return MPI
 
 
-def _load(started_as: str) -> ModuleType:
+def _load_started(started_as: str) -> ModuleType:
     return load(f"started by an MPI launcher ({started_as})", "or start with torchrun")
 
 
 def world_size(started_as: str) -> int:
     """COMM_WORLD's size, for launchers that tell only a rank; `started_as` names the variable for errors."""
-    return int(_load(started_as).COMM_WORLD.Get_size())
+    return int(_load_started(started_as).COMM_WORLD.Get_size())
 
 
 def is_running() -> bool:
@@ -66,7 +66,7 @@ class MPIExchange:
 
     def __init__(self, rank: int, world_size: int, timeout: float, log_after: float, purpose: str = "init") -> None:
         started_as = f"rank {rank} of {world_size}"
-        self._mpi = _load(started_as)
+        self._mpi = _load_started(started_as)
         self._comm = self._mpi.COMM_WORLD
         self._rank, self._peers = rank, [peer for peer in range(world_size) if peer != rank]
         self._timeout, self._log_after = timeout, log_after

@@ -55,9 +55,9 @@ class Planning:
         from facts that each rank has.
         """
         with temporarily_clear_interpreter_stack():  # torch.func's transforms would wrap what ranks tell each other
-            self._renew(current)
+            self._make_plan(current)
 
-    def _renew(self, current: Round | None) -> None:
+    def _make_plan(self, current: Round | None) -> None:
         trainable = self.reducer.wanted()
         if self.plan is None:
             if not trainable and self._trained_when_wrapped:  # for a backward before which they are not frozen any more

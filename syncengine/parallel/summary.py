@@ -87,14 +87,14 @@ def follow(model: Model, times: StepTimes) -> None:
     communicator = model.communicator
     if communicator.size == 1 or communicator.global_ranks[communicator.rank] != 0 or not wants_summary():
         return
-    at_end(_print_line)
+    at_end(_print_summary)
     if len(_followed) >= _MOST_MODELS:
         _followed.remove(min(_followed, key=lambda one: one.times.summary()[0]))
     on_host = model.device.type == "cpu"
     _followed.append(_Followed(str(model), times, weakref.ref(communicator), communicator.global_ranks, on_host))
 
 
-def _print_line() -> None:
+def _print_summary() -> None:
     if not _followed or hasattr(sys, "last_value"):
         return  # `last_value`: an uncaught error ends the program
     one = max(_followed, key=lambda one: one.times.summary()[0])
@@ -132,7 +132,7 @@ def stats_of(reducer: ModelReducer, ranks: list[int], rank: int) -> dict[str, fl
     """The result of ``Parallel.stats``. ``ranks`` are the communicator's, of which this one is ``rank``."""
     last = reducer.statistics()
     numbers = numbers_of(reducer.step_times())
-    found, _ = _compare(numbers, ranks)
+    found, _ = _compare_numbers(numbers, ranks)
     latest = max(found, key=lambda each: found[each]["late_ms"], default=0)
     own, theirs = found.get(ranks[rank], {}), found.get(latest, {})
     return {
@@ -164,7 +164,7 @@ def for_loggers(stats: dict[str, float]) -> dict[str, float]:
 def stragglers_of(reducer: ModelReducer, ranks: list[int]) -> dict[str, Any]:
     """The result of ``Parallel.stragglers``."""
     numbers = numbers_of(reducer.step_times())
-    found, late = _compare(numbers, ranks)
+    found, late = _compare_numbers(numbers, ranks)
     return {
         "steps": len(numbers.own_ms),
         "step_ms": numbers.step_ms,
@@ -180,12 +180,12 @@ def warn_of_straggler(reducer: ModelReducer, ranks: list[int], model: str) -> No
 
 
 def _late_text(numbers: Numbers, ranks: list[int]) -> str:
-    _, late = _compare(numbers, ranks)
+    _, late = _compare_numbers(numbers, ranks)
     if late is None:
         return ""
     steps = f"the last {len(numbers.own_ms)} steps"
     return late.text(steps, f"{late.late_ms:.1f} ms (a step takes {numbers.step_ms:.1f} ms)")
 
 
-def _compare(numbers: Numbers, ranks: list[int]) -> tuple[dict[int, dict[str, float]], Late | None]:
+def _compare_numbers(numbers: Numbers, ranks: list[int]) -> tuple[dict[int, dict[str, float]], Late | None]:
     return compare(numbers.own_ms, ranks, numbers.step_ms, LEAST_COMPARED)

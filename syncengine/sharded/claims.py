@@ -133,13 +133,13 @@ def _refuse_plain_optimizers(optimizer: torch.optim.Optimizer, args: Any, kwargs
 
 def guard(module: torch.nn.Module) -> None:
     """Hooks into the loading, saving and copying of claimed parameters, of ``module`` and its submodules."""
-    _guard(module, {id(parameter) for parameter in _claims})
+    _guard_below(module, {id(parameter) for parameter in _claims})
 
 
-def _guard(module: torch.nn.Module, claimed: set[int]) -> bool:
+def _guard_below(module: torch.nn.Module, claimed: set[int]) -> bool:
     """Hooks into a module. Returns whether the module, or one below it, has claimed parameters."""
     own = any(id(parameter) in claimed for parameter in module._parameters.values())
-    below = [_guard(child, claimed) for child in module.children()]
+    below = [_guard_below(child, claimed) for child in module.children()]
     if own and not any(isinstance(hook, _Guard) for hook in module._state_dict_pre_hooks.values()):
         hook = _Guard(module)
         module.register_state_dict_pre_hook(hook)

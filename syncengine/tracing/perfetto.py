@@ -89,7 +89,7 @@ class _Writer:
     def __init__(self, proto: Any, trace: Trace) -> None:
         self._proto = proto
         self.file = proto.Trace()
-        self._tracks = itertools.count(1)
+        self._track_ids = itertools.count(1)
         self._operations: dict[Operation, str] = {}
         for event in trace.events:
             if event.kind == Kind.BUCKET:
@@ -161,7 +161,7 @@ class _Writer:
         return self._proto.TracePacket(timestamp=at, trusted_packet_sequence_id=1, track_event=event)
 
     def _track(self, **about: Any) -> int:
-        uuid = next(self._tracks)
+        uuid = next(self._track_ids)
         self.file.packet.add(trusted_packet_sequence_id=1, track_descriptor={"uuid": uuid, **about})
         return uuid
 

@@ -27,7 +27,7 @@ from syncengine.bench.collectives import (
     tile,
     values,
 )
-from syncengine.bench.options import DTYPES, OPS, add_options, size, sizes
+from syncengine.bench.options import DTYPES, OPS, add_options, parse_size, sizes
 from syncengine.bench.report import Table
 
 SHORT = ("-n", "4", "-w", "1")
@@ -74,7 +74,7 @@ def test_options_of_nccl_tests():
     long = parsed("--minbytes", "8", "--maxbytes", "128M", "--stepfactor", "2", "--warmup_iters", "5", "--iters", "50")
     assert vars(long) == vars(options)
     assert sizes(parsed("-b", "1K", "-e", "4K", "-i", "1K")) == [1024, 2048, 3072, 4096]
-    assert [size(text) for text in ("8", "4K", "4KiB", "1m", "2GB")] == [8, 4096, 4096, 2**20, 2**31]
+    assert [parse_size(text) for text in ("8", "4K", "4KiB", "1m", "2GB")] == [8, 4096, 4096, 2**20, 2**31]
     assert parsed("--datatype", "half").dtype == "half"
 
 

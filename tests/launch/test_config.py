@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syncengine.config import DEFAULT_TIMEOUT, NUMERICS, Config
-from syncengine.connect import _meet
+from syncengine.connect import _listen
 from syncengine.errors import InvalidUsage, SyncError, Timeout
 
 
@@ -55,7 +55,7 @@ def test_the_interface_may_be_that_of_gloo_or_nccl(
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     bootstrap = SimpleNamespace(listen=lambda network: network.interface.encode())
-    assert _meet(lambda payload: [payload], Config.read(os.environ), bootstrap, []) == [expected.encode()]
+    assert _listen(lambda payload: [payload], Config.read(os.environ), bootstrap, []) == [expected.encode()]
 
 
 def test_timedelta_is_a_timeout():
