@@ -6,7 +6,7 @@ import pytest
 from repository import ROOT
 
 MOST_LINES = 6
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
 ITEM = re.compile(r"\s*([-*]|\d+\.) ")
 NO_PROSE = re.compile(r"[#|<>!]| {4}")
 
