@@ -10,7 +10,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from syncengine.parallel.compiled import not_compiled
-from syncengine.parallel.replication import is_freed
+from syncengine.parallel.replication import is_freed, is_wrapper, plain_copy, unwrapped
 from syncengine.sharded import ShardedOptimizer
 
 # The buffers of each module, by its path, and the names of those that are in no state_dict.
@@ -36,7 +36,8 @@ class Updates:
         self._parameters = own = {id(parameter): parameter for model in models for parameter in model.parameters()}
         seen = [o for o in state if isinstance(o, torch.optim.Optimizer) and getattr(o.step, "hooked", False)]
         others = own.keys() - {id(parameter) for optimizer in seen for parameter in _parameters_of(optimizer)}
-        return self._steps, sum(p._version for p in own.values()), sum(_sum_of_bits(own[key]) for key in others)
+        parts = unwrapped(("", own[key]) for key in others)
+        return self._steps, sum(p._version for p in own.values()), sum(_sum_of_bits(part) for _, part in parts)
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
@@ -83,7 +84,7 @@ def _sum_of_bits(parameter: torch.Tensor) -> int:
     """By words, which is as fast as memory can be read."""
     if parameter.is_meta or is_freed(parameter):
         return 0
-    flat = parameter.detach().reshape(-1).view(torch.uint8)
+    flat = (plain_copy(parameter) if is_wrapper(parameter) else parameter).detach().reshape(-1).view(torch.uint8)
     flat = flat.clone() if flat.storage_offset() % 8 else flat
     whole = len(flat) // 8 * 8
     return int(flat[:whole].view(torch.int64).sum()) + int(flat[whole:].sum())

@@ -10,9 +10,10 @@ import torch
 from syncengine._C import has_cuda
 from syncengine.config import MOST_RANKS
 from syncengine.parallel import Parallel
+from syncengine.parallel.broadcast import describe_layout
 from syncengine.parallel.devices import check_buffers_on, check_device_ids, device_of
 from syncengine.parallel.mixed_precision import compression
-from syncengine.parallel.model import named_parameters
+from syncengine.parallel.model import named_parameters, not_ignored
 from syncengine.parallel.refusal import check_arguments, check_parameters, refuse_delayed
 
 # Arguments that say yes or no, and of which kind they may be; the others are checked by what reads them.
@@ -49,9 +50,12 @@ def refusal(args: tuple[Any, ...], kwargs: dict[str, Any], ranks: int) -> str | 
         check_device_ids(device, arguments["device_ids"], arguments["output_device"])
         if arguments["mixed_precision"] is not None:
             compression(arguments["mixed_precision"], [*named.values()])
+        buffers = not_ignored(module.named_buffers(), ignored)
         if device.type == "cuda":
-            buffers = {name: buffer for name, buffer in module.named_buffers() if name not in ignored}
             check_buffers_on(device, buffers)
+        if arguments["forward_sync_buffers"] is None and arguments["broadcast_buffers"] is False:
+            buffers = {}  # nothing is copied into them
+        describe_layout([*named.items(), *buffers.items()])
     except Exception as error:  # of a value of another kind, say: DDP accepts it, or has an error of its own
         return str(error)
     if device.type == "cuda" and not has_cuda:

@@ -9,7 +9,7 @@ import torch
 
 from syncengine.errors import Mismatch, name_ranks
 from syncengine.parallel.model import Model
-from syncengine.parallel.replication import is_freed
+from syncengine.parallel.replication import is_freed, is_wrapper, plain_copy, unwrapped
 
 _NAMED = 3  # parameters in a message
 
@@ -33,14 +33,15 @@ class Audit:
         if forwards == 0 or forwards % self.every:
             return
         model = self._model
-        sums = _checksums(model.parameters)
+        parts = unwrapped(zip(model.names, model.parameters, strict=True))
+        sums = _checksums([tensor for _, tensor in parts])
         everyone = torch.empty((model.communicator.size, len(sums)), dtype=torch.int64, device="cpu")
         model.communicator.all_gather(everyone, sums)
         differ = (everyone != sums).any(0).nonzero().flatten().tolist()
         if not differ:
             return
         ranks = model.communicator.global_ranks
-        named = [f"{model.names[i]} ({_who_differs(everyone[:, i].tolist(), ranks)})" for i in differ[:_NAMED]]
+        named = [f"{parts[i][0]} ({_who_differs(everyone[:, i].tolist(), ranks)})" for i in differ[:_NAMED]]
         more = f" and {len(differ) - _NAMED} others" if len(differ) > _NAMED else ""
         raise Mismatch(
             f"audit of {model} after {forwards} synchronized forwards: ranks have different bits in "
@@ -59,7 +60,7 @@ def _checksums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     if is_freed(tensor):
         return torch.zeros((), dtype=torch.int64, device=tensor.device)
-    plain = tensor.detach().resolve_conj().resolve_neg()
+    plain = plain_copy(tensor) if is_wrapper(tensor) else tensor.detach().resolve_conj().resolve_neg()
     if plain.is_complex():
         plain = torch.view_as_real(plain)
     return plain.view(_INTEGERS[plain.element_size()]).sum(dtype=torch.int64)

@@ -7,7 +7,15 @@ from collections.abc import Callable, Sequence
 import torch
 
 from syncengine._C import Communicator
-from syncengine.parallel.replication import check_same_on_all_ranks, check_writable, reach_of
+from syncengine.errors import InvalidUsage
+from syncengine.parallel.replication import (
+    check_same_on_all_ranks,
+    check_writable,
+    is_wrapper,
+    plain_copy,
+    reach_of,
+    unwrapped,
+)
 
 Named = Sequence[tuple[str, torch.Tensor]]
 
@@ -33,8 +41,8 @@ class TensorBroadcast:
 
     def __init__(self, communicator: Communicator, like: Sequence[torch.Tensor], device: torch.device) -> None:
         self._communicator = communicator
-        self._small = [i for i, tensor in enumerate(like) if tensor.nbytes <= _PACKED_BYTES]
-        self._large = [i for i, tensor in enumerate(like) if tensor.nbytes > _PACKED_BYTES]
+        self._small = [i for i, tensor in enumerate(like) if tensor.nbytes <= _PACKED_BYTES and not is_wrapper(tensor)]
+        self._large = sorted(set(range(len(like))).difference(self._small))
         offsets, size = [], 0
         for i in self._small:
             offsets.append(size)
@@ -61,15 +69,27 @@ class TensorBroadcast:
         if not is_root and small:
             copy_each(small, self._views)
         for i in self._large:
+            if is_wrapper(tensors[i]):
+                self._copy_wrapper(tensors[i], root)
+                continue
             target = tensors[i].detach()
             values = target
             if not target.is_contiguous() or target.is_conj() or target.is_neg():
-                values = torch.empty(target.shape, dtype=target.dtype, device=target.device)
-                if is_root:
-                    values.copy_(target)
+                values = plain_copy(target)
             self._communicator.broadcast(values.view(-1).view(torch.uint8), root)
             if values is not target and not is_root:
                 target.copy_(values)
+
+    @torch.no_grad()
+    def _copy_wrapper(self, target: torch.Tensor, root: int) -> None:
+        """Copies by the class's own ``copy_()``, unless the target has these values: it might round them anew."""
+        values = plain_copy(target)
+        content = values.view(-1).view(torch.uint8)
+        before = content.clone()
+        self._communicator.broadcast(content, root)
+        if not torch.equal(content, before):
+            with torch.inference_mode(target.is_inference()):  # as in plain_copy()
+                target.detach().copy_(values)
 
 
 def describe_layout(named: Named, more: Callable[[torch.Tensor], str] = lambda tensor: "") -> list[str]:
@@ -78,11 +98,32 @@ def describe_layout(named: Named, more: Callable[[torch.Tensor], str] = lambda t
     ``more`` may add to it. Raises ``InvalidUsage`` naming a tensor that can't be copied into.
     """
     for name, tensor in named:
+        if is_wrapper(tensor) and tensor.requires_grad:
+            raise InvalidUsage(
+                f"syncengine.Parallel does not support training parameter {name} of type {type(tensor).__name__} yet; "
+                "freeze it, or pass plain parameters"
+            )
+    parts = unwrapped(named)
+    for name, tensor in parts:
         check_writable(name, tensor)
+    own = {id(tensor) for _, tensor in parts}
     return [
-        f"{name}: {str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}{more(tensor)}{shares}"
-        for (name, tensor), shares in zip(named, _sharing(named), strict=True)
+        f"{name}:{_layout(tensor)}{more(tensor)}{_context(tensor)}" for name, tensor in named if id(tensor) not in own
+    ] + [
+        f"{name}:{_layout(tensor)}{more(tensor)}{shares}"
+        for (name, tensor), shares in zip(parts, _sharing(parts), strict=True)
     ]
+
+
+def _layout(tensor: torch.Tensor) -> str:
+    kind = f" {type(tensor).__name__}" if is_wrapper(tensor) else ""
+    return f"{kind} {str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+def _context(tensor: torch.Tensor) -> str:
+    """The context that a wrapper gives beside its tensors, unless that names a place in this process's memory."""
+    text = str(tensor.__tensor_flatten__()[1]) if is_wrapper(tensor) else ""  # type: ignore[attr-defined]
+    return f" {text}" if text and " at 0x" not in text else ""
 
 
 @torch.inference_mode()
@@ -99,7 +140,7 @@ def broadcast_named(
     ``what``: subject and verb ("... differ"). ``lines``: facts that must be the same, if they are more than the layout.
     """
     check_same_on_all_ranks(communicator, what, describe_layout(named) if lines is None else lines)
-    tensors = [tensor for _, tensor in named]
+    tensors = [tensor for _, tensor in unwrapped(named)]
     TensorBroadcast(communicator, tensors, device)(tensors, root)
 
 

@@ -15,7 +15,7 @@ from syncengine._C import Communicator, Reducer
 from syncengine.errors import InvalidUsage, to_utf8
 from syncengine.parallel.broadcast import TensorBroadcast, describe_layout
 from syncengine.parallel.model import Model, Switches, not_ignored
-from syncengine.parallel.replication import check_same_on_all_ranks, fail_all, own_name
+from syncengine.parallel.replication import check_same_on_all_ranks, fail_all, own_name, unwrapped
 
 _MOST_SHOWN = 1000  # letters of buffers in a message
 
@@ -92,16 +92,16 @@ class BufferCopy:
         The buffers' version counters do not change: a backward may need a buffer as it was. Raises ``Mismatch`` on all
         ranks, where names, dtypes or shapes differ between ranks.
         """
-        tensors = list(named.values())
+        tensors = [tensor for _, tensor in unwrapped(named.items())]
         counted = tuple(tensor for tensor in tensors if not tensor.is_inference())
         with torch.autograd._unsafe_preserve_version_counter(counted), torch.inference_mode():
-            self._look_at(named)
+            self._look_at(named, tensors)
             self._broadcast(tensors, root, self._layout)
 
-    def _look_at(self, named: Mapping[str, torch.Tensor]) -> None:
+    def _look_at(self, named: Mapping[str, torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
         places = []
         with contextlib.suppress(RuntimeError):  # one has no memory: below it is said which
-            places = [(name, t.data_ptr(), t.shape, t.stride(), t.dtype) for name, t in named.items()]
+            places = [*named, *((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors)]
         if places and places == self._places:
             return
         try:
@@ -112,7 +112,7 @@ class BufferCopy:
         if not self._layout:
             check_same_on_all_ranks(self._communicator, f"{self._what} differ", lines)
         if not self._layout or lines != self._lines:
-            self._broadcast = TensorBroadcast(self._communicator, list(named.values()), self._device)
+            self._broadcast = TensorBroadcast(self._communicator, tensors, self._device)
             text = ", ".join(sorted(lines, key=self._lines.__contains__))  # first what has changed
             digest = hashlib.sha256(to_utf8("\n".join(lines))).hexdigest()[:16]
             self._layout = f"a copy of {self._what} ({text[:_MOST_SHOWN]}, digest {digest})"

@@ -7,11 +7,10 @@ import json
 from collections.abc import Container, Iterator
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from syncengine._C import Communicator
 from syncengine.parallel.buffers import Buffers
-from syncengine.parallel.replication import is_freed
+from syncengine.parallel.replication import is_freed, is_wrapper
 
 _MOST_BYTES = 16 << 20  # of all, of which copies are kept
 
@@ -132,7 +131,7 @@ def _differ(some: dict[str, torch.Tensor | None], others: dict[str, torch.Tensor
 
 def _is_plain(buffer: torch.Tensor) -> bool:
     """Whether its elements lie in memory of this machine, each in a place of its own."""
-    if buffer.layout is not torch.strided or buffer.device.type != "cpu" or is_traceable_wrapper_subclass(buffer):
+    if buffer.layout is not torch.strided or buffer.device.type != "cpu" or is_wrapper(buffer):
         return False
     if buffer.is_nested or buffer.is_quantized or buffer.is_conj() or buffer.is_neg() or is_freed(buffer):
         return False

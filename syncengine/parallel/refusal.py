@@ -8,7 +8,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from syncengine.errors import InvalidUsage
 
@@ -71,8 +70,6 @@ def check_parameters(named: Mapping[str, torch.Tensor]) -> None:
                 f"parameter {name} is not initialized yet. Modules with uninitialized parameters can't be used with "
                 "`DistributedDataParallel`. Run a dummy forward pass to correctly initialize the modules"
             )
-        if is_traceable_wrapper_subclass(parameter):
-            refuse(f"parameter {name} of type {type(parameter).__name__}", "pass plain parameters")
         if parameter.layout is not torch.strided:
             refuse(f"parameter {name} with layout {parameter.layout}", "use dense parameters")
     if not any(parameter.requires_grad for parameter in named.values()):

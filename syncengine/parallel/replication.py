@@ -2,13 +2,14 @@
 
 import hashlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from syncengine._C import Communicator
-from syncengine.errors import InvalidUsage, Mismatch, SyncError, to_utf8
+from syncengine.errors import InvalidUsage, Mismatch, SyncError, error_text, to_utf8
 
 
 def check_writable(name: str, tensor: torch.Tensor) -> None:
@@ -23,7 +24,17 @@ def check_writable(name: str, tensor: torch.Tensor) -> None:
             f"{name} is {kind}, so rank 0's values can't be copied into it: name it in the module's "
             "_ddp_params_and_buffers_to_ignore, or keep it out of its parameters and buffers"
         )
-    if torch._debug_has_internal_overlap(tensor) == 1:
+    if is_wrapper(tensor):
+        try:
+            with torch.no_grad(), torch.inference_mode(tensor.is_inference()):  # as in plain_copy()
+                tensor.detach().clone().copy_(plain_copy(tensor))
+        except Exception as error:  # of the user's class
+            raise InvalidUsage(
+                f"{name} is a {type(tensor).__name__}, into which nothing can be copied ({error_text(error)}): give "
+                "that class __tensor_flatten__, or aten.clone and aten.copy_ from and to ordinary tensors, or name the "
+                "tensor in the module's _ddp_params_and_buffers_to_ignore"
+            ) from error
+    elif torch._debug_has_internal_overlap(tensor) == 1:
         raise InvalidUsage(
             f"{name} of shape {tuple(tensor.shape)} and strides {tensor.stride()} has elements that share memory (made "
             "by expand()?), so rank 0's values can't be copied into it: clone() it before wrapping the module, or name "
@@ -31,9 +42,44 @@ def check_writable(name: str, tensor: torch.Tensor) -> None:
         )
 
 
+# Dtypes with elements that torch copies as bytes alone.
+_BYTES = {getattr(torch, f"{kind}{bits}", None) for kind in ("int", "uint") for bits in range(1, 8)}
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's class answers torch's operations itself, so that its memory may hold no elements."""
+    return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
+def plain_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """An ordinary tensor with the same values."""
+    with torch.inference_mode(tensor.is_inference()):  # in inference mode detach() of many a class fails
+        values = tensor.detach()
+        if is_wrapper(values):
+            values = values.contiguous().view(-1)  # as DDP does: many a class makes an ordinary tensor of it then
+        found = torch.empty(values.shape, dtype=tensor.dtype, device=tensor.device)
+        return found.copy_(values).view(tensor.shape)
+
+
+def unwrapped(named: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+    """Puts the tensors that a wrapper holds, such as a quantized weight's integers and scales, in the wrapper's place.
+
+    A wrapper that does not tell them by ``__tensor_flatten__`` stays, and so does one that is refused. Numbers of less
+    than a byte become bytes. A tensor on meta has nothing to copy, and is left out.
+    """
+    found: list[tuple[str, torch.Tensor]] = []
+    for name, tensor in named:
+        if is_wrapper(tensor) and is_traceable_wrapper_subclass(tensor) and not _why_not_dense(tensor):
+            inner, _ = tensor.__tensor_flatten__()
+            found += unwrapped((f"{name}.{attribute}", getattr(tensor, attribute)) for attribute in inner)
+        elif not tensor.is_meta:
+            found.append((name, tensor.detach().view(torch.uint8) if tensor.dtype in _BYTES else tensor))
+    return found
+
+
 def is_freed(tensor: torch.Tensor) -> bool:
     """Whether the tensor's elements lie behind the end of its storage, which was freed in part or whole."""
-    if tensor.layout is not torch.strided or tensor.is_nested or not tensor.numel():
+    if tensor.layout is not torch.strided or tensor.is_nested or not tensor.numel() or is_wrapper(tensor):
         return False
     try:
         there = tensor.untyped_storage().nbytes()

@@ -46,6 +46,7 @@ from syncengine.parallel.refusal import (
     warn_of_find_unused,
     warn_of_wrapper,
 )
+from syncengine.parallel.replication import check_same_on_all_ranks
 from syncengine.parallel.steps import Steps
 from syncengine.parallel.summary import follow
 from syncengine.parallel.sync_batch_norm import adopt_sync_batch_norm
@@ -235,7 +236,11 @@ class Parallel(ForTools):
         )
         if any(tensor in common for _, tensor in named):
             gc.collect()  # perhaps on some ranks alone an optimizer is there that is gone, in a cycle
-        lines = [settings, *describe_layout(named, _details)]
+        try:
+            lines = [settings, *describe_layout(named, _details)]
+        except InvalidUsage as error:  # on all ranks, if they have the same model
+            check_same_on_all_ranks(self.communicator, f"{self._model} differs", [str(error)])
+            raise
         private = [(name, tensor) for name, tensor in named if tensor not in common]  # the others are the same
         broadcast_named(self.communicator, f"{self._model} differs", private, self.device, 0, lines)
         if self._reduces:

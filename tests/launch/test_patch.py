@@ -25,6 +25,7 @@ from repository import TESTS
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from wrapping_tensors import Beside
 
 import syncengine
 import syncengine_autoload
@@ -135,6 +136,10 @@ def what_stays() -> list[str]:
     net = replicate(nn.Linear(2, 2))
     net(torch.ones(1, 2) * dist.get_rank()).sum().backward()
     assert net.weight.grad.tolist() == [[0.5] * 2] * 2
+    for kind, place, cls in (("opaque", "frozen", syncengine.Parallel), ("opaque", "trained", DistributedDataParallel)):
+        model = DistributedDataParallel(Beside(kind, place, dist.get_rank()))
+        assert type(model) is cls
+        model(torch.ones(1, 8) * dist.get_rank()).sum().backward()
     with pytest.raises(RuntimeError, match="DistributedDataParallel is not needed when a module doesn't have"):
         DistributedDataParallel(nn.ReLU())
     return told
@@ -144,7 +149,8 @@ def test_all_ranks_stay_with_ddp_if_one_must(pool: RankPool):
     with pool.spawn_ranks(on_patched_ranks, what_stays, gloo=True, settings=None) as ranks:
         told, nothing = (rank.result() for rank in ranks)
     assert nothing == []
-    unable, able, replicated, needless = told
+    unable, able, replicated, trained, needless = told
+    assert "does not support training parameter odd of type Opaque" in trained
     assert unable.startswith("SYNCENGINE_PATCH=1 has no effect on the DistributedDataParallel of a Linear, ")
     assert "rank 1: syncengine can't be imported: ModuleNotFoundError" in unable
     assert able.startswith("DistributedDataParallel is syncengine.Parallel")
@@ -278,6 +284,9 @@ def test_what_parallel_does_not_take(monkeypatch: pytest.MonkeyPatch):
     assert patch.refusal((linear,), {}, 65) == "syncengine can't connect 65 ranks, 64 at most"
     assert patch.refusal((3,), {}, 2) == "it is no torch.nn.Module"
     assert "parameter weight on meta" in patch.refusal((nn.Linear(2, 2, device="meta"),), {}, 2)
+    locked = Beside("locked", "buffer", 0)
+    assert "odd is a Locked, into which nothing can be copied" in patch.refusal((locked,), {}, 2)
+    assert patch.refusal((locked,), {"broadcast_buffers": False}, 2) is None
     sparse = nn.Module()
     sparse.weight = nn.Parameter(torch.eye(2).to_sparse())
     assert "weight" in patch.refusal((sparse,), {}, 2)

@@ -9,9 +9,13 @@ import torch
 from pool import run_on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from wrapping_tensors import Beside, Quantized, content, tensor_of
 
 import syncengine
-from syncengine.errors import InvalidUsage
+from syncengine._keeping import Updates
+from syncengine.errors import InvalidUsage, Mismatch
+from syncengine.parallel.kept_buffers import KeptBuffers
 
 SIZES = (6, 20_000)  # a tensor that travels with others, and one that travels alone
 
@@ -134,3 +138,108 @@ def test_the_backend_refuses_them_too(kind: str):
     ):
         with pytest.raises(InvalidUsage, match="syncengine takes dense|differ in dtype"):
             call()
+
+
+# --- Kinds whose values are rank 0's afterwards
+
+
+def trained(model: nn.Module) -> list[torch.Tensor]:
+    """Gradients of the third step, with the rank's own data."""
+    for step in range(3):
+        model.zero_grad()
+        model(torch.full((2, 8), 1.0 + syncengine.rank() + step)).square().mean().backward()
+    return [parameter.grad for parameter in model.module.layer.parameters()]
+
+
+BY_BOTH = ["opaque", "opaque_large", "quantized", "quantized_large", "packed", "int64", "bool", "complex64"]
+BY_OURS = ["nested", "float8_e4m3fn", "float4_e2m1fn_x2", "uint4", "bits8", "uint16", "uint64", "complex32"]
+
+
+@pytest.mark.parametrize("place", ["frozen", "buffer"])
+@pytest.mark.parametrize("kind", [*BY_BOTH, *BY_OURS])
+@run_on_ranks(gloo=True)
+def test_frozen_kinds_are_those_of_rank_0(kind: str, place: str):
+    module = Beside(kind, place, syncengine.rank())
+    gradients = trained(syncengine.Parallel(module, audit=1))
+    assert content(module.odd) == content(tensor_of(kind, 0))
+    assert content(tensor_of(kind, 0)) != content(tensor_of(kind, 1))
+    if kind in BY_BOTH:
+        beside = Beside(kind, place, syncengine.rank())
+        assert all(map(torch.equal, gradients, trained(DistributedDataParallel(beside))))
+        assert content(module.odd) == content(beside.odd)
+
+
+@run_on_ranks(gloo=True)
+def test_a_buffer_on_meta_stays_there():
+    for wrapper in (syncengine.Parallel, DistributedDataParallel):
+        module = Beside("meta", "buffer", 0)
+        trained(wrapper(module))
+        assert module.odd.is_meta
+
+
+@run_on_ranks()
+def test_buffers_that_wrap_others_are_copied_in_each_forward():
+    module = Beside("nested", "buffer", 0)
+    model = syncengine.Parallel(module)
+    for step in range(2):
+        module.odd.scale.values.fill_(10 * step + syncengine.rank())
+        trained(model)
+        assert module.odd.scale.values.item() == 10 * step
+    module.odd = tensor_of("quantized", 3 + syncengine.rank())
+    trained(model)
+    assert content(module.odd) == content(tensor_of("quantized", 3))
+
+
+@pytest.mark.parametrize("place", ["frozen", "buffer"])
+@run_on_ranks()
+def test_a_class_that_nothing_can_be_copied_into(place: str):
+    module = Beside("locked", place, 0)
+    with pytest.raises(InvalidUsage, match="^odd is a Locked, into which.*NotImplementedError: weights are locked"):
+        syncengine.Parallel(module)
+    module._ddp_params_and_buffers_to_ignore = ["odd"]
+    trained(syncengine.Parallel(module))
+
+
+@run_on_ranks()
+def test_one_rank_alone_has_another_kind():
+    with pytest.raises(Mismatch, match="odd is a Locked, into which"):
+        syncengine.Parallel(Beside("locked" if syncengine.rank() else "opaque", "frozen", 0))
+    with pytest.raises(Mismatch, match=r"odd: Quantized float32 \(8, 8\) .*{'bits': 8}"):
+        syncengine.Parallel(Beside("quantized" if syncengine.rank() else "opaque", "frozen", 0))
+
+
+@pytest.mark.parametrize("kind", ["opaque", "quantized"])
+@run_on_ranks()
+def test_wrapping_tensors_are_not_trained(kind: str):
+    with pytest.raises(InvalidUsage, match="does not support training parameter odd of type (Opaque|Quantized)"):
+        syncengine.Parallel(Beside(kind, "trained", 0))
+
+
+@run_on_ranks()
+def test_a_class_without_operations_of_its_own_is_trained():
+    module = nn.Linear(8, 8)
+    module.weight = nn.Parameter(module.weight.detach().as_subclass(Named))
+    assert type(module.weight) is Named
+    model = syncengine.Parallel(module)
+    model(torch.full((1, 8), 1.0 + 2 * syncengine.rank())).sum().backward()
+    assert torch.equal(module.weight.grad, torch.full((8, 8), 2.0))
+
+
+class Named(torch.Tensor):
+    pass
+
+
+def test_what_is_kept_of_a_step():
+    """A frozen weight that was written is noticed; a buffer that can't be compared is left alone."""
+    for kind in ("opaque", "quantized", "nested"):
+        module = Beside(kind, "frozen", 0)
+        updates = Updates({"model": module})
+        before = updates.look()
+        assert updates.look() == before
+        module.odd.values.add_(1)
+        assert updates.look() != before
+        module = Beside(kind, "buffer", 0)
+        kept = KeptBuffers(module, (), KeptBuffers(module, (), None))
+        kept.put_back()
+        assert content(module.odd) == content(tensor_of(kind, 0))
+        assert isinstance(module.odd, Quantized) == (kind != "opaque")
