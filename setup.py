@@ -28,7 +28,7 @@ from setuptools import setup
 
 
 def home_of_nvcc_on_path() -> str | None:
-    """What that nvcc calls its top folder: the script knows."""
+    """The folder of the CUDA toolkit, as the nvcc on the PATH names it, which may be a script elsewhere."""
     try:
         command = ["nvcc", "--dryrun", "-x", "cu", "-c", os.devnull]
         said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
@@ -38,7 +38,7 @@ def home_of_nvcc_on_path() -> str | None:
 
 
 def find_cuda() -> str | None:
-    """Where nvcc and its headers are. An nvcc on the PATH may be a script that calls the real one."""
+    """A folder with nvcc and its headers, or None. An nvcc on the PATH may be a script that calls the real one."""
     candidates = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda", home_of_nvcc_on_path()]
     for home in filter(None, candidates):
         if Path(home, "bin", "nvcc").exists() and Path(home, "include", "cuda_runtime.h").exists():
@@ -88,7 +88,7 @@ if CUDA is not None:
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX")
     FLAGS.append(f"-isystem{CUDA}/include")
     libraries = next(path for path in (Path(CUDA, name) for name in ("lib64", "lib")) if path.exists())
-    # Static, and not to be seen from outside: torch has a runtime of its own, of whichever version.
+    # CUDA's runtime is linked statically and hidden: torch has a runtime of its own, maybe of another version.
     CUDA_LINK = [f"-L{libraries}", "-lcudart_static", "-ldl", "-lrt", "-Wl,--exclude-libs,libcudart_static.a"]
 
 

@@ -1,9 +1,9 @@
-"""What torch calls at the end of its import, by the entry point ``torch.backends``.
+"""The package that torch calls at the end of its import, by the entry point ``torch.backends``.
 
 So the string "syncengine" works wherever torch takes a backend, and ``SYNCENGINE_PATCH=1`` reaches every process that
 imports torch, without an ``import syncengine``.
 
-A package of its own, since importing a module of syncengine imports all of it. This one imports nothing that torch has
+It is a package of its own, since importing a module of syncengine imports all of it. It imports nothing that torch has
 not imported, starts nothing, and raises nothing: an error here would break ``import torch``. syncengine itself is
 imported when a group or a model is made, and its errors are raised there.
 """
@@ -20,11 +20,11 @@ from typing import Any
 NAME = "syncengine"
 VARIABLE = "SYNCENGINE_PATCH"
 
-tells_itself = False  # whether who imports syncengine tells the other ranks if that fails
+tells_itself = False  # whether the caller that imports syncengine tells the other ranks if the import fails
 
 
 class HeardError(RuntimeError):
-    """Another rank's, which has told all: nobody tells it once more."""
+    """An error of another rank, which has told it to all: no rank that hears of it tells it once more."""
 
 
 def load() -> None:
@@ -66,7 +66,7 @@ def patch() -> None:
         return
 
     def __new__(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if args or kwargs:  # else a copy, or what is unpickled
+        if args or kwargs:  # otherwise it is a copy, or is being unpickled
             from syncengine_autoload.ddp import choose
 
             cls = choose(cls, args, kwargs, sys._getframe(1).f_globals.get("__name__", ""))
@@ -89,7 +89,7 @@ def patch() -> None:
 
 
 def tell(text: str) -> None:
-    """A line on stderr, if that takes it."""
+    """Writes a line to stderr if the process has one that is open."""
     if (lines := sys.modules.get("syncengine.lines")) is not None:
         lines.print_line(text)
     elif sys.stderr is not None:

@@ -19,7 +19,7 @@ import syncengine_autoload
 from syncengine_autoload import VARIABLE, tell
 from syncengine_autoload.rendezvous import Failed, Rendezvous
 
-# Where ranks are processes that have a store in common.
+# The backends whose ranks are processes that have a store in common.
 _BACKENDS = {"gloo", "nccl", "ucc", "xccl", "syncengine"}
 
 _told: set[str] = set()
@@ -70,7 +70,7 @@ def _group_of(arguments: dict[str, Any]) -> Any:
 
 
 def _static_reason(group: dist.ProcessGroup, caller: str) -> str | None:
-    """Why DDP must serve it, as far as that needs no exchange to be the same on all ranks."""
+    """The reason why DDP must serve a model, if that is the same on all ranks without an exchange."""
     if caller.startswith("torch.distributed._composable"):
         return "torch's replicate() is built on its parts"
     names = {part.rpartition(":")[2] for part in dist.get_backend_config(group).split(",")}
@@ -80,7 +80,7 @@ def _static_reason(group: dist.ProcessGroup, caller: str) -> str | None:
 
 
 def _parallel_for(args: tuple[Any, ...], kwargs: dict[str, Any], ranks: int) -> tuple[type | None, str | None]:
-    """``Parallel``, or None and why this rank can't use it."""
+    """``Parallel``, or None if it can't be imported; and the reason why this rank can't use it, if there is one."""
     syncengine_autoload.tells_itself = True
     try:
         from syncengine.parallel import Parallel
@@ -91,8 +91,10 @@ def _parallel_for(args: tuple[Any, ...], kwargs: dict[str, Any], ranks: int) -> 
 
 
 def _first_reason(group: dist.ProcessGroup, own: str | None) -> str | None:
-    """The reason of the first rank of the group that has one. Raises TimeoutError naming ranks that do not come;
-    RuntimeError if another rank has raised it, say, or was interrupted."""
+    """The reason of the first rank of the group that has one.
+
+    Raises TimeoutError naming ranks that do not come; RuntimeError if another rank has failed, or was interrupted.
+    """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     store = dist.distributed_c10d._world.pg_map[group][1]
     ranks = dist.get_process_group_ranks(group)
@@ -111,8 +113,8 @@ def _first_reason(group: dist.ProcessGroup, own: str | None) -> str | None:
 
 
 def _wait_for(meeting: Rendezvous, reason: bytes, global_ranks: list[int], log_after: float = 5.0) -> None:
-    """Until each rank has given its reason; the store's own wait is deaf to Ctrl-C."""
-    store: Any = meeting.store  # whose type does not tell of its timeout
+    """Waits until each rank has given its reason, by polling: the store's own wait is deaf to Ctrl-C."""
+    store: Any = meeting.store  # its type does not tell of its timeout
     start, pause, told = time.monotonic(), 0.0005, False
     while not meeting.gather(reason):
         waited = time.monotonic() - start

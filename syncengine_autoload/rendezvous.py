@@ -47,11 +47,11 @@ class Failed(Exception):
 
 
 class _Signature(NamedTuple):
-    """The signature of a rank; with a notice, that of its failure."""
+    """The signature of a rank, or of its failure if there is a notice."""
 
     nonce: bytes
     attempt: str
-    there: _Nonces  # when it failed: they hear of it, and their own failures are of the same past
+    there: _Nonces  # the ranks at its failure: they hear of it, and if they fail in turn, that is no news
     notice: bytes
 
 
@@ -66,20 +66,20 @@ class Rendezvous:
         # Other ranks may have met under this name: groups made anew are numbered from 0 again.
         place = hashlib.sha256(repr(list(numbers)).encode()).hexdigest()[:16]
         self.store = dist.PrefixStore(f"syncengine/{purpose}/{place}", store)
-        self.values: dict[int, bytes] = {}  # what has come in this round, by index
+        self.values: dict[int, bytes] = {}  # the payloads that have come in this round, by index
         self.met = False  # whether the first round is complete: from then on the session stays
-        self._told: bytes | None = None  # what the rank said that has failed
+        self._told: bytes | None = None  # the notice of the rank that has failed
         self._session: dist.PrefixStore | None = None  # keys of the ranks that take part now, and of nobody else
-        self._members: _Nonces = ()  # of the session
+        self._members: _Nonces = ()  # the nonces of the session
         self._rank, self._size = rank, len(numbers)
-        self._serves = numbers[rank] == 0  # the store, if it is no agent's
+        self._serves = numbers[rank] == 0  # whether this process serves the store, unless an agent does
         self._round = 0
         self._changes = b""  # how many signatures there were when this rank looked
-        self._failures = self._count_failures()  # those before are heard by signatures that are still there
+        self._failures = self._count_failures()  # earlier ones are known by signatures that are still there
         self._unread: list[int] = []
         self._nonces, failures = self._read()
         self._found = self._nonces
-        self._came: set[bytes] = set()  # nonces of those that have met this one in some session
+        self._came: set[bytes] = set()  # nonces of the ranks that have met this one in some session
         known = _seen.pop(self._nonces[rank], ()) if self._nonces[rank] else ()
         self._past = {
             self._nonces[rank],
@@ -107,7 +107,7 @@ class Rendezvous:
         self.check()
         if complete and not self.met:
             self.met = True
-            self._remember(self._members)  # nothing of those that have signed in since
+            self._remember(self._members)  # and not the ranks that have signed in since
         return complete
 
     def check(self) -> None:
@@ -200,7 +200,7 @@ class Rendezvous:
         self.store.add("changes", 1)
 
     def _read(self) -> tuple[_Nonces, list[_Signature]]:
-        """Each rank's nonce, b"" without one; and the signatures of failures."""
+        """Each rank's nonce, b"" for a rank without one; and the signatures of failures."""
         signatures = [self._read_signature(str(peer)) for peer in range(self._size)]
         nonces = tuple(b"" if signature is None else signature.nonce for signature in signatures)
         return nonces, [signature for signature in signatures if signature and signature.notice]
@@ -224,7 +224,7 @@ class Rendezvous:
             failure = self._read_signature(f"failure/{number}")
             if failure is not None:
                 failures.append(failure)
-            else:  # the rank has counted it, and not written it yet
+            else:  # the rank has counted the failure, and not written it yet
                 self._unread.append(number)
         return failures
 
@@ -235,7 +235,7 @@ class Rendezvous:
                 self._remember((failure.nonce, *failure.there))
 
     def _look(self) -> bool:
-        """Looks at the signatures. Returns whether other ranks take part than at the last look."""
+        """Looks at the signatures. Returns whether the ranks that take part have changed since the last look."""
         changes = self.store.get("changes")  # there, since this rank has signed in
         if changes == self._changes:
             return False
@@ -272,7 +272,7 @@ class Rendezvous:
             if peer not in self.values and self._session.check([key]):
                 self.values[peer] = self._session.get(key)
                 self._came.add(self._members[peer])
-        return len(self.values) == self._size  # so all had signed in
+        return len(self.values) == self._size  # all ranks had signed in, then
 
 
 def fail_in_groups(purpose: str, notice: bytes, but_for: Sequence[object] = ()) -> None:
@@ -323,7 +323,7 @@ def _has_ended(nonce: bytes) -> bool:
 
 
 def _attempt() -> str:
-    """A text for the attempt of the ranks: no restart lies between equal texts. "" says nothing.
+    """A text for the attempt of the ranks: no restart lies between equal texts. The text "" says nothing.
 
     Agents of several nodes count their restarts apart.
     """
