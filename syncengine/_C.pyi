@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from torch._C._distributed_c10d import Backend as _Backend
 from torch._C._distributed_c10d import ProcessGroup
 
+from syncengine.config import Numerics, Op
+
 build_id: str  # of the sources that define what ranks share: 16 hexadecimal digits
 has_cuda: bool
 """Whether this build has a CUDA side. Without one, asking for CUDA raises InvalidUsage."""
@@ -139,7 +141,7 @@ class Communicator:
         """The rank of each member in the whole job."""
 
     @property
-    def numerics(self) -> str:
+    def numerics(self) -> Numerics:
         """The order of summation: "rank_order", "ring" or "fast"."""
 
     @property
@@ -151,11 +153,11 @@ class Communicator:
         """A text that says which algorithm collectives use between hosts. Empty on one host."""
 
     @overload
-    def all_reduce(self, tensor: torch.Tensor, op: str = "sum", async_op: Literal[False] = False) -> None: ...
+    def all_reduce(self, tensor: torch.Tensor, op: Op = "sum", async_op: Literal[False] = False) -> None: ...
     @overload
-    def all_reduce(self, tensor: torch.Tensor, op: str = "sum", *, async_op: Literal[True]) -> Work: ...
+    def all_reduce(self, tensor: torch.Tensor, op: Op = "sum", *, async_op: Literal[True]) -> Work: ...
     @overload
-    def all_reduce(self, tensor: torch.Tensor, op: str = "sum", async_op: bool = False) -> Work | None:
+    def all_reduce(self, tensor: torch.Tensor, op: Op = "sum", async_op: bool = False) -> Work | None:
         """Reduces `tensor` in place over all ranks: the same shape, strides and dtype on each.
 
         `op`: "sum", "avg" (floating dtypes), "product", "min", "max". Returns a Work if `async_op`, otherwise waits.
@@ -174,15 +176,15 @@ class Communicator:
 
     @overload
     def reduce_scatter(
-        self, output: torch.Tensor, input: torch.Tensor, op: str = "sum", async_op: Literal[False] = False
+        self, output: torch.Tensor, input: torch.Tensor, op: Op = "sum", async_op: Literal[False] = False
     ) -> None: ...
     @overload
     def reduce_scatter(
-        self, output: torch.Tensor, input: torch.Tensor, op: str = "sum", *, async_op: Literal[True]
+        self, output: torch.Tensor, input: torch.Tensor, op: Op = "sum", *, async_op: Literal[True]
     ) -> Work: ...
     @overload
     def reduce_scatter(
-        self, output: torch.Tensor, input: torch.Tensor, op: str = "sum", async_op: bool = False
+        self, output: torch.Tensor, input: torch.Tensor, op: Op = "sum", async_op: bool = False
     ) -> Work | None:
         """Reduces `input` (size * output.numel() elements) over all ranks; rank r keeps its part r in `output`."""
 

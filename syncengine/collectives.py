@@ -9,16 +9,17 @@ import torch
 
 from syncengine._C import Work
 from syncengine.communicator import default_communicator
+from syncengine.config import Op
 from syncengine.errors import InvalidUsage
 
 
 @overload
-def all_reduce(tensor: torch.Tensor, op: str = "sum", async_op: Literal[False] = False) -> None: ...
+def all_reduce(tensor: torch.Tensor, op: Op = "sum", async_op: Literal[False] = False) -> None: ...
 @overload
-def all_reduce(tensor: torch.Tensor, op: str = "sum", *, async_op: Literal[True]) -> Work: ...
+def all_reduce(tensor: torch.Tensor, op: Op = "sum", *, async_op: Literal[True]) -> Work: ...
 @overload
-def all_reduce(tensor: torch.Tensor, op: str = "sum", async_op: bool = False) -> Work | None: ...
-def all_reduce(tensor: torch.Tensor, op: str = "sum", async_op: bool = False) -> Work | None:
+def all_reduce(tensor: torch.Tensor, op: Op = "sum", async_op: bool = False) -> Work | None: ...
+def all_reduce(tensor: torch.Tensor, op: Op = "sum", async_op: bool = False) -> Work | None:
     """Replaces `tensor` (any shape and strides) on every rank by the reduction over all ranks.
 
     `op`: "sum", "avg" (floating dtypes), "product", "min", "max". Shape, dtype and `op` must be the same on all ranks.
@@ -40,15 +41,15 @@ def broadcast(tensor: torch.Tensor, src: int, async_op: bool = False) -> Work | 
 
 @overload
 def reduce_scatter(
-    output: torch.Tensor, input: torch.Tensor, op: str = "sum", async_op: Literal[False] = False
+    output: torch.Tensor, input: torch.Tensor, op: Op = "sum", async_op: Literal[False] = False
 ) -> None: ...
 @overload
-def reduce_scatter(output: torch.Tensor, input: torch.Tensor, op: str = "sum", *, async_op: Literal[True]) -> Work: ...
+def reduce_scatter(output: torch.Tensor, input: torch.Tensor, op: Op = "sum", *, async_op: Literal[True]) -> Work: ...
 @overload
 def reduce_scatter(
-    output: torch.Tensor, input: torch.Tensor, op: str = "sum", async_op: bool = False
+    output: torch.Tensor, input: torch.Tensor, op: Op = "sum", async_op: bool = False
 ) -> Work | None: ...
-def reduce_scatter(output: torch.Tensor, input: torch.Tensor, op: str = "sum", async_op: bool = False) -> Work | None:
+def reduce_scatter(output: torch.Tensor, input: torch.Tensor, op: Op = "sum", async_op: bool = False) -> Work | None:
     """Reduces `input` over all ranks; rank r gets the r-th of world_size equal parts of it in `output`.
 
     `input` has world_size times as many elements as `output`. Otherwise as `all_reduce`.

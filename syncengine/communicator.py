@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from syncengine._C import Communicator, backend_communicators, end_backends, end_packet_transports
-from syncengine.config import DEFAULT_TIMEOUT, Config
+from syncengine.config import DEFAULT_TIMEOUT, Config, Numerics
 from syncengine.connect import Connection, connect, given_up
 from syncengine.errors import InvalidUsage, PeerLost, SyncError, blamed_rank, name_ranks
 from syncengine.groups import (
@@ -84,7 +84,7 @@ def _is_owner() -> bool:
 
 
 def init(
-    numerics: str | None = None,
+    numerics: Numerics | None = None,
     timeout: float | timedelta | None = None,
     arena_bytes: int | None = None,
     log_after: float | None = None,

@@ -6,14 +6,16 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from syncengine.errors import InvalidUsage
 
 if TYPE_CHECKING:
     from syncengine._C import JobOptions, NetworkOptions
 
-NUMERICS = ("rank_order", "ring", "fast")
+Op = Literal["sum", "avg", "product", "min", "max"]
+Numerics = Literal["rank_order", "ring", "fast"]
+NUMERICS = get_args(Numerics)
 INTERHOST = ("tcp", "mpi", "torch")
 MOST_SOCKETS = 16
 MOST_RANKS = 64  # that can be connected

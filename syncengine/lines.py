@@ -1,4 +1,8 @@
-"""Lines that syncengine prints by itself. None of them makes a rank wait, whoever reads stderr or does not."""
+"""Lines that syncengine prints by itself, through the logger "syncengine".
+
+While neither that logger nor the root logger has a handler of the program's, a handler of this module writes the lines
+to stderr, INFO included. A thread that nobody waits for does so: no rank waits for whoever reads stderr.
+"""
 
 from __future__ import annotations
 
@@ -12,31 +16,32 @@ from syncengine._C import await_said, say
 atexit.register(await_said)
 
 
-def print_line(text: str, *, at_end: bool = False) -> None:
-    """Writes ``syncengine: text`` to stderr, or to the object in its place, as in a notebook.
+def print_line(text: str, *, level: int = logging.INFO, at_end: bool = False) -> None:
+    """Logs ``text``.
 
-    ``at_end``: the process ends after this line, perhaps as a child of multiprocessing, which does not run atexit.
+    ``at_end``: the process ends behind this, perhaps as a child of multiprocessing, without a look at atexit.
     """
-    if sys.stderr is None:
-        return
-    line = f"syncengine: {text}\n"
-    with contextlib.suppress(OSError, ValueError):  # closed at the other end, or here
-        if sys.stderr is sys.__stderr__:
-            say(line)
-            if at_end:
-                await_said()
-        else:
-            sys.stderr.write(line)
-            sys.stderr.flush()
+    _logger.log(level, "%s", text)
+    if at_end:
+        await_said()
 
 
 class _OwnHandler(logging.Handler):
-    """Prints warnings of the logger "syncengine" if the program has no handler for them, as logging would."""
+    """Writes lines to stderr, or to the stream in its place, as in a notebook, if the program has no handler."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if not logging.root.handlers and _logger.handlers == [self]:
-            print_line(self.format(record))
+        if sys.stderr is None or _logger.handlers != [self] or (_logger.propagate and logging.root.handlers):
+            return
+        line = f"syncengine: {self.format(record)}\n"
+        with contextlib.suppress(OSError, ValueError):  # closed at the other end, or here
+            if sys.stderr is sys.__stderr__:
+                say(line)
+            else:
+                sys.stderr.write(line)
+                sys.stderr.flush()
 
 
 _logger = logging.getLogger("syncengine")
-_logger.addHandler(_OwnHandler(logging.WARNING))
+_logger.addHandler(_OwnHandler())
+if _logger.level == logging.NOTSET:  # the root logger's level would drop the summary of a run
+    _logger.setLevel(logging.INFO)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -15,6 +15,35 @@ WHERE = {  # and, behind the colon, what to do
     "backward": "in backward: look at the sizes of its batches, and at what else its processor has to do",
     "optimizer": "in the optimizer: look at what it alone does between steps (logging, checkpoints)",
 }
+
+
+class RankTimes(TypedDict):
+    """Medians of one rank's lateness, in milliseconds, and the percentage of the steps in which the rank is late."""
+
+    late_ms: float
+    input_ms: float
+    forward_ms: float
+    backward_ms: float
+    optimizer_ms: float
+    late_percent: float
+
+
+class Verdict(TypedDict):
+    """A rank that is late in over two thirds of the steps, and its main phase."""
+
+    rank: int
+    phase: str
+    late_ms: float
+    late_percent: float
+
+
+class Stragglers(TypedDict):
+    """The result of ``Parallel.stragglers()``."""
+
+    steps: int
+    step_ms: float
+    ranks: dict[int, RankTimes]
+    verdict: Verdict | None
 
 
 @dataclass(frozen=True)
@@ -31,9 +60,7 @@ class Late:
         return f"rank {self.rank} is late in {self.late_percent:.0f} % of {steps}, by {by}, {WHERE[self.phase]}"
 
 
-def compare(
-    times: Any, ranks: Sequence[int], step_ms: float, least: int
-) -> tuple[dict[int, dict[str, float]], Late | None]:
+def compare(times: Any, ranks: Sequence[int], step_ms: float, least: int) -> tuple[dict[int, RankTimes], Late | None]:
     """How late each rank is, and the rank that is late in over two thirds of the steps, in either half of them.
 
     ``times`` are milliseconds by step, rank and phase; NaN for a rank that has none. A rank is late by its time less
@@ -50,11 +77,11 @@ def compare(
     is_late = totals - middle[:, None] > step_ms / 10
     late, by_phase = np.median(behind.sum(axis=2), axis=0), np.median(behind, axis=0)
     found = {
-        rank: {
-            "late_ms": float(late[i]),
-            **{f"{phase}_ms": float(ms) for phase, ms in zip(PHASES, by_phase[i], strict=True)},
-            "late_percent": 100 * float(is_late[:, i].mean()),
-        }
+        rank: RankTimes(
+            late_ms=float(late[i]),
+            late_percent=100 * float(is_late[:, i].mean()),
+            **{f"{phase}_ms": float(ms) for phase, ms in zip(PHASES, by_phase[i], strict=True)},  # type: ignore[typeddict-item]
+        )
         for i, rank in enumerate(ranks)
     }
     half, latest = len(own) // 2, int(late.argmax())

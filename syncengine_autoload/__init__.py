@@ -11,6 +11,7 @@ imported when a group or a model is made, and its errors are raised there.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 from collections.abc import Collection, Iterator
@@ -91,7 +92,7 @@ def patch() -> None:
 def tell(text: str) -> None:
     """Writes a line to stderr if the process has one that is open."""
     if (lines := sys.modules.get("syncengine.lines")) is not None:
-        lines.print_line(text)
+        lines.print_line(text, level=logging.WARNING)
     elif sys.stderr is not None:
         with contextlib.suppress(OSError, ValueError):  # closed at the other end, or here
             sys.stderr.write(f"syncengine: {text}\n")

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
 
 from syncengine._C import Communicator
+from syncengine.config import Op
 from syncengine.errors import InvalidUsage
 
 # The period of the input is a prime, so pieces that end up in each other's place are noticed.
@@ -178,7 +180,7 @@ def _empty(count: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _engine_call(shape: Shape, communicator: Communicator) -> Callable[[torch.Tensor, torch.Tensor], object]:
-    op = "product" if shape.op == "prod" else shape.op
+    op = cast(Op, "product" if shape.op == "prod" else shape.op)
     if shape.name == "broadcast" and shape.root >= shape.ranks:
         raise InvalidUsage(f"--root {shape.root} is no rank of {shape.ranks}")
     calls: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {

@@ -5,11 +5,12 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from syncengine._C import Work
+from syncengine.config import Op
 from syncengine.errors import InvalidUsage
 
 Begin = Callable[[Any], Sequence[Work]]
@@ -85,9 +86,9 @@ def check_reducible(call: str, tensor: Any, op: ReduceOp) -> None:
         raise InvalidUsage(f"{call}: bool has no {op.name}: use hvd.Min, Max or Product, or convert it to an integer")
 
 
-def engine_op(dtype: torch.dtype, word: str) -> str:
+def engine_op(dtype: torch.dtype, word: str) -> Op:
     """The engine's op. Integers have no average there: they are summed, and `finish_average` divides the sum."""
-    return "sum" if word == "avg" and not dtype.is_floating_point else word
+    return cast(Op, "sum" if word == "avg" and not dtype.is_floating_point else word)
 
 
 # Every tensor may be written in inference mode, whichever mode it was made in.

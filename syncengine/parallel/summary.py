@@ -10,7 +10,7 @@ import os
 import sys
 import warnings
 import weakref
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -21,7 +21,7 @@ from syncengine.lines import print_line
 from syncengine.parallel.model import Model
 from syncengine.parallel.reducer import ModelReducer
 from syncengine.process_end import at_end
-from syncengine.stragglers import PHASES, Late, compare
+from syncengine.stragglers import PHASES, Late, RankTimes, Stragglers, Verdict, compare
 
 LEAST_STEPS = 10  # fewer say nothing: buckets are planned in the first ones
 LEAST_COMPARED = 40  # steps: fewer name nobody
@@ -134,7 +134,7 @@ def stats_of(reducer: ModelReducer, ranks: list[int], rank: int) -> dict[str, fl
     numbers = numbers_of(reducer.step_times())
     found, _ = _compare_numbers(numbers, ranks)
     latest = max(found, key=lambda each: found[each]["late_ms"], default=0)
-    own, theirs = found.get(ranks[rank], {}), found.get(latest, {})
+    own, theirs = (cast(dict[str, float], found.get(each, {})) for each in (ranks[rank], latest))
     return {
         "steps": numbers.steps,
         "step_ms": numbers.step_ms,
@@ -161,7 +161,7 @@ def for_loggers(stats: dict[str, float]) -> dict[str, float]:
 # --- Stragglers
 
 
-def stragglers_of(reducer: ModelReducer, ranks: list[int]) -> dict[str, Any]:
+def stragglers_of(reducer: ModelReducer, ranks: list[int]) -> Stragglers:
     """The result of ``Parallel.stragglers``."""
     numbers = numbers_of(reducer.step_times())
     found, late = _compare_numbers(numbers, ranks)
@@ -169,7 +169,7 @@ def stragglers_of(reducer: ModelReducer, ranks: list[int]) -> dict[str, Any]:
         "steps": len(numbers.own_ms),
         "step_ms": numbers.step_ms,
         "ranks": found,
-        "verdict": late and vars(late),
+        "verdict": None if late is None else cast(Verdict, vars(late)),
     }
 
 
@@ -187,5 +187,5 @@ def _late_text(numbers: Numbers, ranks: list[int]) -> str:
     return late.text(steps, f"{late.late_ms:.1f} ms (a step takes {numbers.step_ms:.1f} ms)")
 
 
-def _compare_numbers(numbers: Numbers, ranks: list[int]) -> tuple[dict[int, dict[str, float]], Late | None]:
+def _compare_numbers(numbers: Numbers, ranks: list[int]) -> tuple[dict[int, RankTimes], Late | None]:
     return compare(numbers.own_ms, ranks, numbers.step_ms, LEAST_COMPARED)

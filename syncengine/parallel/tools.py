@@ -28,6 +28,7 @@ from syncengine.parallel.refusal import refuse, warn_of_find_unused
 from syncengine.parallel.steps import Steps
 from syncengine.parallel.summary import stats_of, stragglers_of
 from syncengine.parallel.uneven import UnevenInputs
+from syncengine.stragglers import Stragglers
 
 Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
@@ -131,7 +132,7 @@ class ForTools(DistributedDataParallel):
         """
         return stats_of(self.reducer, self.communicator.global_ranks, self.communicator.rank)
 
-    def stragglers(self) -> dict[str, Any]:
+    def stragglers(self) -> Stragglers:
         """Which rank is late in the last 100 steps: the same on all ranks, but for noise. Does not communicate.
 
         A rank's lateness in a step is its own time, from the end of the last synchronization to that of its backward,

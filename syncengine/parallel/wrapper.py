@@ -6,7 +6,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch.distributed.algorithms.join import Joinable
@@ -106,7 +106,7 @@ class Parallel(ForTools):
         forward_sync_buffers: bool | None = None,
         *,
         audit: int = 0,
-        nonfinite: str | None = None,
+        nonfinite: Literal["raise", "warn"] | None = None,
     ) -> None:
         check_group(process_group)
         check_arguments(device_ids, bucket_cap_mb, bucket_cap_mb_list)

@@ -1,0 +1,71 @@
+"""What syncengine prints goes through the logger "syncengine", to the program's handlers or to stderr."""
+
+import io
+import logging
+import subprocess
+import sys
+
+import pytest
+
+from syncengine import lines
+
+PROGRAM = """
+import logging, sys
+{configure}
+from syncengine.lines import print_line
+print_line("a line")
+logging.getLogger("syncengine").debug("too small")
+logging.getLogger("syncengine").warning("a %s", "warning")
+"""
+OURS = "syncengine: a line\nsyncengine: a warning\n"
+
+
+def stderr_of(configure: str) -> str:
+    command = [sys.executable, "-c", PROGRAM.format(configure=configure)]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stderr
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("configure", "expected"),
+    [
+        ("", OURS),
+        ("logging.basicConfig(format='root %(message)s')", "root a line\nroot a warning\n"),
+        ("logging.getLogger('syncengine').addHandler(logging.StreamHandler())", "a line\na warning\n"),
+        ("logging.getLogger('syncengine').setLevel(logging.WARNING)", "syncengine: a warning\n"),
+    ],
+    ids=["nothing", "root", "own", "level"],
+)
+def test_lines_go_where_the_program_has_them(configure, expected):
+    assert stderr_of(configure) == expected
+
+
+def without_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Takes pytest's handlers away, which it adds anew for each part of a test."""
+    monkeypatch.setattr(logging.root, "handlers", [])
+
+
+def test_a_stream_in_the_place_of_stderr_gets_lines(monkeypatch):
+    without_handlers(monkeypatch)
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    lines.print_line("a line", at_end=True)
+    logging.getLogger("syncengine").info("%d ranks", 2)
+    assert sys.stderr.getvalue() == "syncengine: a line\nsyncengine: 2 ranks\n"
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_stderr_that_is_not_there_raises_nothing(monkeypatch, closed):
+    without_handlers(monkeypatch)
+    stream = io.StringIO()
+    stream.close()
+    monkeypatch.setattr(sys, "stderr", stream if closed else None)
+    assert lines.print_line("a line", at_end=True) is None
+    assert stream.closed
+
+
+def test_a_logger_that_keeps_its_records_to_itself_still_prints(monkeypatch):
+    """Handlers of the root logger get nothing then."""
+    monkeypatch.setattr(logging.getLogger("syncengine"), "propagate", False)
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    lines.print_line("a line")
+    assert sys.stderr.getvalue() == "syncengine: a line\n"
