@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TypeVar
 
 import torch
@@ -25,6 +26,11 @@ class Model:
     names: list[str]  # of the parameters that are synchronized
     parameters: list[torch.nn.Parameter]
     sparse: list[bool]  # of each: its gradient is of sparse layout
+
+    @cached_property
+    def by_id(self) -> dict[int, str]:
+        """Names of the parameters, by the ``id()`` of each."""
+        return dict(zip(map(id, self.parameters), self.names, strict=True))
 
     @classmethod
     def of(
@@ -48,6 +54,8 @@ class Switches:
     require_backward_grad_sync: bool = True  # the next forward's backward averages
     accumulates: bool = False  # in a micro-batch of micro_batches() that does not complete its step
     require_forward_param_sync: bool = True  # so did that of the last forward: the next one synchronizes buffers
+    forwards: float = 0  # of the wrapper so far, of whatever kind; NaN once a CUDA graph holds one
+    said_past: bool = False  # that the model is trained past its wrapper
     sink_clone: bool = True  # outputs that go through the sink are copied
     buffer_hook: _BufferCommHook = field(init=False)  # once there is one
 

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import math
 import sys
 import warnings
 from collections.abc import Sequence
@@ -35,6 +36,7 @@ from syncengine.parallel.model import Model, Switches, named_parameters, not_ign
 from syncengine.parallel.newcomers import Newcomers
 from syncengine.parallel.open_step import Step, drop_open_step
 from syncengine.parallel.optimizers import APPLIED_IN_BACKWARD, BackwardOptimizers
+from syncengine.parallel.past_wrapper import follow_steps
 from syncengine.parallel.planning import Planning
 from syncengine.parallel.reducer import ModelReducer, NoReducer
 from syncengine.parallel.refusal import (
@@ -188,6 +190,7 @@ class Parallel(ForTools):
         if hooks or (model.parameters and (self.communicator.size > 1 or self._nonfinite)):
             reducer = ModelReducer(model, options, self)
             follow(model, reducer.step_times())
+            follow_steps()
         else:
             reducer = cast(ModelReducer, NoReducer(self._switches))
         self.reducer = self._optimizers.reducer = reducer
@@ -262,7 +265,7 @@ class Parallel(ForTools):
         made_anew = {"_number": self._planning.number, "_of_torchs_default": of_torchs_default}
         switches = copy.copy(self._switches)
         # no_sync(), and a micro-batch, would end for the original alone.
-        switches.require_backward_grad_sync, switches.accumulates = True, False
+        switches.require_backward_grad_sync, switches.accumulates, switches.said_past = True, False, False
         return {**kept, "_switches": switches, **made_anew}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -286,6 +289,9 @@ class Parallel(ForTools):
         return self._forward(inputs, kwargs)
 
     def _forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._switches.forwards += 1
+        if self.device_type == "cuda" and torch.cuda.is_current_stream_capturing():
+            self._switches.forwards = math.nan
         if APPLIED_IN_BACKWARD in sys.modules:
             self._optimizers.adopt(self._model.parameters)
         if Step.now is not None:

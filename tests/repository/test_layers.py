@@ -41,8 +41,8 @@ MODULES = {
     "syncengine.launch": "variables slurm arrivals store mpi environment local __init__",
     "syncengine.parallel": (
         "refusal compiled outputs devices groups buckets replication broadcast model audit buffers kept_buffers "
-        "open_step rounds watchers newcomers planning reducer summary optimizers sync_batch_norm uneven steps join "
-        "mixed_precision tools micro_batches logging wrapper __init__"
+        "open_step rounds watchers newcomers past_wrapper planning reducer summary optimizers sync_batch_norm uneven "
+        "steps join mixed_precision tools micro_batches logging wrapper __init__"
     ),
     "syncengine.horovod": (
         "reductions requests streams handles calls process_sets timeline process collective allreduce gather "

@@ -1,0 +1,79 @@
+"""A warning for a model that is trained past its wrapper (``model.module(x)``), so that nobody averages gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import weakref
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from syncengine.lines import print_line
+from syncengine.parallel.compiled import not_compiled
+from syncengine.parallel.watchers import models
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of an optimizer for a model: the gradient of one of the parameters, and the forwards until then."""
+
+    forwards: float  # so far, of all wrappers that the model shares parameters with; NaN for CUDA graphs
+    gradient: weakref.ref[torch.Tensor]
+    version: int  # of the gradient
+
+
+def is_past_wrapper(before: Step | None, now: Step) -> bool:
+    """Whether the second of two steps in a row has a new gradient, which has come without any forward."""
+    if before is None or before.forwards != now.forwards:
+        return False
+    return before.gradient() is not now.gradient() or before.version != now.version
+
+
+_steps: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Any, Step]] = weakref.WeakKeyDictionary()
+
+
+@cache
+def follow_steps() -> None:
+    """Looks at the steps of all optimizers of torch's from now on."""
+    register_optimizer_step_post_hook(_after_step)
+
+
+@not_compiled
+def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    with contextlib.suppress(Exception):  # this rank has made a step that the others have made, too
+        for wrapper in set(models.values()):
+            if wrapper.reducer.reduces and not wrapper._switches.said_past:
+                _look(wrapper, optimizer)
+
+
+def _look(wrapper: Any, optimizer: torch.optim.Optimizer) -> None:
+    names = wrapper._model.by_id
+    stepped = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+    parameter = next((p for p in stepped if id(p) in names), None)
+    if parameter is None:
+        return
+    sharing = [other for other in set(models.values()) if not names.keys().isdisjoint(other._model.by_id)]
+    forwards = sum(other._switches.forwards for other in sharing)
+    now = Step(forwards, weakref.ref(parameter.grad), parameter.grad._version)
+    steps = _steps.setdefault(wrapper, weakref.WeakKeyDictionary())
+    if is_past_wrapper(steps.get(optimizer), now):
+        wrapper._switches.said_past = True
+        _warn(names[id(parameter)], str(wrapper._model), type(optimizer).__name__)
+    steps[optimizer] = now
+
+
+def _warn(name: str, model: str, optimizer: str) -> None:
+    text = (
+        f"{optimizer} has stepped parameter {name} of {model} twice without a forward of the Parallel in between: "
+        "gradients that come past it are not averaged, so ranks train apart. Call the wrapped model itself for what is "
+        "trained, model(x), and neither model.module(x), unwrap_model(model)(x) nor another module that uses its "
+        "parameters. If that is meant (you average by yourself, or in some steps only), filter this warning"
+    )
+    try:
+        warnings.warn(text, UserWarning, stacklevel=6)
+    except UserWarning:  # a filter makes an error of it
+        print_line(text)
