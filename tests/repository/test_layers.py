@@ -36,7 +36,8 @@ MODULES = {
     "syncengine": (
         "_extension errors _C lines config launch interhost process_end stragglers tracing connect groups torch_group "
         "communicator collectives torch_backend hooks parallel sharded _joining _keeping _sending _elastic bench "
-        "report doctor patch __init__ __main__ prometheus horovod accelerate _lightning lightning pytorch_lightning torchft"
+        "report doctor patch __init__ __main__ prometheus horovod accelerate _lightning lightning pytorch_lightning "
+        "torchft"
     ),
     "syncengine.launch": "variables slurm arrivals store mpi environment local __init__",
     "syncengine.parallel": (
