@@ -114,7 +114,7 @@ class TrainerSeam(InPlaceOfDDP):
 
         A ShardedOptimizer's is whole on every rank; Lightning would take the optimizer for one that gathers on rank 0.
         """
-        plain = getattr(optimizer, "_optimizer", optimizer)  # of a LightningOptimizer
+        plain = getattr(optimizer, "_optimizer", optimizer)  # a LightningOptimizer holds it
         if isinstance(plain, ShardedOptimizer):
             return plain.state_dict()
         state: dict[str, Any] = super().optimizer_state(optimizer)  # type: ignore[misc] # of the DDPStrategy behind

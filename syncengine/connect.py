@@ -32,7 +32,7 @@ class Connection(NamedTuple):
     """A communicator, the hosts of its ranks, and the exchange by which they met."""
 
     communicator: Communicator
-    hosts: list[str]  # of each rank
+    hosts: list[str]  # the host of each rank
     exchange: Exchange | None  # kept where the ranks are on several hosts
 
     def has_failed(self) -> bool:
@@ -97,7 +97,7 @@ def connect(
                 transport = open_torch(rank, known_as, in_order, config.checksum, config.silence, exchange)
 
         def why_lost() -> str:
-            if max(hosts) > 0:  # on this host processes are watched
+            if max(hosts) > 0:  # the processes of one host are watched without it
                 exchange.check()
             return lost() if lost is not None else ""
 
@@ -108,7 +108,7 @@ def connect(
         hosts_named = [f"{host} {name}" for host, name in zip(hosts, names, strict=True)]
         return Connection(communicator, hosts_named, exchange if max(hosts) > 0 else None)
     except BaseException as error:
-        exchange.fail(error)  # else the others wait
+        exchange.fail(error)  # otherwise the others wait
         raise
 
 

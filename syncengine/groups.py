@@ -21,12 +21,12 @@ class _Own:
     """The lock and the connection of one process group, for as long as the group is there."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()  # while its ranks meet; other groups may meet meanwhile, in any order
+        self.lock = threading.RLock()  # held while its ranks meet; other groups may meet meanwhile, in any order
         self.connection: Connection | None = None
 
 
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, _Own] = weakref.WeakKeyDictionary()
-_lock = threading.RLock()  # the table's
+_lock = threading.RLock()  # guards the table
 
 
 def backend_communicator(group: dist.ProcessGroup) -> Communicator | None:

@@ -26,8 +26,8 @@ class Calls(Stream):
     def __init__(self, communicator: Communicator, ranks: Sequence[int]) -> None:
         super().__init__(communicator)
         self.ranks = ranks
-        self.optimizers: list[Stream] = []  # of every DistributedOptimizer, in the order in which all have made them
-        self._writing: list[list[tuple[int, int]]] = []  # of operations in place: what each writes, until its end
+        self.optimizers: list[Stream] = []  # every DistributedOptimizer's, in the order in which all made them
+        self._writing: list[list[tuple[int, int]]] = []  # the ranges of memory that operations in place are writing
 
     @cached_property
     def backend(self) -> Any:  # torch does not declare what it offers

@@ -37,9 +37,9 @@ class Call:
     prescale_factor: float = 1.0
     postscale_factor: float = 1.0
     compression: Compressor = Compression.none
-    watched: bool = False  # it returns a handle, and must begin while the script does something else
+    watched: bool = False  # returns a handle, and must begin while the script goes on
     in_place: bool = False
-    grouped: bool = False  # of a list of tensors, with a list for its result
+    grouped: bool = False  # takes a list of tensors, and returns a list
 
     def reduction(self) -> ReduceOp:
         """The reduction that `op`, or the old `average`, asks for. Raises InvalidUsage for wrong values and factors."""
@@ -94,7 +94,7 @@ def taking(order: str) -> Callable[[Callable[..., Result]], Callable[..., Result
     return decorate
 
 
-Prepare = Callable[..., Plan]  # of the stream, the call and its arguments; raises for what this rank can't do
+Prepare = Callable[..., Plan]  # takes the stream, the call and its arguments; raises if this rank can't do it
 
 
 def start(call: Call, prepare: Prepare, *arguments: Any) -> Operation:
@@ -104,7 +104,7 @@ def start(call: Call, prepare: Prepare, *arguments: Any) -> Operation:
         if call.name is not None and not isinstance(call.name, str):
             raise InvalidUsage(f"{call.kind}: name={call.name!r} is no text")
         plan = prepare(stream, call, *arguments)
-    except Exception as error:  # only now `refusing`, for which good calls would pay, too
+    except Exception as error:  # `refusing` comes only now, since good calls would pay for it, too
         with refusing(call.process_set, call.kind, call.name):
             raise error
     return stream.submit(call.kind, call.name, plan, call.watched)

@@ -19,7 +19,7 @@ MIB = 1024 * 1024
 _CAP = MIB  # bytes after which a bucket is closed
 LARGE = MIB // 4  # bytes from which on a gradient goes alone, if possible where it lies
 
-Groups = int | Sequence[Sequence[torch.Tensor]] | None  # of parameters: so many, or these
+Groups = int | Sequence[Sequence[torch.Tensor]] | None  # of parameters: how many groups, or their parameters
 Buckets = list[list[int]]  # indices of parameters, one list a bucket, in the order in which buckets are reduced
 
 
@@ -95,7 +95,7 @@ class GradientStream(Stream):
         self._wire_dtype = settings.compression.wire
         self._op = settings.op if settings.predivide == 1.0 else Sum
         self._grouped = groups is not None
-        self.sparse: list[int] = []  # of the parameters: known after the first step
+        self.sparse: list[int] = []  # parameters with sparse gradients: known after the first step
         self.plan: Buckets = []
         self.extend(like)
         self.plan = groups or self.plan

@@ -40,10 +40,10 @@ class _Step:
     __slots__ = ("announcement", "missing", "next", "order", "reducing", "versions")
 
     def __init__(self, sizes: Iterable[int], bucket: int, announcement: Operation | None) -> None:
-        self.order: list[int] = []  # of those that are ready
-        self.versions: dict[int, int] = {}  # of these gradients, as torch counts who writes to them
-        self.missing = list(sizes)  # of each bucket
-        self.next = bucket  # to reduce
+        self.order: list[int] = []  # gradients, as they became ready
+        self.versions: dict[int, int] = {}  # the gradients' versions: torch counts writes to them
+        self.missing = list(sizes)  # gradients that each bucket lacks
+        self.next = bucket  # the next bucket to reduce
         self.announcement = announcement
         self.reducing: list[tuple[int, Flat, Work]] = []
 
@@ -94,7 +94,7 @@ class Gradients:
         self._factors = (1.0, 1.0) if predivide == 1.0 else (1.0 / predivide, predivide / stream.size)
         self._sparse_as_dense = settings.sparse_as_dense
         self._sparse: dict[int, int] = {}  # parameters whose gradients are, and in how many dimensions
-        self._flats: dict[int, Flat] = {}  # of the buckets that are copied, as long as the plan stays
+        self._flats: dict[int, Flat] = {}  # memory of the buckets that are copied, while the plan stays
         self._large: list[torch.Tensor] = []  # parameters whose gradients may be reduced where they lie
         self._left: list[int] = []  # backwards until each is ready
         self._hooks: list[RemovableHandle] = []
@@ -158,7 +158,7 @@ class Gradients:
             announcement = self._stream.announce(call, what)
         try:
             announcement.result()
-        except SyncError as error:  # those who have joined would wait for the steps to come
+        except SyncError as error:  # ranks that have joined would wait for the steps to come
             announcement.tell(error)
             raise
         first, bucket = len(self._parameters), len(self._stream.plan)
@@ -210,7 +210,7 @@ class Gradients:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             self._bring(i, parameter)
-        self._reduce_what_is_complete()  # what has raised in backward does so again
+        self._reduce_what_is_complete()  # an error of backward is raised again
         if self._step.announcement is None and self._stream.sparse:
             self._step.announcement = self._stream.announce()
         if self._step.announcement is not None:
@@ -255,7 +255,7 @@ class Gradients:
             return
         if left < 0:
             if parameter.grad is not None:
-                self._step.versions[i] = parameter.grad._version  # what has changed it is named here
+                self._step.versions[i] = parameter.grad._version  # this error is about the change
             raise InvalidUsage(
                 f"the gradient of {self._names[i]} was computed more than {self._passes} times before step(): call "
                 f"step() or synchronize() after each backward, or give backward_passes_per_step (now {self._passes}) "
@@ -272,7 +272,7 @@ class Gradients:
         self._stream.in_step = True
         step, bucket = self._step, self._bucket_of.get(i)
         step.order.append(i)
-        if bucket is None:  # it is gathered
+        if bucket is None:  # a sparse gradient is gathered
             return
         step.versions[i] = parameter.grad._version  # type: ignore[union-attr] # a sparse one is another now
         left = step.missing[bucket] = step.missing[bucket] - 1

@@ -49,7 +49,7 @@ class ProcessSet:
         return (_found, (self.process_set_id, self.ranks))
 
 
-global_process_set = ProcessSet([])  # of all ranks
+global_process_set = ProcessSet([])  # all ranks
 global_process_set.process_set_id = 0
 
 
@@ -76,7 +76,7 @@ def forget() -> None:
 def calls() -> Calls:
     """The stream of all ranks. Raises InvalidUsage before init()."""
     stream = global_process_set._stream
-    default = engine._default  # not by its functions: called for each allreduce
+    default = engine._default  # read directly, since each allreduce comes here
     if stream is None or default is None or default.communicator is not stream.communicator:
         raise InvalidUsage("Horovod has not been initialized: call hvd.init() first")
     return stream

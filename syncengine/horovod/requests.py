@@ -26,12 +26,12 @@ class Request(NamedTuple):
     """One call of one rank."""
 
     kind: str  # the function called
-    key: str = ""  # by which the ranks' calls are matched: "allreduce.loss", or "#3", the third that has no name
+    key: str = ""  # matches the ranks' calls: "allreduce.loss", or "#3" for the third that has no name
     what: str = ""  # all else that must be the same on all ranks, for messages: "float32 (2, 3), op=Average"
     flat: Flat = ()  # dtype and elements of each flat tensor that is reduced or broadcast
     how: str = ""  # the engine's op, or the root
-    own: int = 0  # may differ between ranks: rows, or bytes
-    digest: str = ""  # of all that must be the same
+    own: int = 0  # rows, or bytes, which may differ between ranks
+    digest: str = ""  # a hash of all that must be the same
 
     def encode(self) -> bytes:
         """The request in SIZE bytes."""
@@ -56,7 +56,7 @@ class Request(NamedTuple):
 
 JOIN = "join"
 REFUSED = "refused"  # the kind of a request that is none: this rank has raised in place of it
-WAITING = "waiting"  # the same: this rank has nothing to announce, and waits for others to call what is at this key
+WAITING = "waiting"  # likewise: this rank has nothing to announce, and waits for others to call what is at this key
 
 
 def as_told(error: Exception) -> tuple[type[SyncError], str]:

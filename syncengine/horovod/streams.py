@@ -38,7 +38,7 @@ class Plan(NamedTuple):
     flat: Flat = ()
     how: str = ""
     own: int = 0
-    begin: Callable[[Round], Sequence[Work]] = lambda _: ()  # in the same order on all ranks, on any thread
+    begin: Callable[[Round], Sequence[Work]] = lambda _: ()  # called in the same order on all ranks, on any thread
     finish: Callable[[], Any] = lambda: None  # once the works have ended: makes the result
 
 
@@ -53,7 +53,7 @@ class Operation:
         self.begun = False
         self.works: Sequence[Work] = ()
         self.error: BaseException | None = None
-        self.ended = False  # as its script knows
+        self.ended = False  # whether its script knows that it has ended
         self.writes: list[tuple[int, int]] = []  # memory that is not free before `result`, from address to address
 
     def is_completed(self) -> bool:
@@ -103,16 +103,16 @@ class Stream:
         assert announcements is not None
         self.communicator, self.announcements = communicator, announcements
         self.rank, self.size = communicator.rank, communicator.size
-        self._backend: Any = Backend(announcements)  # the same, with futures; torch does not declare what it offers
-        self._lock = threading.RLock()  # of all that follows
+        self._backend: Any = Backend(announcements)  # the same ranks with futures; torch does not declare its type
+        self._lock = threading.RLock()  # guards the fields below
         self._unnamed = itertools.count()
         self._submitted = 0
         # The last operation of each name, as long as the script holds it: its tensors are free after that.
         self._named: weakref.WeakValueDictionary[str, Operation] = weakref.WeakValueDictionary()
         # Rounds on their way: this rank's request, its bytes, the tensor for all ranks' requests, and the work.
         self._rows: deque[tuple[Request, torch.Tensor, torch.Tensor, Work]] = deque()
-        self._own: dict[str, Operation] = {}  # of this rank, that not all ranks have announced yet, by key
-        self._announced: dict[str, dict[int, Request]] = {}  # the same, of all ranks
+        self._own: dict[str, Operation] = {}  # this rank's, by key, until all ranks have announced them
+        self._announced: dict[str, dict[int, Request]] = {}  # requests by key and rank, until all have come
         self._all_joined = False
         self._served = 0
         self._shadow_works: list[Work] = []
@@ -134,7 +134,7 @@ class Stream:
         with self._lock:
             if name is not None:
                 if self._is_under_way(key):
-                    gc.collect()  # nobody may have it any more, but for a cycle
+                    gc.collect()  # perhaps only a cycle still holds it
                     if self._is_under_way(key):
                         raise InvalidUsage(_DUPLICATE)
                 self._named[key] = operation
@@ -190,7 +190,7 @@ class Stream:
     def _compare(self, requests: list[Request]) -> None:
         joined = [rank for rank, request in enumerate(requests) if request.kind == JOIN]
         self._all_joined = len(joined) == self.size
-        news: dict[str, None] = {}  # in an order that is the same on all ranks
+        news: dict[str, None] = {}  # a set, in an order that is the same on all ranks
         for rank, request in enumerate(requests):
             if request.kind not in (JOIN, WAITING):
                 self._announced.setdefault(request.key, {})[rank] = request
@@ -202,7 +202,7 @@ class Stream:
                 calls = absent | self._announced.pop(key)
                 self._settle(key, [calls[rank] for rank in range(self.size)])
                 settled = True
-        if self._all_joined:  # who has joined later has made more calls
+        if self._all_joined:  # ranks that have joined later have made more calls
             self._unnamed = itertools.count()
         waiting = {rank: request for rank, request in enumerate(requests) if request.kind == WAITING}
         if settled or not waiting or len(waiting) + len(joined) < self.size:
@@ -226,7 +226,7 @@ class Stream:
         operation.error = error
         try:
             operation.works = () if error else operation.begin(round)
-        except Mismatch as mismatch:  # on all ranks
+        except Mismatch as mismatch:  # all ranks raise it
             operation.error = mismatch
         except Exception as raised:
             operation.tell(raised)
@@ -237,7 +237,7 @@ class Stream:
         ranks = self.communicator.global_ranks
         active = {rank: request for rank, request in enumerate(round) if request.kind != JOIN}
         calls = {rank: request for rank, request in active.items() if request.kind != REFUSED}
-        if not calls:  # nobody has begun anything
+        if not calls:  # no rank has begun anything
             return None
         caller, call = next(iter(calls.items()))
         for rank, request in active.items():

@@ -78,7 +78,7 @@ class _Announcing:
         self._run(FORWARD, input, lambda: self._stream.communicator.all_gather(output, input, async_op=True))
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        flat = tensor.view(-1)  # as it is for those who have joined
+        flat = tensor.view(-1)  # flat, as on ranks that have joined
         self._run(BACKWARD, tensor, lambda: self._stream.communicator.all_reduce(flat, async_op=True))
 
     def _run(self, kind: str, values: torch.Tensor, begin: Callable[[], Work]) -> None:

@@ -76,7 +76,7 @@ def run_script(
     lines. Returns 0 if a rank that was kept going has ended well, else the first exit code that is not 0.
     """
     codes = []
-    places = list(range(count))  # of each that was started: which of the ranks it is, or comes in the place of
+    places = list(range(count))  # for each process that was started, the rank that it is, or that it replaces
     with _ranks(count, script, keep_going, log_dir, label) as (running, start, store):
         while running:
             time.sleep(_LOOK)

@@ -20,7 +20,7 @@ _PURPOSES = ("init", "doctor/facts", "doctor/outcomes", "doctor/leave")  # each 
 _opened: dict[str, int] = dict.fromkeys(_PURPOSES, 0)  # how many for each
 
 _unfinished: list[Any] = []  # sends that nobody waits for: MPI may read their buffers until the process ends
-_failed_tags: set[int] = set()  # of exchanges that failed here, whose messages may still come
+_failed_tags: set[int] = set()  # tags of exchanges that failed here: their messages may still come
 
 
 def _tags(purpose: str, number: int) -> tuple[int, int]:
@@ -121,7 +121,7 @@ class MPIExchange:
             wait_for_ranks(missing, what, self._timeout, self._log_after)
         except BaseException:
             self._leave_behind(sends.values())
-            for receive in receives.values():  # and must not write into buffers that are gone
+            for receive in receives.values():  # they must not write into buffers that are gone
                 if receive != MPI.REQUEST_NULL:
                     receive.Cancel()
                     receive.Wait()

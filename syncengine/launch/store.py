@@ -129,8 +129,8 @@ class StoreExchange:
 
     def check(self) -> None:
         """See Exchange."""
-        with contextlib.suppress(dist.DistError):  # the store is gone: whoever needs its process notices
-            there = self._meeting.there()  # first: whoever fails says so, and ends then
+        with contextlib.suppress(dist.DistError):  # if the store is gone, the ranks that need its process notice
+            there = self._meeting.there()  # comes first, since a rank that fails says so and then ends
             with _told_as_error():
                 self._meeting.check()
             if not all(there.values()):
@@ -142,15 +142,15 @@ class StoreExchange:
 
     def superseded(self) -> bool:
         """See Exchange."""
-        with contextlib.suppress(dist.DistError):  # no store, no other exchange
+        with contextlib.suppress(dist.DistError):  # without the store there is no other exchange
             return self._meeting.superseded()
         return False
 
     def fail(self, error: BaseException, where: str = "in init", to_come: bool = False) -> None:
         """See Exchange. The first failure counts."""
-        with contextlib.suppress(dist.DistError):  # the store is gone, and the others have noticed
+        with contextlib.suppress(dist.DistError):  # if the store is gone, the others have noticed
             self._meeting.fail(failure_notice(self._rank, error, where))
-            heard = isinstance(error, Aborted)  # of another rank, whose error is in this store alone
+            heard = isinstance(error, Aborted)  # another rank's error, which is in this store alone
             if heard or not is_of_all(error):
                 self._meeting.stay_until_heard(to_come or (heard and self._purpose == "init"))
 

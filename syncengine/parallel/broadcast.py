@@ -27,7 +27,7 @@ def copy_each(targets: list[torch.Tensor], values: list[torch.Tensor]) -> None:
     """Copies each value into its target tensor, by one call if torch can do that."""
     try:
         torch._foreach_copy_(targets, values)
-    except RuntimeError:  # it can't write to what is lazily conjugated or negated
+    except RuntimeError:  # it can't write to tensors that are lazily conjugated or negated
         for target, value in zip(targets, values, strict=True):
             target.copy_(value)
 
@@ -150,7 +150,7 @@ def _sharing(named: Named) -> list[str]:
     Otherwise one of two elements in the same place would be lost. Tensors that only interleave count, too.
     """
     found = [""] * len(named)
-    first, start, end = 0, 0, 0  # of the tensors before that hang together
+    first, start, end = 0, 0, 0  # the tensors before that share memory: the index of the first, and where they lie
     for at, i in sorted((tensor.data_ptr(), i) for i, (_, tensor) in enumerate(named) if tensor.numel()):
         tensor = named[i][1]
         if at < end:

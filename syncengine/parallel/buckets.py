@@ -24,11 +24,11 @@ class BucketPlanner:
     """
 
     parameters: Sequence[torch.Tensor]
-    sparse: Sequence[bool]  # of each parameter: its gradient is of sparse layout, and goes alone
+    sparse: Sequence[bool]  # whether each parameter's gradient is sparse, and goes alone
     caps: tuple[int, ...]  # bytes after which each bucket is closed; the last one for all that follow
     follows_ddp: bool
-    looks_for_unused: bool  # at each forward
-    given_caps: bool  # one for each bucket, from the user
+    looks_for_unused: bool  # whether each forward looks for unused parameters
+    given_caps: bool  # whether the user gave a cap for each bucket
 
     @classmethod
     def create(

@@ -81,9 +81,9 @@ class BufferCopy:
         self._communicator = communicator
         self._what = f"the buffers of {model}"
         self._device = device
-        self._places: list[Any] = []  # of the buffers, when they were last looked at
-        self._lines: Sequence[str] = []  # that describe these
-        self._layout = ""  # the same, for the calls; "" before the first
+        self._places: list[Any] = []  # addresses and layouts of the buffers at the last look
+        self._lines: Sequence[str] = []  # the descriptions of these buffers
+        self._layout = ""  # a short form of them for calls; "" before the first look
         self._broadcast: TensorBroadcast
 
     def __call__(self, named: Mapping[str, torch.Tensor], root: int) -> None:

@@ -23,9 +23,9 @@ class Model:
     module: torch.nn.Module
     communicator: Communicator
     device: torch.device
-    names: list[str]  # of the parameters that are synchronized
+    names: list[str]  # the names of the parameters that are synchronized
     parameters: list[torch.nn.Parameter]
-    sparse: list[bool]  # of each: its gradient is of sparse layout
+    sparse: list[bool]  # whether each one's gradient is of sparse layout
 
     @cached_property
     def by_id(self) -> dict[int, str]:

@@ -28,7 +28,7 @@ _INSIDE = "module."  # how the wrapper calls what it has wrapped
 _LEAST_FORWARDS = 16  # between two walks
 
 
-_registrations = 0  # of a parameter or a module by any module: walking through a model at each forward would cost more
+_registrations = 0  # of parameters and modules by any module: at each forward a walk would cost more
 
 
 def _note_registration(*_: Any) -> None:
@@ -52,10 +52,10 @@ class Newcomers:
     def __init__(self, model: Model, ignored: Collection[str]) -> None:
         _follow_registrations()
         self._model, self._ignored = model, ignored
-        self._known: Any = WeakIdKeyDictionary(dict.fromkeys(model.module.parameters()))  # also what is ignored
-        self._own = {id(parameter) for parameter in model.parameters}  # which the model keeps
+        self._known: Any = WeakIdKeyDictionary(dict.fromkeys(model.module.parameters()))  # ignored parameters, too
+        self._own = {id(parameter) for parameter in model.parameters}  # the model keeps the parameters
         self._seen = -1
-        self._forwards = 0  # until it looks for those that came past registration, or were frozen or without a shape
+        self._forwards = 0  # forwards until the next walk: some come unregistered, or train later
 
     def look(self, wrapper: Any) -> None:
         """Looks for newcomers before a forward of ``wrapper``, the ``Parallel``, which may get parameters itself."""
@@ -93,7 +93,7 @@ class Newcomers:
 def _warn(name: str, model: str, handle: list[Any], parameter: torch.Tensor) -> None:
     handle.pop().remove()
     if any(parameter is other for wrapper in list(models.values()) for other in wrapper._module_parameters):
-        return  # it was wrapped since
+        return  # another model has wrapped it since
     warnings.warn(
         f"parameter {name} was added to {model} after wrapping, or replaces another: its gradients are not averaged, "
         "so ranks train it apart. Wrap the module again, with all that is to be trained inside, or set the parameter's "

@@ -15,10 +15,10 @@ APPLIED_IN_BACKWARD = "torch.distributed.optim.apply_optimizer_in_backward"
 class BackwardOptimizers:
     """The optimizers in backward of one model. Hooks on parameters stay for another reducer, and are not pickled."""
 
-    _taken = 0  # by all models: how often one has taken handles out of torch's map, where others no longer see them
+    _taken = 0  # how often any model has taken handles out of torch's map, where others no longer see them
 
     def __init__(self) -> None:
-        self.reducer: ModelReducer | NoReducer  # who averages
+        self.reducer: ModelReducer | NoReducer  # the one that averages the model's gradients
         self._steps: list[Callable[[torch.nn.Parameter], Any]] = []
         self._adopted: set[int] = set()  # parameters
         self._taken_before = -1  # this one looked last

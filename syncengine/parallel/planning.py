@@ -60,17 +60,17 @@ class Planning:
     def _make_plan(self, current: Round | None) -> None:
         trainable = self.reducer.wanted()
         if self.plan is None:
-            if not trainable and self._trained_when_wrapped:  # for a backward before which they are not frozen any more
+            if not trainable and self._trained_when_wrapped:  # they may be thawed before a backward
                 self._install(self.planner.initial(self._trained_when_wrapped), provisional=self.planner.rebuilds)
             self._install(self.planner.initial(trainable), provisional=self.planner.rebuilds)
             return
         if current is not None or (self._order is None and self.reducer.knows_order()):
             order = self._agree_on_order(trainable, current)
             self.has_rebuilt = True
-        elif self._order is None:  # frozen, or thawed, before any backward
+        elif self._order is None:  # parameters were frozen or thawed before any backward
             self._install(self.planner.initial(trainable), provisional=self.planner.rebuilds)
             return
-        else:  # what all ranks know: one that is alone here, as with a part frozen for a while, must not wait
+        else:  # from facts that all ranks know: a rank may be here alone, with frozen parts, and must not wait
             order = _completed(self._order, trainable)
         self._install(self.planner.rebuilt(order), provisional=False)
 
@@ -78,7 +78,7 @@ class Planning:
         """Reserves slots with all ranks, once. A copy does so at its first plan, since one rank alone may copy."""
         try:
             return self.reducer.reserve_slots(self.number)
-        except InvalidUsage:  # on all ranks, if there is no room: models that nobody has dropped yet may be garbage
+        except InvalidUsage:  # on all ranks, as there is no room: models may be garbage that holds slots
             gc.collect()
             return self.reducer.reserve_slots(self.number)
 

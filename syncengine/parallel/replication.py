@@ -28,7 +28,7 @@ def check_writable(name: str, tensor: torch.Tensor) -> None:
         try:
             with torch.no_grad(), torch.inference_mode(tensor.is_inference()):  # as in plain_copy()
                 tensor.detach().clone().copy_(plain_copy(tensor))
-        except Exception as error:  # of the user's class
+        except Exception as error:  # the code is the user's class's
             raise InvalidUsage(
                 f"{name} is a {type(tensor).__name__}, into which nothing can be copied ({error_text(error)}): give "
                 "that class __tensor_flatten__, or aten.clone and aten.copy_ from and to ordinary tensors, or name the "

@@ -24,8 +24,8 @@ class Intent(NamedTuple):
     synchronizes: float = 0.0
     plans: float = 0.0  # wants a new bucket plan
     sends_buffers: float = 0.0
-    weight: float = -1.0  # of its gradients; none if negative
-    leaves: float = 0.0  # with an error: it takes part no more
+    weight: float = -1.0  # the weight of its gradients; none if negative
+    leaves: float = 0.0  # has an error, and takes part no more
     steps: float = 0.0  # no forward, but a step of the model's optimizer of this number, from 1, that all take part in
 
 
@@ -33,7 +33,7 @@ class Round(NamedTuple):
     """The intents of all ranks for the next forward."""
 
     intents: Sequence[Intent]
-    members: Sequence[int]  # what messages call the ranks
+    members: Sequence[int]  # the numbers of the ranks in messages
 
     @property
     def training(self) -> list[int]:
@@ -100,7 +100,7 @@ def notify_torch_join(joinable: Joinable, communicator: Communicator | None) -> 
         if notice := Join.notify_join_context(joinable):
             notice.wait()
     except RuntimeError:
-        deadline = time.monotonic() + _MOMENT  # its connections end a moment before the process
+        deadline = time.monotonic() + _MOMENT  # a rank's connections end a moment before its process
         while communicator is not None and time.monotonic() < deadline:
             communicator.check_peers()
             time.sleep(0.005)

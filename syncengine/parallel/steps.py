@@ -54,7 +54,7 @@ class _Undecided:
         if reducer := self._reducers.pop(module, None):
             reducer.decide()
         if self.hook and not self._reducers:
-            self.hook.remove()  # not in a step: torch is going through its hooks there
+            self.hook.remove()  # here, since in a step torch is going through its hooks
             self.hook = None
 
     def _before_step(self, *_: Any) -> None:

@@ -35,7 +35,7 @@ class _Followed(NamedTuple):
     times: StepTimes
     communicator: weakref.ref[Communicator]
     ranks: list[int]
-    waits: bool  # of the host; on a device streams wait
+    waits: bool  # whether it is the host that waits: on a device streams do
 
 
 _TIMES = np.dtype([(name, np.int64) for name in ("before", "forward", "backward", "comm", "wait", "end")])
@@ -44,10 +44,10 @@ _TIMES = np.dtype([(name, np.int64) for name in ("before", "forward", "backward"
 class Numbers(NamedTuple):
     """The contents of a ``StepTimes``, as arrays."""
 
-    steps: int  # so far
+    steps: int  # steps so far
     bytes: int
-    times: Any  # of the last ones, an array with the fields of _TIMES
-    own_ms: Any  # by step, rank and phase; NaN of a rank that had no batch
+    times: Any  # the last steps', an array with the fields of _TIMES
+    own_ms: Any  # milliseconds by step, rank and phase; NaN for a rank that had no batch
 
     @property
     def step_ms(self) -> float:
@@ -76,7 +76,7 @@ def numbers_of(times: StepTimes) -> Numbers:
 
 _followed: list[_Followed] = []
 _timed_optimizers: list[Any] = []  # torch's handles of the hooks on all optimizers
-os.register_at_fork(after_in_child=_followed.clear)  # whose end is not the run's
+os.register_at_fork(after_in_child=_followed.clear)  # the end of a child is not the end of the run
 
 
 def follow(model: Model, times: StepTimes) -> None:

@@ -64,14 +64,14 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
         weight = self.momentum
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
-            if weight is None:  # as in every BatchNorm: the plain average over all batches
+            if weight is None:  # the plain average over all batches, as in every BatchNorm
                 weight = 1.0 / self.num_batches_tracked.item()
         for running, new in ((self.running_mean, mean), (self.running_var, variance)):
             if running is not None:  # a program may take them away
                 running.lerp_(new.to(running.dtype), weight or 0.0)
 
     def __getstate__(self) -> dict[str, Any]:
-        dropped = {"_found", "_compiled_call_impl"}  # what compile() has made calls the original
+        dropped = {"_found", "_compiled_call_impl"}  # compile() has made a function that calls the original
         return {name: value for name, value in self.__dict__.items() if name not in dropped}
 
 

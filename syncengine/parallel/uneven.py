@@ -45,8 +45,8 @@ class UnevenInputs:
     reducer: ModelReducer
     buffers: Buffers
     divide_by_initial_world_size: bool = True
-    join_is_over: bool = False  # by an error that all ranks have raised
-    weight: float | _Weights | None = None  # that was given last, until a forward synchronizes
+    join_is_over: bool = False  # whether an error has ended it, which all ranks have raised
+    weight: float | _Weights | None = None  # the weight given last, until a forward synchronizes
     _backwards_before: int | None = None  # the last step that all know of, if it synchronizes
 
     def count(self, weight: float, in_join: bool) -> None:

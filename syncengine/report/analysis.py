@@ -28,9 +28,9 @@ class Overlap:
     """How much of a rank's reductions is hidden behind its backward: 1 if all of it is."""
 
     achieved: float
-    possible: float  # with these buckets, if each were reduced once the rank has it
-    reducing: float  # of a step, mean
-    exposed: float  # of that, what nothing hides
+    possible: float  # the share if each of these buckets were reduced once the rank has it
+    reducing: float  # mean milliseconds of a step
+    exposed: float  # the part of them that nothing hides
     least_exposed: float
 
 
@@ -50,8 +50,8 @@ class ExposedBucket:
     index: int
     parameters: list[str]
     bytes: int
-    ms: float  # of a step, mean over steps, on the rank where it is longest
-    percent: float  # of the steps
+    ms: float  # a step's, as a mean over steps, on the rank where it is longest
+    percent: float  # the share of the steps' time
 
     @property
     def names(self) -> str:
@@ -66,14 +66,14 @@ class Analysis:
     model: str
     steps: int
     step_ms: float
-    reduced_bytes: int  # of a step
+    reduced_bytes: int  # bytes a step
     late: Late | None
     ranks: dict[int, OfRank]
     exposed_buckets: list[ExposedBucket]  # the most exposed one first
-    copied_bytes: dict[str, float]  # of a step by reason, on the rank where they are most
+    copied_bytes: dict[str, float]  # bytes a step by reason, on the rank that copies most
     went_wrong: list[str]
-    incomplete: list[str]  # what the trace has not
-    example: dict[int, Step]  # of each rank one that took the median
+    incomplete: list[str]  # texts about data that the trace lacks
+    example: dict[int, Step]  # a step of each rank that took the median time
 
     @property
     def overlap(self) -> dict[int, Overlap]:

@@ -22,11 +22,11 @@ class Step:
 
     begin: int
     end: int
-    bytes: int  # reduced
-    events: Sequence[Event]  # that begin in it
+    bytes: int  # bytes that were reduced
+    events: Sequence[Event]  # events that begin in it
     phases: dict[Phase, float]  # milliseconds
-    own: list[float]  # of stragglers.PHASES: the same, less what was not the rank's own; it waited for others, say
-    computed: int  # since then it has only waited for averages
+    own: list[float]  # by stragglers.PHASES: less the time that was not the rank's own, as when it waited for others
+    computed: int  # the time from which on it only waited for averages
 
     @property
     def ms(self) -> float:
@@ -72,9 +72,9 @@ class Reduction(NamedTuple):
     """The reduction of one bucket on one rank."""
 
     bucket: Event
-    ready: int  # this rank has announced it
-    took: int  # on the rank that had to wait least in it
-    idle: int  # of that, how long this rank had nothing else to do
+    ready: int  # the time when this rank announced it
+    took: int  # its time on the rank that waited least in it
+    idle: int  # the part of it in which this rank had nothing else to do
 
 
 def reductions_of(step: Mapping[int, Step]) -> dict[int, list[Reduction]]:

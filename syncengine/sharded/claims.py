@@ -93,7 +93,7 @@ class _Stop:
         self.handle.remove()
 
     def __reduce__(self) -> Any:
-        return getattr, ({}, "get")  # in copies: takes the same arguments, and returns the second as it is
+        return getattr, ({}, "get")  # a copy is a function that takes the same arguments and returns the second
 
 
 def unload(module: torch.nn.Module) -> None:

@@ -40,7 +40,7 @@ def catch_up(sharing: Sharing, groups: Groups, state: State, current: Round | No
     """
     late = sharing.members.late(groups)
     if current is None and not late:
-        return  # as in most steps
+        return  # the usual case
     if current is None or sharing.host is None or len(current.training) == len(current.intents):
         sharing.share(late, groups, state)
         return

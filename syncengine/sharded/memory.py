@@ -72,7 +72,7 @@ def create_common(host: Host, what: str, size: int) -> CommonMemory:
         return offer.exchange(
             host.communicator.rank, here, host.members[0], host.communicator.timeout, host.communicator.global_ranks
         )
-    except SyncError as problem:  # of this rank alone: the others may have come through
+    except SyncError as problem:  # other ranks may not have it
         host.communicator.abort(str(problem), type(problem).__name__)
         raise
 

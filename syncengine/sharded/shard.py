@@ -132,7 +132,7 @@ class Shard:
                 f"{optimizer_class.__name__}, made again for this rank's part of the parameters (of a group, perhaps "
                 f"none), raised {error_text(error)}"
             ) from error
-        self._options: list[dict[str, Any]] = []  # of this step, as it began
+        self._options: list[dict[str, Any]] = []  # the options with which the step began
         self.changed: set[str] = set()  # names of options that some step has changed
         # The step without torch's hooks around it, since those are the sharded optimizer's.
         self._step = getattr(optimizer_class.step, "__wrapped__", optimizer_class.step)

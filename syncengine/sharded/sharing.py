@@ -35,11 +35,11 @@ class Membership:
 
     def __init__(self, blocks: Sequence[Block]) -> None:
         self._blocks = blocks
-        self.names: Any = WeakIdKeyDictionary()  # of the parameters of the models that it updates
-        self._sizes: list[int] | None = None  # of the groups when it looked; None: look again
+        self.names: Any = WeakIdKeyDictionary()  # names of the parameters of the models that it updates
+        self._sizes: list[int] | None = None  # lengths of the groups at the last look; None: look again
         self._parameters: list[torch.Tensor] = []
-        self._unshared: list[Member] = []  # the same list while they are the same
-        self.strays: list[torch.Tensor] = []  # shared, but not in the group any more that they were in then
+        self._unshared: list[Member] = []  # stays the same object while its members do
+        self.strays: list[torch.Tensor] = []  # shared, but in another group than when they were shared
 
     def look_again(self) -> None:
         """Forgets the last look, as there are more blocks."""
@@ -91,16 +91,16 @@ class Sharing:
         group: Group | None,
     ) -> None:
         self._make_shard, self._coupling, self._cuts, self._group = make_shard, coupling, cuts, group
-        self.host: Host | None = None  # of the first model's communicator, which all that ranks do together here uses
+        self.host: Host | None = None  # the host of the first model's communicator, which ranks use for all sharing
         self.blocks: list[Block] = []
         # The models whose parameters the optimizer updates, in the order of their binding, the same on all ranks.
         self.models: list[weakref.ref[Parallel]] = []
-        self.known: weakref.WeakSet[Parallel] = weakref.WeakSet()  # that it has looked at
+        self.known: weakref.WeakSet[Parallel] = weakref.WeakSet()  # models that it has looked at
         self.members = Membership(self.blocks)
         self.over: SyncError | None = None  # why there can't be another update
-        self.memories: list[CommonMemory] = []  # of all blocks, as the next
-        self.claims: list[Claim] = []
-        self.steps = 0  # the user's: updates that were made
+        self.memories: list[CommonMemory] = []  # memories of all blocks
+        self.claims: list[Claim] = []  # claims of all blocks
+        self.steps = 0  # updates that were made for the user
 
     # --- Shared parameters
 
@@ -131,7 +131,7 @@ class Sharing:
             self.host = self.host or Host(model.communicator)
             mine = [member for member in self.members.unshared(groups) if id(member.parameter) in names]
             self.share([member for member in mine if member.parameter.requires_grad], groups, state)
-            guard(model)  # of what another one shares, too
+            guard(model)  # including parameters that another optimizer shares
         self.known.add(model)  # after an error, which somebody may catch, the next forward asks again
         return is_ours
 
@@ -171,7 +171,7 @@ class Sharing:
                     self._complete(update)
                 self.end(error if isinstance(error, SyncError) else failure)
                 if is_complete and isinstance(error, SyncError):
-                    return  # what has failed came after it, and is raised by what comes next
+                    return  # the failure came after the update: the next call raises it
             raise
         self._complete(update)
 
@@ -225,7 +225,7 @@ class Sharing:
     def end(self, error: SyncError) -> None:
         """Ends all updates. This rank keeps weights and state as they are, for itself."""
         torn = self.blocks[0].weights.memory.torn if self.blocks else 0
-        torn = torn if torn > self.steps else 0  # else another rank can't know that it is complete
+        torn = torn if torn > self.steps else 0  # otherwise another rank may not know that the update is complete
         if torn and not isinstance(error, TornWeights):
             error = TornWeights(torn_text(torn, str(error)))
         self.over = type(error)(str(error))

@@ -32,8 +32,8 @@ _NUMBERS: dict[str, type] = {"bool": bool, "int": int, "float": float}
 class Entry(NamedTuple):
     """One item of one parameter's state, as all ranks have agreed on it."""
 
-    kind: str  # "elements", one for each of the parameter's; "tensor"; "none"; or of _NUMBERS
-    common: torch.Tensor  # where it lies; what it is like, of "none"
+    kind: str  # "elements" with one for each of the parameter's, "tensor", "none", or one of _NUMBERS
+    common: torch.Tensor  # the place of the item; for "none", its layout
     owner: int  # the first rank of the host that has a piece
 
 
@@ -52,14 +52,14 @@ class SharedState:
         self._names = names
         self._parameters = [parameter for parameter, _ in shard.members]
         self.whole = whole
-        self.loaded = False  # somebody has put other entries into it, for the next step to share
+        self.loaded = False  # whether there are other entries in it, for the next step to share
         self._problem = ""  # why this rank can't share what is in it
         self._entries: dict[Place, Entry] = {}
-        self._numbers: list[Place] = []  # of these, what are no tensors
-        self._installed: list[dict[str, Any]] = [{} for _ in shard.pieces]  # what this rank's pieces should have
+        self._numbers: list[Place] = []  # the entries that are no tensors
+        self._installed: list[dict[str, Any]] = [{} for _ in shard.pieces]  # the pieces' state as it should be
         self._memories = memories
         self._own: list[CommonMemory] = []
-        self._left = 0  # bytes of the last one
+        self._left = 0  # free bytes in the last one
         # Whether the optimizer was made with its state; most make it in steps.
         self._is_made_once = any(shard.optimizer.state[piece.tensor] for piece in shard.pieces)
         self._note_whole()
@@ -71,12 +71,12 @@ class SharedState:
             value = digest(self.whole.get(parameter, {}), value)
         return value
 
-    # --- Changes of the state by the user's code
+    # --- The functions below follow changes that the user's code makes to the state.
 
     def _note_whole(self) -> None:
         """Notes the entries in ``whole`` as they should be from now on."""
         self._states = list(map(self.whole.get, self._parameters))
-        self._keys = [key for _, key in self._entries]  # of each entry, its key, the dict that has it, and its value
+        self._keys = [key for _, key in self._entries]  # each entry's key; below the dict that has it, and its value
         self._dicts = [self.whole[self._parameters[index]] for index, _ in self._entries]
         self._values = list(map(dict.get, self._dicts, self._keys))
         self._watched = WatchedWeights([value for value in self._values if isinstance(value, torch.Tensor)])
@@ -116,13 +116,13 @@ class SharedState:
         for piece, installed in zip(self._shard.pieces, self._installed, strict=True):
             state = states[piece.tensor]
             if state.keys() == installed.keys() and all(map(is_, state.values(), installed.values())):
-                continue  # as in most steps
+                continue  # the usual case
             for key, value in state.items():
                 if key not in installed:
                     news = True
                 elif value is not installed[key]:
                     if (followed := self._follow(piece, key, value, installed[key])) is None:
-                        del installed[key]  # it has another kind now, as a buffer that was None
+                        del installed[key]  # the value has another kind now, as a buffer that was None
                         news = True
                     else:
                         state[key] = installed[key] = followed
@@ -181,7 +181,7 @@ class SharedState:
         self._show(self._entries)
         self.loaded = False
         self._note_whole()
-        return_free_memory()  # of a state that was loaded
+        return_free_memory()  # a state that was loaded leaves some
 
     def _tensors(self, wanted: dict[Place, Layout]) -> dict[Place, torch.Tensor]:
         """Common memory for the wanted entries. All ranks call it.
@@ -190,7 +190,7 @@ class SharedState:
         each step in which some parameter first has state would map another. Pages that nobody touches take no memory.
         """
         size = size_of(wanted.values())
-        flag = torch.tensor([size > self._left], dtype=torch.int64, device="cpu")  # on another host, perhaps
+        flag = torch.tensor([size > self._left], dtype=torch.int64, device="cpu")  # another host may need one
         self._host.communicator.all_reduce(flag, "max")
         if flag.item():
             what, more = "ShardedOptimizer: the state", sum(memory.bytes for memory in self._own)
@@ -263,7 +263,7 @@ class SharedState:
         self._problem = ""
         self._entries.clear()
         self._numbers.clear()
-        self._note_whole()  # it keeps nothing of the former alive
+        self._note_whole()  # so nothing of the former entries stays alive
         for memory in self._own:
             self._memories.remove(memory)
         self._own.clear()

@@ -105,7 +105,7 @@ class Update:
         try:
             fault_point("updating")
             for block in self._blocks:
-                block.take_loaded()  # not before: this rank may fail there when others begin the update
+                block.take_loaded()  # only now, since it may fail on this rank alone
             for place, block in enumerate(self._blocks):
                 self.written[place] = block.shard.update(self._groups)
                 self._has_news |= block.state.has_news()
@@ -185,7 +185,7 @@ class Update:
         """The reason why the weights are torn, naming a rank: one that is ``missing``, if that is not this rank."""
         if others := [self._host.name(rank) for rank in missing if rank != self._host.rank]:
             return f"{', '.join(others)} did not complete its part of the update"
-        if isinstance(error, SyncError):  # it names who has failed, or was late: perhaps this rank, for the others
+        if isinstance(error, SyncError):  # it names the rank that failed or was late, perhaps this one
             return f"{self._host.name(self._host.rank)} was told: {error}"
         return self._own(error)
 

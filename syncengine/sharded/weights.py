@@ -68,7 +68,7 @@ class SharedWeights:
         freed_memory = FreedMemory()
         if self._host.rank == 0:
             for memory, parameter in zip(self._common, self.parameters, strict=True):
-                parameter.data = memory.copy_(parameter.detach())  # at once: else there were two of all for a moment
+                parameter.data = memory.copy_(parameter.detach())  # one by one: never two copies of all
                 freed_memory.add(memory.nbytes)
         freed_memory.end()
         communicator.barrier()

@@ -46,11 +46,11 @@ class Kind(IntEnum):
 class Phase(IntEnum):
     """The phase of a step: ``Event.lane`` of an event of ``Kind.PHASE``."""
 
-    INPUT = 0  # what is in no other
-    FORWARD = 1  # until backward begins: with the loss
+    INPUT = 0  # the time in no other phase
+    FORWARD = 1  # ends when backward begins, so the loss is in it
     BACKWARD = 2
     OPTIMIZER = 3
-    WAIT = 4  # for averages, at the end of backward
+    WAIT = 4  # the wait for averages at the end of backward
 
 
 Operation = tuple[int, int, int, int]
@@ -70,8 +70,8 @@ class Event(NamedTuple):
     rank: int
     kind: Kind
     begin: int
-    end: int  # an instant if it is `begin`
-    group: int  # with `lane`, `place` and `epoch`: which operation, the same on all ranks
+    end: int  # the same as `begin` for an instant
+    group: int  # names the operation together with `lane`, `place` and `epoch`, the same on all ranks
     lane: int
     place: int
     epoch: int
@@ -106,8 +106,8 @@ class RankTrace:
     rank: int
     host: int
     about: dict[str, Any]  # rank, size, host, hostname, pid, command, and the same moment as `epoch_ns` and `clock_ns`
-    ended: bool  # it has ended its part: not so if it was killed, or goes on
-    recorded: int  # events, ever
+    ended: bool  # whether it has ended its part: not if it was killed, or goes on
+    recorded: int  # events that were recorded, also those that are lost
     events: list[Event]  # the last ones, by their begin
     offset: int = 0  # nanoseconds that were added to this rank's own clock
 
@@ -142,8 +142,8 @@ class Trace:
     """A trace: the events of all ranks, on one clock."""
 
     ranks: dict[int, RankTrace]
-    size: int  # ranks that there were
-    uncertainty: dict[int, float]  # of each host: how far its clock may be off that of the first, in nanoseconds
+    size: int  # how many ranks there were
+    uncertainty: dict[int, float]  # by host, the nanoseconds by which its clock may differ from the first host's
 
     @property
     def missing(self) -> list[int]:

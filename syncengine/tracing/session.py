@@ -84,7 +84,7 @@ def end() -> None:
             fcntl.flock(first, fcntl.LOCK_EX)  # ranks stop one after the other, so one alone finds all of them over
         stop_trace()
         if not is_complete(folder, _job["size"]):
-            return  # by this rank; or some are on hosts with another disk
+            return  # the last rank writes it; or some are on hosts with another disk
     try:
         said = write(folder, merged)
     except InvalidUsage as error:
