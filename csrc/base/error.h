@@ -43,8 +43,6 @@ class StepRefused : public Error {
 // Interrupts a wait from outside, and carries the text that the peers are told.
 //
 // Exceptions that a signal handler raises in a wait derive from this class beside std::exception.
-
-// A base, beside std::exception, of what a signal handler has raised in a wait.
 class Interruption {
  public:
   // `text` is the Python exception's class and text; empty for Ctrl-C.

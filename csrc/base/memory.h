@@ -52,9 +52,6 @@ void advise(void* address, size_t bytes, int advice);
 //
 // The memory is zeroed, sealed against growing, shrinking and other seals, and close-on-exec. `name` is what /proc
 // shows. Throws InvalidUsage, with `hint` appended if there was no room.
-
-// Sealed against growing, shrinking and other seals; close-on-exec; zeros. `name` is what /proc shows. Throws
-// InvalidUsage with `hint` behind what failed for want of room.
 UniqueFd create_sealed_memfd(const char* name, size_t bytes, const char* hint = "");
 
 // Whether `fd` is sealed memory of this kind, whose size will never change.

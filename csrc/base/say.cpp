@@ -18,7 +18,7 @@ namespace {
 
 constexpr size_t kMostWaiting = 64;
 
-struct Said {
+struct SaidLines {
   std::mutex mutex;
   std::condition_variable written;
   std::deque<std::string> waiting;  // the first one is being written
@@ -26,8 +26,8 @@ struct Said {
 };
 
 // Never destroyed, since a thread may be writing when the process ends.
-Said& said() {
-  static auto* all = new Said;
+SaidLines& said() {
+  static auto* all = new SaidLines;
   return *all;
 }
 

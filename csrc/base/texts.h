@@ -1,4 +1,4 @@
-// Ranks and times in texts: "rank 2", "ranks 1, 3", "5.0 s".
+// Ranks and times as texts of errors name them: "rank 2", "ranks 1, 3", "5.0 s".
 #pragma once
 
 #include <cstdint>

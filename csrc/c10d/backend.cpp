@@ -216,7 +216,8 @@ TorchBackend::TorchWorkPtr TorchBackend::start(Call call, const How& how) {
     return nullptr;
   }
   auto works = submit_call(*communicator_, call);
-  TorchWork::Origin origin{communicator_, call.mail().empty() ? collectives_ : messages_, how.type, call.number, limit};
+  TorchWork::CallOrigin origin{communicator_, call.mail().empty() ? collectives_ : messages_, how.type, call.number,
+                               limit};
   if (auto coalesced = std::move(call.coalesced)) {
     coalesced->works.insert(coalesced->works.end(), works.begin(), works.end());
     coalesced->call.join(call);
@@ -234,7 +235,7 @@ TorchBackend::TorchWorkPtr TorchBackend::start(Call call, const How& how) {
 TorchBackend::TorchWorkPtr TorchBackend::start_on_device(Call call, const How& how) {
   const c10::Stream stream = queue_on_device(communicator_, call, how.async || call.coalesced);
   if (call.to_be_counted) count(call);
-  TorchWork::Origin origin{.communicator = communicator_, .type = how.type, .number = call.number};
+  TorchWork::CallOrigin origin{.communicator = communicator_, .type = how.type, .number = call.number};
   if (auto coalesced = std::move(call.coalesced)) {
     coalesced->call.join(call);
     finish_on_device(std::move(origin), std::move(call), stream);

@@ -29,11 +29,11 @@ at::Tensor Call::plain(const at::Tensor& tensor) const {
 }
 
 void Call::compare(at::ArrayRef<at::Tensor> targets, at::ArrayRef<at::Tensor> sources) {
-  struct Place {
+  struct TensorPlace {
     Extent extent;
     const at::Tensor* target;  // null for a source
   };
-  std::vector<Place> places;
+  std::vector<TensorPlace> places;
   places.reserve(targets.size() + sources.size());
   auto add = [&](const at::Tensor& tensor, bool is_target) {
     const Extent extent = extent_of(tensor);
@@ -42,7 +42,7 @@ void Call::compare(at::ArrayRef<at::Tensor> targets, at::ArrayRef<at::Tensor> so
   for (const at::Tensor& target : targets) add(target, true);
   for (const at::Tensor& source : sources) add(source, false);
   std::sort(places.begin(), places.end(),
-            [](const Place& a, const Place& b) { return a.extent.begin < b.extent.begin; });
+            [](const TensorPlace& a, const TensorPlace& b) { return a.extent.begin < b.extent.begin; });
   for (size_t first = 0; first < places.size();) {  // finds chains of tensors, each of which overlaps the next
     uintptr_t end = places[first].extent.end;
     size_t last = first + 1;
@@ -136,7 +136,7 @@ void Call::afterwards(const at::Tensor& target, std::function<void()> step) {
 
 void Call::copy_own(const OwnPart& part) {
   afterwards(part.to.tensor, [part, name = name_] {
-    auto bytes_of = [name](const Place& place) {
+    auto bytes_of = [name](const OwnPlace& place) {
       std::string why = why_without_memory(place.tensor);
       if (why.empty() && place.tensor.nbytes() < place.offset + place.bytes) why = "one that became smaller";
       if (!why.empty())

@@ -109,12 +109,12 @@ class Call {
   void afterwards(std::function<void()> step) { steps_.push_back(std::move(step)); }
   // Adds the copy of a rank's own part, which no message carries. It is made at the end, when the call is known to be
   // right on all ranks. Places are in tensors that read() and write() have returned, in bytes.
-  struct Place {
+  struct OwnPlace {
     at::Tensor tensor;
     size_t offset, bytes;
   };
   struct OwnPart {
-    Place from, to;
+    OwnPlace from, to;
   };
   void copy_own(const OwnPart& part);
 

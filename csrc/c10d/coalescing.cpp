@@ -54,8 +54,8 @@ void TorchBackend::startCoalescing() {
 TorchBackend::TorchWorkPtr TorchBackend::endCoalescing() {
   auto coalesced = coalescing_.take();
   if (!coalesced) throw Error(ErrorKind::InvalidUsage, "no coalescing has begun, or an error has ended it");
-  TorchWork::Origin origin{communicator_, messages_, ::c10d::OpType::COALESCED,
-                           sequence_.load(std::memory_order_relaxed), at_most(::c10d::kUnsetTimeout)};
+  TorchWork::CallOrigin origin{communicator_, messages_, ::c10d::OpType::COALESCED,
+                               sequence_.load(std::memory_order_relaxed), at_most(::c10d::kUnsetTimeout)};
   Call call = std::move(coalesced->call);
   if (!call.device().is_cpu()) {
     const c10::Stream stream = queue_on_device(communicator_, call, /*aside=*/true);

@@ -155,7 +155,7 @@ void TorchBackend::add_rooted(Call& call, ByMessages kind, int64_t root_rank, co
           ErrorKind::InvalidUsage,
           std::string(call.name()) + (gathers ? ": the input is of another size than its place in the outputs"
                                               : ": the output is of another size than its place in the inputs"));
-    const Call::Place here{own, 0, mine.bytes()}, there{elements, 0, mine.bytes()};
+    const Call::OwnPlace here{own, 0, mine.bytes()}, there{elements, 0, mine.bytes()};
     call.copy_own(gathers ? Call::OwnPart{here, there} : Call::OwnPart{there, here});
   }
 }

@@ -35,14 +35,14 @@ InFlight& InFlight::of_process() {
   return instance;
 }
 
-bool InFlight::Call::has_ended() const {
+bool InFlight::PendingCall::has_ended() const {
   return std::all_of(works.begin(), works.end(), [](const auto& weak) {
     const auto work = weak.lock();
     return !work || work->ended();
   });
 }
 
-void InFlight::Call::await() const {
+void InFlight::PendingCall::await() const {
   for (const auto& weak : works) {
     const auto work = weak.lock();
     const auto engine = communicator.lock();
@@ -52,10 +52,10 @@ void InFlight::Call::await() const {
   }
 }
 
-void InFlight::add(Call call) {
+void InFlight::add(PendingCall call) {
   drop_ended();
   std::lock_guard lock(mutex_);
-  calls_.push_back(std::make_shared<Call>(std::move(call)));
+  calls_.push_back(std::make_shared<PendingCall>(std::move(call)));
   set_flags();
 }
 
@@ -70,7 +70,7 @@ void InFlight::set_flags() {
 // delivered. Dropping may drop the last reference to a tensor besides Python's, so it happens without the lock.
 void InFlight::drop_ended() {
   const WithoutGil without_gil;
-  std::vector<std::shared_ptr<Call>> ended;
+  std::vector<std::shared_ptr<PendingCall>> ended;
   {
     std::lock_guard lock(mutex_);
     std::copy_if(calls_.begin(), calls_.end(), std::back_inserter(ended),
@@ -86,7 +86,7 @@ void InFlight::drop_ended() {
 }
 
 void InFlight::await_those_on(const Extent& extent, bool copies) {
-  std::vector<std::shared_ptr<Call>> earlier;
+  std::vector<std::shared_ptr<PendingCall>> earlier;
   {
     std::lock_guard lock(mutex_);
     std::copy_if(calls_.begin(), calls_.end(), std::back_inserter(earlier), [&](const auto& call) {

@@ -30,7 +30,7 @@ Extent extent_of(const at::Tensor& tensor);
 
 class InFlight {
  public:
-  struct Call {
+  struct PendingCall {
     std::vector<Extent> memory = {};
     std::weak_ptr<Communicator> communicator;
     std::vector<std::weak_ptr<Work>> works = {};  // the engine keeps works that have not ended
@@ -46,7 +46,7 @@ class InFlight {
   static InFlight& of_process();
 
   // Adds a call, and delivers calls that have ended: otherwise a program that waits for none would collect them all.
-  void add(Call call);
+  void add(PendingCall call);
 
   // Waits for the earlier calls that a call on `tensor` must not overtake; `copies` if it goes through a copy.
   void await(const at::Tensor& tensor, bool copies) {
@@ -68,7 +68,7 @@ class InFlight {
   // afterwards.
   std::atomic<bool> any_{false}, any_to_deliver_{false};
   std::mutex mutex_;
-  std::vector<std::shared_ptr<Call>> calls_;
+  std::vector<std::shared_ptr<PendingCall>> calls_;
 };
 
 }  // namespace syncengine

@@ -27,15 +27,15 @@ std::string text_of(const std::exception_ptr& error) {
 
 }  // namespace
 
-TorchWork::TorchWork(Origin origin, Call call, Works works)
+TorchWork::TorchWork(CallOrigin origin, Call call, Works works)
     : ::c10d::Work(origin.communicator->rank(), origin.type),
       origin_(std::move(origin)),
       works_(std::move(works)),
       deadline_(origin_.at_most ? Deadline::after(*origin_.at_most) : Deadline::never()),
       call_(std::move(call)) {}
 
-c10::intrusive_ptr<TorchWork> TorchWork::in_flight(Origin origin, Call call, Works works) {
-  InFlight::Call follows{
+c10::intrusive_ptr<TorchWork> TorchWork::in_flight(CallOrigin origin, Call call, Works works) {
+  InFlight::PendingCall follows{
       .memory = call.extents().vec(), .communicator = origin.communicator, .works = {works.begin(), works.end()}};
   const bool delivers = call.delivers();
   auto work = c10::make_intrusive<TorchWork>(std::move(origin), std::move(call), std::move(works));
@@ -176,7 +176,7 @@ namespace {
 class DeviceWork final : public ::c10d::Work {
  public:
   // A work that ends when `stream` has done all that is queued there now.
-  DeviceWork(TorchWork::Origin origin, c10::Stream stream, std::vector<at::Tensor> results)
+  DeviceWork(TorchWork::CallOrigin origin, c10::Stream stream, std::vector<at::Tensor> results)
       : ::c10d::Work(origin.communicator->rank(), origin.type),
         communicator_(std::move(origin.communicator)),
         device_(stream.device()),
@@ -264,7 +264,7 @@ c10::Stream queue_on_device(const std::shared_ptr<Communicator>& communicator, C
   return stream;
 }
 
-c10::intrusive_ptr<::c10d::Work> finish_on_device(TorchWork::Origin origin, Call call, c10::Stream stream) {
+c10::intrusive_ptr<::c10d::Work> finish_on_device(TorchWork::CallOrigin origin, Call call, c10::Stream stream) {
   const c10::StreamGuard guard(stream);
   call.deliver();
   return c10::make_intrusive<DeviceWork>(std::move(origin), stream, std::move(call.results()));

@@ -28,7 +28,7 @@ class Completer;
 
 class TorchWork final : public ::c10d::Work {
  public:
-  struct Origin {
+  struct CallOrigin {
     std::shared_ptr<Communicator> communicator;
     std::shared_ptr<Completer> completer = {};  // null if nobody asks for a future
     ::c10d::OpType type = ::c10d::OpType::UNKNOWN;
@@ -36,9 +36,9 @@ class TorchWork final : public ::c10d::Work {
     std::optional<Duration> at_most = {};  // limit from now on, after which a wait fails the communicator
   };
   using Works = std::vector<std::shared_ptr<syncengine::Work>>;
-  TorchWork(Origin origin, Call call, Works works);
+  TorchWork(CallOrigin origin, Call call, Works works);
   // Makes a work that later calls follow, and deliver.
-  static c10::intrusive_ptr<TorchWork> in_flight(Origin origin, Call call, Works works);
+  static c10::intrusive_ptr<TorchWork> in_flight(CallOrigin origin, Call call, Works works);
   ~TorchWork() override;
 
   bool isCompleted() override;
@@ -68,7 +68,7 @@ class TorchWork final : public ::c10d::Work {
   void deliver_this_too();
   std::exception_ptr delivery_error() const;
 
-  Origin origin_;
+  CallOrigin origin_;
   Works works_;
   Deadline deadline_;
   std::once_flag delivered_;
@@ -90,7 +90,7 @@ TorchWork::Works submit_call(Communicator& communicator, Call& call);
 c10::Stream queue_on_device(const std::shared_ptr<Communicator>& communicator, Call& call, bool aside);
 // Delivers on that stream. The work's future is complete from the start, as NCCL's is: a callback that takes its value
 // waits on a stream.
-c10::intrusive_ptr<::c10d::Work> finish_on_device(TorchWork::Origin origin, Call call, c10::Stream stream);
+c10::intrusive_ptr<::c10d::Work> finish_on_device(TorchWork::CallOrigin origin, Call call, c10::Stream stream);
 
 // The threads that complete futures. Their callbacks may run Python, wait for the GIL, make calls, or wait for other
 // futures, none of which the engine's own thread may do; and they drive the engine while they wait, as every thread

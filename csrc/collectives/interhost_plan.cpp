@@ -9,9 +9,9 @@ namespace syncengine {
 namespace {
 
 // Plans one cell of a reduction; `handlers` are its ranks, by host.
-class Reduction {
+class ReductionPlanner {
  public:
-  Reduction(const Placement& placement, uint32_t cell, int home, std::vector<int> handlers, bool distributes)
+  ReductionPlanner(const Placement& placement, uint32_t cell, int home, std::vector<int> handlers, bool distributes)
       : placement_(placement), cell_(cell), home_(home), handlers_(std::move(handlers)), distributes_(distributes) {}
 
   std::vector<InterhostStep> steps(Way way) const {
@@ -27,8 +27,8 @@ class Reduction {
   uint32_t id(int what) const {
     return cell_ * static_cast<uint32_t>(placement_.size + 2) + static_cast<uint32_t>(what);
   }
-  std::vector<InterhostStep::Source> own_sources() const {
-    std::vector<InterhostStep::Source> sources;
+  std::vector<InterhostStep::FoldSource> own_sources() const {
+    std::vector<InterhostStep::FoldSource> sources;
     for (int rank : placement_.locals()) sources.push_back({rank, -1});
     return sources;
   }
@@ -115,7 +115,7 @@ void plan_all_reduce(const Placement& placement, const InterhostChunk& chunk, st
     for (int part = 0; part < homes; ++part) {
       auto [first, past] = slice(end - begin, homes, part);
       if (first == past) continue;
-      Reduction reduction(placement, stripe * homes + part, part, stripe_handlers(placement, stripe), true);
+      ReductionPlanner reduction(placement, stripe * homes + part, part, stripe_handlers(placement, stripe), true);
       cells.push_back({.slot = begin + first,
                        .input = chunk.begin + begin + first,
                        .output = chunk.begin + begin + first,
@@ -132,7 +132,7 @@ void plan_reduce_scatter(const Placement& placement, const InterhostChunk& chunk
     std::vector<int> handlers;
     for (int host = 0; host < placement.hosts(); ++host) handlers.push_back(part_handler(placement, host, destination));
     if (handlers[placement.host] != placement.rank) continue;
-    Reduction reduction(placement, destination, placement.host_of[destination], handlers, false);
+    ReductionPlanner reduction(placement, destination, placement.host_of[destination], handlers, false);
     cells.push_back({.slot = destination * chunk.length,
                      .input = destination * chunk.block + chunk.begin,
                      .output = chunk.begin,

@@ -85,11 +85,11 @@ struct InterhostStep {
   bool staged = false;
   std::vector<Envelope> receives = {};
   Act act = Act::Nothing;
-  struct Source {
+  struct FoldSource {
     int rank;  // whose local contribution; -1: the source is receives[received]
     int received;
   };
-  std::vector<Source> fold = {};  // in the order of addition; with numerics `ring` by rank
+  std::vector<FoldSource> fold = {};  // in the order of addition; with numerics `ring` by rank
   std::vector<Envelope> sends = {};
 };
 

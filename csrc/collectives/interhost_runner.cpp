@@ -74,7 +74,7 @@ void InterhostRunner::fold_run(const View& view, const InterhostStep& step, cons
   is_wide_.clear();
   ranks_.clear();
   for (int i : order_) {
-    const InterhostStep::Source& source = step.fold[i];
+    const InterhostStep::FoldSource& source = step.fold[i];
     const bool is_raw = source.rank < 0 && step.receives[source.received].content == Content::Raw;
     ranks_.push_back(is_raw ? step.receives[source.received].rank : source.rank);
     bool prefix = source.rank < 0 && step.receives[source.received].content == Content::Partial && view.wide;

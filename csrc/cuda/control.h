@@ -46,7 +46,7 @@ struct Control {
   alignas(64) CallText calls[32];          // by fingerprint modulo 32; the latest stays
 };
 
-// Plain words that devices, peers' devices and CPUs store to: the CPU's own accesses.
+// The CPU's accesses to plain words to which devices, peers' devices and CPUs store.
 inline uint32_t load(const uint32_t& word) { return __atomic_load_n(&word, __ATOMIC_ACQUIRE); }
 inline void store(uint32_t& word, uint32_t value) { __atomic_store_n(&word, value, __ATOMIC_RELEASE); }
 

@@ -61,7 +61,7 @@ inline void put_mark(uint64_t* mark, uint64_t value) { __atomic_store_n(mark, va
 inline uint64_t get_mark(const uint64_t* mark) { return __atomic_load_n(mark, __ATOMIC_ACQUIRE); }
 #endif
 
-enum class Arrival : uint8_t { NotYet, Here, Bad };
+enum class MarkState : uint8_t { NotYet, Here, Bad };
 
 // Whether the mark of `peer` for `epoch` is there, and whether it is the expected one.
 #ifdef __CUDACC__
@@ -69,12 +69,12 @@ __device__ __forceinline__
 #else
 inline
 #endif
-    Arrival look_for(const OneShotArgs& args, int peer, int block, uint32_t epoch) {
+    MarkState look_for(const OneShotArgs& args, int peer, int block, uint32_t epoch) {
   const uint64_t mark = get_mark(&args.areas[args.rank]->marks[epoch & 1][block][peer]);
-  if (static_cast<uint32_t>(mark >> 32) != epoch) return Arrival::NotYet;
-  if (static_cast<uint32_t>(mark) == args.fingerprint) return Arrival::Here;
+  if (static_cast<uint32_t>(mark >> 32) != epoch) return MarkState::NotYet;
+  if (static_cast<uint32_t>(mark) == args.fingerprint) return MarkState::Here;
   tell_mismatch(*args.control, peer, static_cast<uint32_t>(mark), args.fingerprint);
-  return Arrival::Bad;
+  return MarkState::Bad;
 }
 
 // A block's part as a reduction of what the slots hold. It is not a ReduceArgs: a list of that length on every thread's

@@ -16,28 +16,28 @@ namespace {
 constexpr size_t kGrain = 64;           // cuts of a ring are rounded to this multiple of two elements of any dtype
 constexpr size_t kRingSlice = 2 << 20;  // up to this size, the ring of `world` slices is cut into exactly these
 
-Piece all_reduce(size_t begin, size_t bytes) {
+ProxyPiece all_reduce(size_t begin, size_t bytes) {
   const std::vector<Copy> copies{{begin, 0, bytes}};
   return {.in = copies, .out = copies, .input_bytes = bytes, .output_bytes = bytes};
 }
 
-Piece broadcast(size_t begin, size_t bytes, bool is_root) {
-  Piece piece = all_reduce(begin, bytes);
+ProxyPiece broadcast(size_t begin, size_t bytes, bool is_root) {
+  ProxyPiece piece = all_reduce(begin, bytes);
   (is_root ? piece.out : piece.in).clear();
   return piece;
 }
 
 // The piece with [begin, begin + bytes) of every rank's block.
-Piece reduce_scatter(size_t block, size_t begin, size_t bytes, size_t world) {
-  Piece piece{.out = {{begin, world * bytes, bytes}}};
+ProxyPiece reduce_scatter(size_t block, size_t begin, size_t bytes, size_t world) {
+  ProxyPiece piece{.out = {{begin, world * bytes, bytes}}};
   for (size_t rank = 0; rank < world; ++rank) piece.in.push_back({rank * block + begin, rank * bytes, bytes});
   piece.input_bytes = piece.output = world * bytes;
   piece.output_bytes = bytes;
   return piece;
 }
 
-Piece all_gather(size_t block, size_t begin, size_t bytes, size_t world) {
-  Piece piece{.in = {{begin, 0, bytes}}};
+ProxyPiece all_gather(size_t block, size_t begin, size_t bytes, size_t world) {
+  ProxyPiece piece{.in = {{begin, 0, bytes}}};
   for (size_t rank = 0; rank < world; ++rank) piece.out.push_back({rank * block + begin, (rank + 1) * bytes, bytes});
   piece.input_bytes = piece.output = bytes;
   piece.output_bytes = world * bytes;
@@ -46,8 +46,8 @@ Piece all_gather(size_t block, size_t begin, size_t bytes, size_t world) {
 
 // The piece with the same part of each of the ring's slices, side by side. The piece is a ring of its own, summed in
 // the same orders. Past the end of a slice, it holds whatever its memory held before.
-Piece ring_part(size_t total, size_t slice, size_t begin, size_t bytes, size_t world) {
-  Piece piece{.input_bytes = world * bytes, .output_bytes = world * bytes};
+ProxyPiece ring_part(size_t total, size_t slice, size_t begin, size_t bytes, size_t world) {
+  ProxyPiece piece{.input_bytes = world * bytes, .output_bytes = world * bytes};
   for (size_t rank = 0; rank < world; ++rank) {
     const size_t from = rank * slice + begin, end = std::min({total, (rank + 1) * slice, from + bytes});
     if (from < end) piece.in.push_back({from, rank * bytes, end - from});
@@ -58,7 +58,7 @@ Piece ring_part(size_t total, size_t slice, size_t begin, size_t bytes, size_t w
 
 }  // namespace
 
-std::vector<Piece> cut(const Operation& operation, int rank, int world, size_t slot_bytes) {
+std::vector<ProxyPiece> cut(const Operation& operation, int rank, int world, size_t slot_bytes) {
   const auto ranks = static_cast<size_t>(world);
   const bool whole_blocks =
       operation.collective == Collective::AllReduce || operation.collective == Collective::Broadcast;
@@ -70,7 +70,7 @@ std::vector<Piece> cut(const Operation& operation, int rank, int world, size_t s
     block = ring_cut(operation.input.bytes(), element_size(operation.dtype), world).chunk;
     most = std::min(round_down(slot_bytes / ranks, kGrain), kRingSlice);
   }
-  std::vector<Piece> pieces;
+  std::vector<ProxyPiece> pieces;
   size_t begin = 0;
   do {
     const size_t bytes = std::min(most, block - begin);

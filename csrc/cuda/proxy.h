@@ -33,7 +33,7 @@ namespace syncengine::cuda {
 
 // All offsets are bytes: `user` of a copy counts into the operation's spans, `slot` into the piece's memory. The
 // piece's own input and output lie in that memory, too, in place if their offsets are equal.
-struct Piece {
+struct ProxyPiece {
   std::vector<Copy> in, out;  // own memory -> slot before, slot -> own memory after
   size_t input = 0, input_bytes = 0;
   size_t output = 0, output_bytes = 0;
@@ -41,7 +41,7 @@ struct Piece {
 
 // Returns at least one piece; an operation without bytes is one empty piece. `slot_bytes` is at least 64 for each rank,
 // and 64 more.
-std::vector<Piece> cut(const Operation& operation, int rank, int world, size_t slot_bytes);
+std::vector<ProxyPiece> cut(const Operation& operation, int rank, int world, size_t slot_bytes);
 
 class Proxy {
  public:

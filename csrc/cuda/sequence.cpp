@@ -26,7 +26,7 @@ void stage(const Operation& operation, const std::vector<Copy>& parts, std::byte
 
 class Sequence {
  public:
-  Sequence(const Operation& operation, const Site& site, const Route& route, uint32_t fingerprint, Steps& steps)
+  Sequence(const Operation& operation, const Site& site, const MemoryRoute& route, uint32_t fingerprint, Steps& steps)
       : operation_(operation), site_(site), route_(route), fingerprint_(fingerprint), steps_(steps) {}
 
   void run() {
@@ -170,7 +170,7 @@ class Sequence {
 
   const Operation& operation_;
   const Site& site_;
-  const Route& route_;
+  const MemoryRoute& route_;
   const uint32_t fingerprint_;
   Steps& steps_;
   ChunkPlan plan_;
@@ -212,14 +212,14 @@ uint32_t fingerprint(const Operation& operation, Path path, uint64_t place) {
   return (static_cast<uint32_t>(hash ^ (hash >> 32)) | kArrived) & ~1u;
 }
 
-bool fits_one_kernel(const Operation& operation, const Site& site, const Route& route) {
+bool fits_one_kernel(const Operation& operation, const Site& site, const MemoryRoute& route) {
   return route.path == Path::OneShot && operation.collective == Collective::AllReduce && !site.areas.empty() &&
          (operation.op == ReduceOp::Sum || operation.op == ReduceOp::Avg) && is_floating(operation.dtype) &&
          rounding_of(operation.numerics) == kernels::Rounding::Once && operation.prescale == 1.0 &&
          !operation.nonfinite && operation.input.spans().size() == 1 && operation.input.bytes() <= kOneShotBytes;
 }
 
-void run_sequence(const Operation& operation, const Site& site, const Route& route, uint32_t fingerprint,
+void run_sequence(const Operation& operation, const Site& site, const MemoryRoute& route, uint32_t fingerprint,
                   Steps& steps) {
   if (fits_one_kernel(operation, site, route)) return run_one_shot(operation, site, fingerprint, steps);
   Sequence(operation, site, route, fingerprint, steps).run();

@@ -21,7 +21,7 @@
 
 namespace syncengine::cuda {
 
-struct Exchange {
+struct WordExchange {
   int set;         // of the words
   int reset;       // the set whose own words become 0 first; -1: none
   uint32_t value;  // what peers find
@@ -31,7 +31,7 @@ struct Exchange {
 class Steps {
  public:
   virtual ~Steps() = default;
-  virtual void exchange(const Exchange& exchange) = 0;
+  virtual void exchange(const WordExchange& exchange) = 0;
   virtual void reduce(const kernels::Reduction& reduction, const ReduceArgs& args) = 0;
   virtual void note(const kernels::Reduction& reduction, const NoteArgs& args) = 0;
   virtual void copy(const CopyArgs& args) = 0;
@@ -72,7 +72,7 @@ struct Site {
   size_t slot_bytes = 0;
 };
 
-struct Route {
+struct MemoryRoute {
   Path path = Path::Staged;
   std::vector<SpanList> memories = {};  // direct only: of each rank, the operation's input
   uint64_t place = 0;                   // direct only: identifies that memory; must agree between ranks
@@ -83,8 +83,9 @@ struct Route {
 uint32_t fingerprint(const Operation& operation, Path path, uint64_t place);
 
 // Whether one kernel can do this all-reduce, if the route is Path::OneShot.
-bool fits_one_kernel(const Operation& operation, const Site& site, const Route& route);
+bool fits_one_kernel(const Operation& operation, const Site& site, const MemoryRoute& route);
 
-void run_sequence(const Operation& operation, const Site& site, const Route& route, uint32_t fingerprint, Steps& steps);
+void run_sequence(const Operation& operation, const Site& site, const MemoryRoute& route, uint32_t fingerprint,
+                  Steps& steps);
 
 }  // namespace syncengine::cuda

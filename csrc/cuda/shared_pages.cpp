@@ -23,13 +23,13 @@ void gather(Communicator& communicator, SpanList own, SpanList all, const char* 
 // The first rank makes the memory, and the file descriptors that the others offer are ignored.
 Mapping share_pages(Communicator& communicator, size_t bytes, const std::function<void()>& interrupted) {
   bytes = round_up(bytes, shm::kPage);
-  struct Address {
+  struct MemoryAddress {
     char text[FdExchange::kMostAddress] = {};
   } own;
   FdExchange fd_exchange;
   fd_exchange.address().copy(own.text, sizeof(own.text) - 1);
   std::vector<std::string> addresses;
-  for (const Address& address : gather(communicator, own, "connecting GPU ranks", interrupted))
+  for (const MemoryAddress& address : gather(communicator, own, "connecting GPU ranks", interrupted))
     addresses.push_back(checked_text(address.text));
   const bool is_first = communicator.rank() == 0;
   UniqueFd memory = create_sealed_memfd("syncengine-cuda", is_first ? bytes : shm::kPage);

@@ -27,8 +27,8 @@ SYNCENGINE_INLINE V larger(V a, V b) {
   return b > a ? b : a;
 }
 
-// A format says how elements lie in memory (Stored), what they are reduced in (Value), and how one becomes the other.
-// narrow_finite() returns whether all of a block's results are finite, and narrows them if so.
+// A format defines how elements lie in memory (Stored), the type in which they are reduced (Value), and the
+// conversions. narrow_finite() returns whether all of a block's results are finite, and narrows them if so.
 
 template <class Isa, class T>
 struct Native {

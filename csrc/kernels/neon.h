@@ -1,4 +1,4 @@
-// ARM's 16-byte vectors. float16 goes by FCVTL and FCVTN, which every processor of this kind has.
+// ARM's 16-byte vectors. float16 is converted by FCVTL and FCVTN, which every processor of this kind has.
 //
 // Internal linkage for the reason given in half.h.
 #pragma once

@@ -37,9 +37,9 @@ void require_driver_and_device() {
   check(status, "counting devices");
 }
 
-Driver find_driver() {
+CudaDriver find_driver() {
   require_driver_and_device();
-  Driver driver;
+  CudaDriver driver;
   find(driver.stream_batch_mem_op, "cuStreamBatchMemOp", 11070);  // the second version needs no opt-in by a module
                                                                   // parameter
   find(driver.get_error_name, "cuGetErrorName", 6000);
@@ -48,8 +48,8 @@ Driver find_driver() {
 
 }  // namespace
 
-const Driver& driver() {
-  static const Driver found = find_driver();
+const CudaDriver& driver() {
+  static const CudaDriver found = find_driver();
   return found;
 }
 

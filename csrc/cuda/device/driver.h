@@ -14,13 +14,13 @@
 
 namespace syncengine::cuda {
 
-struct Driver {
+struct CudaDriver {
   CUresult (*stream_batch_mem_op)(CUstream, unsigned int, CUstreamBatchMemOpParams*, unsigned int);
   CUresult (*get_error_name)(CUresult, const char**);
 };
 
 // Looked up once. Throws InvalidUsage if there is no driver, no device, or a driver older than this build's CUDA.
-const Driver& driver();
+const CudaDriver& driver();
 
 // Steps of a batch. In the first the stream puts `value` into a word of pinned or device memory; in the second it waits
 // until kArrived is set in the word.

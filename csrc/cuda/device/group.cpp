@@ -39,7 +39,7 @@ void say_staged(const std::string& what, const PeerMemory& memory) {
 // An exchange is one call of the driver, and one node of a graph. A write comes after all that the stream did before
 // it, for whoever sees the written word (the default of cuStreamWriteValue32); operations of a batch run in their
 // order.
-void StreamSteps::exchange(const Exchange& exchange) {
+void StreamSteps::exchange(const WordExchange& exchange) {
   const auto& controls = *controls_;
   Control& own = *controls[rank_];
   std::vector<CUstreamBatchMemOpParams> operations;
@@ -117,7 +117,7 @@ void PeerGroup::prove_signals() {
 }
 
 const char* PeerGroup::enqueue(const Operation& operation, cudaStream_t stream) {
-  const Route route = choose(operation);
+  const MemoryRoute route = choose(operation);
   const uint32_t mark = fingerprint(operation, route.path, route.place);
   const char* where = route.path == Path::Direct ? " in memory of syncengine.empty" : "";
   watchdog_->publish(mark, call_text(operation) + where);
@@ -127,16 +127,16 @@ const char* PeerGroup::enqueue(const Operation& operation, cudaStream_t stream) 
   return names[static_cast<int>(route.path)];
 }
 
-Route PeerGroup::choose(const Operation& operation) const {
+MemoryRoute PeerGroup::choose(const Operation& operation) const {
   const Algorithm algorithm = communicator_->options().algorithm;
   const bool by_size = algorithm == Algorithm::Auto;
-  const Route one_kernel{.path = Path::OneShot};
+  const MemoryRoute one_kernel{.path = Path::OneShot};
   if (by_size && operation.input.bytes() <= kTinyBytes && fits_one_kernel(operation, site_, one_kernel) &&
       !fakes_arrivals())
     return one_kernel;
   if (algorithm != Algorithm::Staged && algorithm != Algorithm::OneShot && !host_staging_ &&
       operation.prescale == 1.0 && operation.input.bytes() > 0) {
-    Route direct{.path = Path::Direct, .memories = std::vector<SpanList>(site_.world)};
+    MemoryRoute direct{.path = Path::Direct, .memories = std::vector<SpanList>(site_.world)};
     std::lock_guard lock(segments_->mutex);
     const auto& spans = operation.input.spans();
     if (std::ranges::all_of(spans, [&](const Span& span) { return find(span, direct); })) return direct;
@@ -147,8 +147,8 @@ Route PeerGroup::choose(const Operation& operation) const {
   return {.path = one_shot ? Path::OneShot : Path::Staged};
 }
 
-// Adds to `route` where `span` lies in each rank's memory, if it is a part of an allocation.
-bool PeerGroup::find(const Span& span, Route& route) const {
+// Adds to `route` where `span` lies in each rank's memory. Returns false if it is no part of an allocation.
+bool PeerGroup::find(const Span& span, MemoryRoute& route) const {
   for (const Segment& segment : segments_->list) {
     const std::byte* begin = segment.own->data();
     if (span.data < begin || span.data + span.bytes > begin + segment.own->bytes()) continue;

@@ -72,8 +72,8 @@ class PeerGroup final : public DeviceGroup {
   void release() override;
   void prepare_staging(const std::function<void()>& interrupted);
   void prove_signals();
-  Route choose(const Operation& operation) const;
-  bool find(const Span& span, Route& route) const;
+  MemoryRoute choose(const Operation& operation) const;
+  bool find(const Span& span, MemoryRoute& route) const;
   void give_back_dropped(const std::function<void()>& interrupted);
   void wait_for_peers_to_leave();
   Control& words_of(int rank) const { return reinterpret_cast<Control*>(words_->data())[rank]; }
@@ -97,14 +97,14 @@ class ProxyGroup final : public DeviceGroup {
   ~ProxyGroup() override { close(); }
 
  private:
-  struct Slots;
+  struct PinnedSlots;
 
   const char* enqueue(const Operation& operation, cudaStream_t stream) override;
   void release() override;
-  void download(const Operation& operation, const Piece& piece, size_t slot, cudaStream_t stream);
-  void upload(const Operation& operation, const Piece& piece, size_t slot, cudaStream_t stream);
+  void download(const Operation& operation, const ProxyPiece& piece, size_t slot, cudaStream_t stream);
+  void upload(const Operation& operation, const ProxyPiece& piece, size_t slot, cudaStream_t stream);
 
-  std::shared_ptr<Slots> slots_;
+  std::shared_ptr<PinnedSlots> slots_;
   std::shared_ptr<Proxy> proxy_;
   cudaEvent_t last_ = nullptr;  // the end of what was queued so far
 };

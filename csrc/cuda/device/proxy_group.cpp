@@ -38,7 +38,7 @@ void CUDART_CB post(void* data) {
 
 // The operation on a piece, for the CPU's engine. Its layout hash covers the whole operation, so that ranks whose whole
 // operations differ do not agree on parts of them.
-Operation operation_of(const Operation& whole, const Piece& piece, size_t number, std::byte* memory,
+Operation operation_of(const Operation& whole, const ProxyPiece& piece, size_t number, std::byte* memory,
                        const std::shared_ptr<const std::string>& text) {
   Operation operation = whole;
   operation.input = {memory + piece.input, piece.input_bytes};
@@ -56,7 +56,7 @@ Operation operation_of(const Operation& whole, const Piece& piece, size_t number
 
 }  // namespace
 
-struct ProxyGroup::Slots {
+struct ProxyGroup::PinnedSlots {
   PinnedMemory memory{kSlots * (kCacheLine + kPieceBytes)};
   uint32_t* word(size_t slot) const { return reinterpret_cast<uint32_t*>(memory.data() + slot * kCacheLine); }
   uint32_t* word_on_device(size_t slot) const {
@@ -70,7 +70,7 @@ ProxyGroup::ProxyGroup(std::shared_ptr<Communicator> communicator, int device, c
   const UseDevice use(device_);
   auto own = communicator_->split(everybody(*communicator_), interrupted);
   tell_peers_if_it_fails(*communicator_, [&] {
-    slots_ = std::make_shared<Slots>();
+    slots_ = std::make_shared<PinnedSlots>();
     check(cudaEventCreateWithFlags(&last_, cudaEventDisableTiming), "making an event");
   });
   proxy_ = std::make_shared<Proxy>(communicator_, std::move(own));
@@ -96,7 +96,7 @@ const char* ProxyGroup::enqueue(const Operation& operation, cudaStream_t queue) 
   return "relayed_bytes";
 }
 
-void ProxyGroup::download(const Operation& operation, const Piece& piece, size_t slot, cudaStream_t stream) {
+void ProxyGroup::download(const Operation& operation, const ProxyPiece& piece, size_t slot, cudaStream_t stream) {
   for (const Copy& copy : piece.in)
     operation.input.for_each(copy.user, copy.bytes, [&](std::byte* memory, size_t offset, size_t bytes) {
       check(cudaMemcpyAsync(slots_->data(slot) + copy.slot + offset, memory, bytes, cudaMemcpyDeviceToHost, stream),
@@ -104,7 +104,7 @@ void ProxyGroup::download(const Operation& operation, const Piece& piece, size_t
     });
 }
 
-void ProxyGroup::upload(const Operation& operation, const Piece& piece, size_t slot, cudaStream_t stream) {
+void ProxyGroup::upload(const Operation& operation, const ProxyPiece& piece, size_t slot, cudaStream_t stream) {
   const uint32_t* word = slots_->word_on_device(slot);
   CUstreamBatchMemOpParams steps[] = {wait_for_word(word), write_word(word, 0)};
   check(driver().stream_batch_mem_op(stream, std::size(steps), steps, 0), "queueing a wait");

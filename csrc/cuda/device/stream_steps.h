@@ -25,7 +25,7 @@ class StreamSteps final : public Steps {
   StreamSteps(cudaStream_t stream, int blocks, int rank, const std::vector<Control*>& controls)
       : stream_(stream), blocks_(blocks), rank_(rank), controls_(&controls) {}
 
-  void exchange(const Exchange& exchange) override;
+  void exchange(const WordExchange& exchange) override;
   void reduce(const kernels::Reduction& reduction, const ReduceArgs& args) override;
   void note(const kernels::Reduction& reduction, const NoteArgs& args) override;
   void copy(const CopyArgs& args) override;

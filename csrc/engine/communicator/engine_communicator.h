@@ -1,5 +1,5 @@
-// A communicator that the engine moves: between the members on this host in their shared memory, and to members on
-// other hosts, if there are any, by its interhost part.
+// A communicator that the engine moves: among the members on this host through their shared memory, and to members on
+// other hosts, if there are any, through its interhost part.
 #pragma once
 
 #include <atomic>

@@ -44,11 +44,12 @@ class InterhostSchedule final : public Schedule {
 
  private:
   uint64_t refusals() const override { return Schedule::refusals() + heard_; }
-  std::optional<std::string> reason_to_drop(const Announced& announced) const override;
+  std::optional<std::string> reason_to_drop(const AnnouncedOperation& announced) const override;
   bool append_ready() override;  // by the first rank of a host
   bool report();
   bool order();
-  uint64_t unready(const Announced& waiting) const;  // at the job's leader: leaders whose hosts have not reported it
+  // At the job's leader: the leaders whose hosts have not reported the operation.
+  uint64_t unready(const AnnouncedOperation& waiting) const;
 
   const Links& links_;
   std::map<uint64_t, uint64_t> reported_;  // by slot: the last step in which all ranks of this host have announced it
@@ -87,16 +88,16 @@ class InterhostRoute final : public MessageRoute {
   void clear() override;
   uint64_t interhost_bytes() const override { return interhost_bytes_; }
 
-  Tally tally(int member) const { return peers_.at(member).ended; }
+  MessageTally tally(int member) const { return peers_.at(member).ended; }
   // Whether a post needs the member. If the member has left after `theirs`, posts whose messages had ended there by
   // then do not count, since their bytes still come.
-  bool waits_for(const Matcher& matcher, int member, const Tally& theirs = {}) const;
+  bool waits_for(const Matcher& matcher, int member, const MessageTally& theirs = {}) const;
   uint64_t remote_blocking_ranks(const Matcher& matcher) const;  // members whose next step is needed
 
  private:
   static constexpr uint64_t kWindow = 32;  // headers of a peer that a rank holds before any receive wants them
 
-  struct Piece {
+  struct TransitPiece {
     std::shared_ptr<Interhost::Transfer> transfer;
     size_t offset, bytes;
     std::unique_ptr<std::byte[]> copy;  // used if the memory is in several parts
@@ -105,10 +106,10 @@ class InterhostRoute final : public MessageRoute {
   struct Transit {
     Post post;
     uint64_t number;
-    size_t posted = 0;              // bytes of posted pieces
-    std::deque<Piece> pieces = {};  // pieces that have not ended
+    size_t posted = 0;                     // bytes of posted pieces
+    std::deque<TransitPiece> pieces = {};  // pieces that have not ended
   };
-  struct Peer {
+  struct PeerMail {
     std::deque<Post> waiting;  // until there is room to announce them
     uint64_t announced = 0;    // headers
     uint64_t taken_in = 0;     // of these, the ones that the peer has taken in
@@ -121,17 +122,17 @@ class InterhostRoute final : public MessageRoute {
     uint64_t heard = 0;
     uint64_t told = 0;  // of the headers heard, those that the peer knows of
     std::list<Transit> receiving;
-    Tally ended;
+    MessageTally ended;
   };
 
-  bool announce(int member, Peer& peer, Matcher& matcher);
+  bool announce(int member, PeerMail& peer, Matcher& matcher);
   bool move(int member, std::list<Transit>& transits, uint64_t& ended, Matcher& matcher);
-  bool hear_headers(int member, Peer& peer, Matcher& matcher);
+  bool hear_headers(int member, PeerMail& peer, Matcher& matcher);
   bool end_pieces(Transit& transit);
   void post_piece(int member, Transit& transit);
 
   const Links& links_;
-  std::map<int, Peer> peers_;  // members of other hosts
+  std::map<int, PeerMail> peers_;  // members of other hosts
   uint64_t interhost_bytes_ = 0;
   size_t moved_bytes_ = 0;
 };

@@ -56,7 +56,7 @@ void InterhostSchedule::hear(int member, const Checked<Refused>& refused, const 
   ++heard_;
 }
 
-std::optional<std::string> InterhostSchedule::reason_to_drop(const Announced& waiting) const {
+std::optional<std::string> InterhostSchedule::reason_to_drop(const AnnouncedOperation& waiting) const {
   if (auto here = Schedule::reason_to_drop(waiting)) return here;
   const Slots& slots = *waiting.item.slots;
   auto found = refused_.find(slots.first());
@@ -82,7 +82,7 @@ std::string InterhostSchedule::remote_refusal_of(int member) const {
 bool InterhostSchedule::append_ready() {
   bool moved = report();
   if (links_.leads_job()) moved |= order();
-  shm::Schedule& log = group_.own().schedule;
+  shm::ScheduleLog& log = group_.own().schedule;
   for (; !next_.empty() && has_room(); next_.pop_front(), moved = true) {
     uint64_t length = log.length.load(std::memory_order_relaxed);  // relaxed: its only writer
     log.slots[length % shm::kLogEntries] = next_.front();
@@ -94,7 +94,7 @@ bool InterhostSchedule::append_ready() {
 
 bool InterhostSchedule::report() {
   bool moved = false;
-  for (const Announced& waiting : waiting_) {
+  for (const AnnouncedOperation& waiting : waiting_) {
     uint64_t& reported = reported_[waiting.item.key];
     if (reported >= waiting.step || late(waiting.item.key, waiting.step, false)) continue;
     reported = waiting.step;
@@ -109,12 +109,12 @@ bool InterhostSchedule::report() {
 
 bool InterhostSchedule::order() {
   bool moved = false;
-  for (const Announced& waiting : waiting_) {
+  for (const AnnouncedOperation& waiting : waiting_) {
     uint64_t slot = waiting.item.key;
     uint64_t& ordered = ordered_[slot];
     if (ordered >= waiting.step) continue;
     if (unready(waiting)) continue;
-    auto is_ordered = [this](const Announced& other) {
+    auto is_ordered = [this](const AnnouncedOperation& other) {
       auto found = ordered_.find(other.item.key);
       return found != ordered_.end() && found->second >= other.step;
     };
@@ -128,7 +128,7 @@ bool InterhostSchedule::order() {
   return moved;
 }
 
-uint64_t InterhostSchedule::unready(const Announced& waiting) const {
+uint64_t InterhostSchedule::unready(const AnnouncedOperation& waiting) const {
   uint64_t members = 0;
   auto found = ready_.find(waiting.item.key);
   for (int host = 0; host < links_.placement.hosts(); ++host) {
@@ -157,7 +157,7 @@ InterhostRoute::InterhostRoute(const Links& links) : links_(links) {
 }
 
 void InterhostRoute::hear(int member, const Checked<Announced>& announced, const std::string& content) {
-  Peer& peer = peers_.at(member);
+  PeerMail& peer = peers_.at(member);
   const bool whole = announced->bytes <= kShortBytes;
   // Numbers must not repeat: two transfers with one number would be confused.
   const bool is_next = announced->number == (whole ? 0 : peer.numbered++);
@@ -175,7 +175,7 @@ void InterhostRoute::hear(int member, const Checked<Announced>& announced, const
 }
 
 void InterhostRoute::hear(int member, const Checked<Heard>& heard) {
-  Peer& peer = peers_.at(member);
+  PeerMail& peer = peers_.at(member);
   if (heard->count > peer.announced || heard->count < peer.taken_in)
     throw Error(ErrorKind::PeerLost, links_.name(member) + " has taken in headers that it was not sent");
   peer.taken_in = heard->count;
@@ -200,7 +200,7 @@ bool InterhostRoute::advance(Matcher& matcher, size_t& moved_bytes) {
   return moved;
 }
 
-bool InterhostRoute::announce(int member, Peer& peer, Matcher& matcher) {
+bool InterhostRoute::announce(int member, PeerMail& peer, Matcher& matcher) {
   bool moved = false;
   for (; !peer.waiting.empty() && peer.has_room(); moved = true) {
     Post post = std::move(peer.waiting.front());
@@ -232,7 +232,7 @@ bool InterhostRoute::announce(int member, Peer& peer, Matcher& matcher) {
   return moved;
 }
 
-bool InterhostRoute::hear_headers(int member, Peer& peer, Matcher& matcher) {
+bool InterhostRoute::hear_headers(int member, PeerMail& peer, Matcher& matcher) {
   bool moved = false;
   for (; !peer.headers.empty() && matcher.listens(); moved = true) {
     MessageHeader header = std::move(peer.headers.front());
@@ -265,7 +265,7 @@ bool InterhostRoute::move(int member, std::list<Transit>& transits, uint64_t& en
 bool InterhostRoute::end_pieces(Transit& transit) {
   bool moved = false;
   for (; !transit.pieces.empty() && transit.pieces.front().transfer->ended(); moved = true) {
-    Piece& piece = transit.pieces.front();
+    TransitPiece& piece = transit.pieces.front();
     const Message& message = transit.post.message;
     if (piece.transfer->state() == Interhost::Transfer::State::Failed) {
       const Error& error = piece.transfer->error();
@@ -288,7 +288,7 @@ void InterhostRoute::post_piece(int member, Transit& transit) {
   size_t offset = transit.posted, bytes = std::min(Interhost::kMaxTransfer, memory.bytes() - offset);
   auto number = static_cast<uint32_t>(offset / Interhost::kMaxTransfer % (uint64_t{1} << kEnvelopeBits));
   uint64_t tag = tag_of(links_.group, shm::kMessages, transit.number, number, bytes);
-  Piece piece{.transfer = {}, .offset = offset, .bytes = bytes, .copy = {}};
+  TransitPiece piece{.transfer = {}, .offset = offset, .bytes = bytes, .copy = {}};
   std::byte* data = memory.one_piece(offset, bytes);
   if (data == nullptr) {
     piece.copy = std::make_unique_for_overwrite<std::byte[]>(bytes);
@@ -304,8 +304,8 @@ void InterhostRoute::post_piece(int member, Transit& transit) {
 }
 
 // Posts whose messages had ended there before the member left end here by themselves.
-bool InterhostRoute::waits_for(const Matcher& matcher, int member, const Tally& theirs) const {
-  const Peer& peer = peers_.at(member);
+bool InterhostRoute::waits_for(const Matcher& matcher, int member, const MessageTally& theirs) const {
+  const PeerMail& peer = peers_.at(member);
   return ((matcher.awaited() >> member & 1) && peer.headers.empty()) || (!peer.waiting.empty() && !peer.has_room()) ||
          (!peer.receiving.empty() && peer.ended.received >= theirs.sent) ||
          (!peer.sending.empty() && peer.ended.sent >= theirs.received);

@@ -91,7 +91,7 @@ struct Late {
 };
 
 // Counts of messages with one member that have ended, without those whose content came with their headers.
-struct Tally {
+struct MessageTally {
   uint64_t sent = 0, received = 0;
 };
 
@@ -101,7 +101,7 @@ struct Ended {
   Head head;
   uint32_t standing, error;
   uint64_t completed[shm::kLanes];
-  Tally tally;
+  MessageTally tally;
   char text[sizeof(shm::EndRecord::text)];
   bool is_sound(const Limits&) const {
     return (standing == static_cast<uint32_t>(shm::Standing::Failed) ||

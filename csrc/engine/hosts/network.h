@@ -34,8 +34,8 @@ static_assert(kGroupBits + kLaneBits + kUnaskedBits + kChunkBits + kEnvelopeBits
 static_assert(shm::kMaxLocalRanks <= 1 << kFounderBits);  // of a job
 inline constexpr int kGroupShift = 64 - kGroupBits;
 
-// A communicator's number is its founder's rank in the job, how many communicators that rank has founded, and how often
-// this one was shrunk since. So no other rank can take the number, whatever other communicators are founded meanwhile.
+// A communicator's number consists of its founder's rank in the job, how many communicators that rank had founded
+// before, and how often this one was shrunk since. So no other rank can take the number, whatever is founded meanwhile.
 inline constexpr uint32_t kJobGroup = 0;  // the communicator of all ranks
 inline constexpr uint32_t kTooMany = uint32_t{1} << kGroupBits;
 constexpr uint32_t after_shrink(uint32_t group) { return (group + 1) % (1 << kShrinkBits) == 0 ? kTooMany : group + 1; }

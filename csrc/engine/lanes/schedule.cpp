@@ -91,7 +91,7 @@ bool Schedule::drop_refused() {
   if (count == 0 || (count == judged_ && !has_unjudged_)) return false;
   judged_ = count;
   has_unjudged_ = false;
-  return drop([this](const Announced& announced) {
+  return drop([this](const AnnouncedOperation& announced) {
     auto text = reason_to_drop(announced);
     if (text) met_[announced.item.slots->first()] = *text;
     return text;
@@ -114,7 +114,7 @@ bool Schedule::drop(const TextOf& text_of) {
   return waiting_.size() < before;
 }
 
-std::optional<std::string> Schedule::reason_to_drop(const Announced& announced) const {
+std::optional<std::string> Schedule::reason_to_drop(const AnnouncedOperation& announced) const {
   const Slots& slots = *announced.item.slots;
   for (int member = 0; member < group_.size; ++member) {
     if (member == group_.rank) continue;
@@ -127,7 +127,7 @@ std::optional<std::string> Schedule::reason_to_drop(const Announced& announced) 
   return {};
 }
 
-bool Schedule::is_refused(const Announced& announced, uint64_t refused, uint64_t theirs,
+bool Schedule::is_refused(const AnnouncedOperation& announced, uint64_t refused, uint64_t theirs,
                           const std::function<std::string()>& text) {
   if (passed_over(announced.step, announced.ended, refused)) throw Error(ErrorKind::Aborted, text());
   return announced.is_end() ? false : turn_of(announced.step, refused, theirs) == Turn::Refused;
@@ -155,13 +155,13 @@ bool Schedule::has_room() const {
 }
 
 bool Schedule::append_ready() {
-  shm::Schedule& log = group_.own().schedule;
+  shm::ScheduleLog& log = group_.own().schedule;
   uint64_t length = log.length.load(std::memory_order_relaxed);  // relaxed: its only writer
   uint64_t before = length;
   // Entries from taken_ on are waiting operations of this rank that it has logged already.
   for (size_t i = length - taken_; i < waiting_.size(); ++i) {
     if (late(waiting_[i].item.key, waiting_[i].step, false)) continue;
-    auto is_logged = [&](const Announced& other) { return &other < &waiting_[length - taken_]; };
+    auto is_logged = [&](const AnnouncedOperation& other) { return &other < &waiting_[length - taken_]; };
     if (waiting_[i].is_end() && has_more(waiting_[i], is_logged)) continue;
     if (!has_room()) return length > before;
     log.slots[length % shm::kLogEntries] = waiting_[i].item.key;
@@ -174,12 +174,13 @@ bool Schedule::append_ready() {
 }
 
 bool Schedule::take_scheduled() {
-  const shm::Schedule& log = group_.block(0).schedule;
+  const shm::ScheduleLog& log = group_.block(0).schedule;
   uint64_t length = log.length.load(std::memory_order_acquire);  // acquire: the entries
   bool moved = taken_ < length;
   for (; taken_ < length; ++taken_) {
     uint64_t key = log.slots[taken_ % shm::kLogEntries];
-    auto found = std::find_if(waiting_.begin(), waiting_.end(), [&](const Announced& a) { return a.item.key == key; });
+    auto found =
+        std::find_if(waiting_.begin(), waiting_.end(), [&](const AnnouncedOperation& a) { return a.item.key == key; });
     if (found == waiting_.end())
       throw Error(ErrorKind::Mismatch, group_.name(0) + " scheduled a bucket that " + group_.name(group_.rank) +
                                            " has not announced: the ranks' models differ");
@@ -187,7 +188,7 @@ bool Schedule::take_scheduled() {
       const int64_t now = trace::now();
       trace_operation(trace::Kind::Scheduled, now, now, group_, found->item.work->place);
     }
-    Announced taken = std::move(*found);
+    AnnouncedOperation taken = std::move(*found);
     waiting_.erase(found);
     if (taken.is_end()) end_step(taken);
     lane_.enqueue(std::move(taken.item));
@@ -196,11 +197,11 @@ bool Schedule::take_scheduled() {
 }
 
 // Drops the rest of the step: nothing of it runs after its end.
-void Schedule::end_step(const Announced& end) {
+void Schedule::end_step(const AnnouncedOperation& end) {
   const auto& slots = end.item.slots;
   ends_[slots->first()].taken = end.step;
   ending_.push_back({slots, end.item.work});
-  drop([&](const Announced& left) -> std::optional<std::string> {
+  drop([&](const AnnouncedOperation& left) -> std::optional<std::string> {
     if (left.item.slots != slots) return {};
     return "this step of the model has ended";
   });
@@ -224,7 +225,7 @@ void Schedule::withdraw_refusals() {
 
 uint64_t Schedule::missing(bool all) const {
   uint64_t members = 0;
-  for (const Announced& announced : waiting_) {
+  for (const AnnouncedOperation& announced : waiting_) {
     uint64_t others = late(announced.item.key, announced.step, all || group_.rank == 0);
     // Only rank 0 acts on the others' announcements, so all others sleep until rank 0 does.
     if (group_.rank == 0)
@@ -242,7 +243,7 @@ uint64_t Schedule::blocking_ranks() const {
 }
 
 void Schedule::fail_all() {
-  for (Announced& announced : waiting_) lane_.enqueue(std::move(announced.item));
+  for (AnnouncedOperation& announced : waiting_) lane_.enqueue(std::move(announced.item));
   waiting_.clear();
 }
 

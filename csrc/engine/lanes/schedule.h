@@ -2,7 +2,7 @@
 // drops those that some rank will not announce.
 //
 // Rank 0 of the group appends an operation to a log when all ranks have announced it; every rank runs the log in order.
-// So no rank waits for one bucket, and no two ranks ever hold staging memory for different ones.
+// So no rank waits for one particular bucket, and no two ranks ever hold staging memory for different ones.
 //
 // Announced operations belong to steps of a model, which all members count alike (slots.h). A member that can't go on
 // with a step stores the step's number as `refused`, after all of its announcements of that step, and announces nothing
@@ -78,7 +78,7 @@ class Schedule {
   void fail_all();  // hands its operations to the lane, which the caller fails next
 
  protected:  // hosts/interhost_members.h agrees with other hosts before it appends
-  struct Announced {
+  struct AnnouncedOperation {
     Lane::Item item;
     uint64_t step;
     uint64_t ended;  // see passed_over()
@@ -90,8 +90,8 @@ class Schedule {
   bool has_room() const;  // whether the log has room for another entry: its oldest may be unread
   // Whether other operations of the model still wait for their turn, so that it is not the end's turn yet.
   template <class HasTurn>
-  bool has_more(const Announced& end, const HasTurn& has_turn) const {
-    for (const Announced& other : waiting_)
+  bool has_more(const AnnouncedOperation& end, const HasTurn& has_turn) const {
+    for (const AnnouncedOperation& other : waiting_)
       if (other.item.slots == end.item.slots && !other.is_end() && !has_turn(other)) return true;
     return false;
   }
@@ -100,10 +100,10 @@ class Schedule {
   // The number of refusals of all members so far.
   virtual uint64_t refusals() const;
   // The reason of a member that has refused the step without having announced the operation.
-  virtual std::optional<std::string> reason_to_drop(const Announced& announced) const;
+  virtual std::optional<std::string> reason_to_drop(const AnnouncedOperation& announced) const;
   // `refused` and `theirs` are one member's words, see turn_of(). Throws Aborted with `text` if the step is passed
   // over.
-  static bool is_refused(const Announced& announced, uint64_t refused, uint64_t theirs,
+  static bool is_refused(const AnnouncedOperation& announced, uint64_t refused, uint64_t theirs,
                          const std::function<std::string()>& text);
   // Whether the end of this step has already been scheduled.
   bool has_ended(uint64_t first_slot, uint64_t step) const {
@@ -113,20 +113,20 @@ class Schedule {
 
   const Group& group_;
   Lane& lane_;
-  std::vector<Announced> waiting_;  // in the order of their announcement here
-  uint64_t taken_ = 0;              // log entries read
+  std::vector<AnnouncedOperation> waiting_;  // in the order of their announcement here
+  uint64_t taken_ = 0;                       // log entries read
 
  private:
   std::string text_at(int member, const Checked<uint64_t>& text_words) const;
   bool drop_refused();
   template <class TextOf>
   bool drop(const TextOf& text_of);
-  void end_step(const Announced& end);
+  void end_step(const AnnouncedOperation& end);
 
-  struct End {
+  struct StepEnd {
     uint64_t announced = 0, taken = 0;  // the last step whose end this rank has announced, or found in the log
   };
-  std::map<uint64_t, End> ends_;  // by a model's first slot; only of models with a refused step
+  std::map<uint64_t, StepEnd> ends_;  // by a model's first slot; only of models with a refused step
   // Ends of refused steps that are on their way.
   std::vector<std::pair<std::shared_ptr<const Slots>, std::shared_ptr<Work>>> ending_;
   std::map<uint64_t, std::string> met_;  // peers' reasons for such steps, by a model's first slot

@@ -39,13 +39,13 @@ bool MailboxRoute::advance(Matcher& matcher, size_t& moved_bytes) {
 bool MailboxRoute::announce(int destination, Matcher& matcher) {
   Outgoing& to = outgoing_[destination];
   if (to.waiting.empty()) return false;
-  shm::Outbox& box = outbox(group_.rank, destination);
+  shm::OutboxWords& box = outbox(group_.rank, destination);
   uint64_t number = box.announced.load(std::memory_order_relaxed);  // relaxed: its only writer
   if (!has_room(destination)) return false;
   Post post = std::move(to.waiting.front());
   to.waiting.pop_front();
   const Message& message = post.message;
-  shm::MessageHeader& header = box.headers[number % shm::kHeaders];
+  shm::MailboxHeader& header = box.headers[number % shm::kHeaders];
   header.channel = message.channel;
   header.tag = message.tag;
   header.fingerprint = message.fingerprint;
@@ -70,7 +70,7 @@ bool MailboxRoute::has_room(int destination) const {
 
 // Whether serve() would find anything to do.
 bool MailboxRoute::can_serve(int destination) const {
-  const shm::Inbox& box = inbox(destination, group_.rank);
+  const shm::InboxWords& box = inbox(destination, group_.rank);
   if (box.wanted.load(std::memory_order_acquire) == outgoing_[destination].served) return false;  // acquire: the number
   uint64_t staged = outbox(group_.rank, destination).staged.load(std::memory_order_relaxed);      // its only writer
   return staged - box.emptied.load(std::memory_order_acquire) < shm::kFragments;  // acquire: as in serve()
@@ -80,16 +80,16 @@ bool MailboxRoute::can_serve(int destination) const {
 bool MailboxRoute::serve(int destination, Matcher& matcher) {
   Outgoing& to = outgoing_[destination];
   if (to.announced.empty()) return false;
-  const shm::Inbox& box = inbox(destination, group_.rank);
+  const shm::InboxWords& box = inbox(destination, group_.rank);
   if (box.wanted.load(std::memory_order_acquire) == to.served) return false;  // acquire: the number
   uint64_t number = box.number.load(std::memory_order_relaxed);
-  auto wanted =
-      std::find_if(to.announced.begin(), to.announced.end(), [&](const Sent& sent) { return sent.number == number; });
+  auto wanted = std::find_if(to.announced.begin(), to.announced.end(),
+                             [&](const AnnouncedPost& sent) { return sent.number == number; });
   if (wanted == to.announced.end())
     throw Error(ErrorKind::Mismatch, group_.name(destination) + " wants a message that was not sent to it");
   size_t bytes = wanted->post.message.memory.bytes();
   bool moved = false;
-  shm::Outbox& own = outbox(group_.rank, destination);
+  shm::OutboxWords& own = outbox(group_.rank, destination);
   if (to.fragments == nullptr) {
     size_t offset = group_.arena->allocate_group(kFragmentsBytes);
     to.fragments = group_.arena->at(offset);
@@ -117,9 +117,9 @@ bool MailboxRoute::serve(int destination, Matcher& matcher) {
 
 bool MailboxRoute::hear(int source, Matcher& matcher) {
   Incoming& from = incoming_[source];
-  const shm::Outbox& box = outbox(source, group_.rank);
+  const shm::OutboxWords& box = outbox(source, group_.rank);
   if (box.announced.load(std::memory_order_acquire) == from.heard) return false;  // acquire: the header
-  const shm::MessageHeader& header = box.headers[from.heard % shm::kHeaders];
+  const shm::MailboxHeader& header = box.headers[from.heard % shm::kHeaders];
   MessageHeader arrived{.channel = load_once(header.channel),
                         .tag = load_once(header.tag),
                         .fingerprint = load_once(header.fingerprint),
@@ -136,8 +136,8 @@ bool MailboxRoute::hear(int source, Matcher& matcher) {
 bool MailboxRoute::fetch_next(int source, Matcher& matcher) {
   Incoming& from = incoming_[source];
   if (from.transfers.empty()) return false;
-  Transfer& transfer = from.transfers.front();
-  shm::Inbox& box = inbox(group_.rank, source);
+  StagedTransfer& transfer = from.transfers.front();
+  shm::InboxWords& box = inbox(group_.rank, source);
   bool moved = false;
   if (!transfer.wanted) {
     transfer.wanted = moved = true;
@@ -154,9 +154,9 @@ bool MailboxRoute::fetch_next(int source, Matcher& matcher) {
   return true;
 }
 
-bool MailboxRoute::fetch_staged(int source, Transfer& transfer) {
-  const shm::Outbox& box = outbox(source, group_.rank);
-  shm::Inbox& own = inbox(group_.rank, source);
+bool MailboxRoute::fetch_staged(int source, StagedTransfer& transfer) {
+  const shm::OutboxWords& box = outbox(source, group_.rank);
+  shm::InboxWords& own = inbox(group_.rank, source);
   uint64_t emptied = own.emptied.load(std::memory_order_relaxed);  // relaxed: its only writer
   bool moved = false;
   // acquire: the bytes, and where they are
@@ -196,7 +196,7 @@ uint64_t MailboxRoute::missing(const Matcher& matcher) const {
   uint64_t members = 0, awaited = among_members(matcher.awaited());
   for (int peer = 0; peer < group_.size; ++peer) {
     if (peer == group_.rank) continue;
-    const shm::Outbox& box = outbox(peer, group_.rank);
+    const shm::OutboxWords& box = outbox(peer, group_.rank);
     const Incoming& from = incoming_[peer];
     bool unheard = box.announced.load(std::memory_order_acquire) != from.heard;  // acquire: as in hear()
     bool unread = box.staged.load(std::memory_order_acquire) !=                  // acquire: as in fetch_staged()
@@ -212,10 +212,10 @@ uint64_t MailboxRoute::missing(const Matcher& matcher) const {
 void MailboxRoute::visit(const std::function<void(Post&)>& each) {
   for (Outgoing& to : outgoing_) {
     for (Post& post : to.waiting) each(post);
-    for (Sent& sent : to.announced) each(sent.post);
+    for (AnnouncedPost& sent : to.announced) each(sent.post);
   }
   for (Incoming& from : incoming_)
-    for (Transfer& transfer : from.transfers) each(transfer.post);
+    for (StagedTransfer& transfer : from.transfers) each(transfer.post);
 }
 
 void MailboxRoute::clear() {

@@ -37,19 +37,19 @@ class MailboxRoute final : public MessageRoute {
   static constexpr size_t kFragmentsBytes = shm::kFragments * shm::kFragmentBytes;
 
  private:
-  struct Sent {
+  struct AnnouncedPost {
     Post post;
     uint64_t number;
   };
   struct Outgoing {
-    std::deque<Post> waiting;        // until there is room to announce them
-    std::list<Sent> announced;       // until the receiver has got them
-    uint64_t served = 0;             // messages that the receiver has wanted and got
-    size_t done = 0;                 // bytes staged of the message that it wants now
-    std::byte* fragments = nullptr;  // in this rank's arena
-    size_t fragments_offset = 0;     // of it
+    std::deque<Post> waiting;            // until there is room to announce them
+    std::list<AnnouncedPost> announced;  // until the receiver has got them
+    uint64_t served = 0;                 // messages that the receiver has wanted and got
+    size_t done = 0;                     // bytes staged of the message that it wants now
+    std::byte* fragments = nullptr;      // in this rank's arena
+    size_t fragments_offset = 0;         // of it
   };
-  struct Transfer {
+  struct StagedTransfer {
     MessageHeader header;
     Post post;
     bool wanted = false;
@@ -57,18 +57,18 @@ class MailboxRoute final : public MessageRoute {
   };
   struct Incoming {
     uint64_t heard = 0;
-    std::deque<Transfer> transfers;
+    std::deque<StagedTransfer> transfers;
   };
 
-  shm::Outbox& outbox(int from, int to) const { return group_.block(from).messages.out[to]; }
-  shm::Inbox& inbox(int at, int from) const { return group_.block(at).messages.in[from]; }
+  shm::OutboxWords& outbox(int from, int to) const { return group_.block(from).messages.out[to]; }
+  shm::InboxWords& inbox(int at, int from) const { return group_.block(at).messages.in[from]; }
   int member_of(int rank) const;
   uint64_t among_members(uint64_t ranks) const;
   bool hear(int source, Matcher& matcher);
   bool announce(int destination, Matcher& matcher);
   bool serve(int destination, Matcher& matcher);
   bool fetch_next(int source, Matcher& matcher);
-  bool fetch_staged(int source, Transfer& transfer);
+  bool fetch_staged(int source, StagedTransfer& transfer);
   bool has_room(int destination) const;
   bool can_serve(int destination) const;
 

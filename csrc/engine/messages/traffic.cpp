@@ -48,8 +48,8 @@ void Traffic::end(Submissions::Batch late, const std::exception_ptr& error) {
   messenger_.fail_all(error);
 }
 
-Traffic::Pending Traffic::oldest() const {
-  Pending oldest;
+Traffic::OldestOperation Traffic::oldest() const {
+  OldestOperation oldest;
   auto consider = [&](const auto& queue, const auto& steps) {
     const Lane::Item* item = queue.oldest();
     if (item && (!oldest.item || item->since < oldest.item->since)) oldest = {item, steps.blocking_ranks()};

@@ -118,11 +118,11 @@ class Traffic {
   void end(Submissions::Batch late, const std::exception_ptr& error);
 
   // The operation that has waited longest, and the members that hold it up.
-  struct Pending {
+  struct OldestOperation {
     const Lane::Item* item = nullptr;
     uint64_t blocking_ranks = 0;
   };
-  Pending oldest() const;
+  OldestOperation oldest() const;
   uint64_t missing(bool all) const;
   uint64_t interest() const { return missing(false) | messenger_.interest(); }
   // Members that have not made this call. Empty for a message, since nobody can be certain that it will never come.

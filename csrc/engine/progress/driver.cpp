@@ -34,31 +34,31 @@ void Driver::stop() {
 
 bool Driver::await_turn() {
   bool called = false;
-  for (Act act = Act::Ticket;;) {
+  for (ThreadAct act = ThreadAct::Ticket;;) {
     bool answer = false;
     switch (act) {
-      case Act::Ticket: {
+      case ThreadAct::Ticket: {
         uint32_t calls = calls_.load(std::memory_order_seq_cst);
         called = std::exchange(ticket_, calls) != calls;
         break;
       }
-      case Act::Park: parked_.store(true, std::memory_order_seq_cst); break;
-      case Act::AskStopped: answer = is_stopped(); break;
-      case Act::AskWork: answer = has_work_(); break;
-      case Act::AskDriven:
-      case Act::AskAgain: answer = is_driven(); break;
-      case Act::AskCalled: answer = called; break;
-      case Act::AskVisited: {
+      case ThreadAct::Park: parked_.store(true, std::memory_order_seq_cst); break;
+      case ThreadAct::AskStopped: answer = is_stopped(); break;
+      case ThreadAct::AskWork: answer = has_work_(); break;
+      case ThreadAct::AskDriven:
+      case ThreadAct::AskAgain: answer = is_driven(); break;
+      case ThreadAct::AskCalled: answer = called; break;
+      case ThreadAct::AskVisited: {
         uint64_t visits = visits_.load(std::memory_order_relaxed);  // relaxed: a hint
         answer = counts_visits_ && std::exchange(visits_seen_, visits) != visits;
         break;
       }
-      case Act::Sleep: futex_wait(calls_, ticket_, std::chrono::hours(1)); break;
-      case Act::Doze: futex_wait(calls_, ticket_, kGrace); break;
-      case Act::Hush:
-      case Act::Unpark: parked_.store(false, std::memory_order_seq_cst); break;
-      case Act::Drive: return true;
-      case Act::End: return false;
+      case ThreadAct::Sleep: futex_wait(calls_, ticket_, std::chrono::hours(1)); break;
+      case ThreadAct::Doze: futex_wait(calls_, ticket_, kGrace); break;
+      case ThreadAct::Hush:
+      case ThreadAct::Unpark: parked_.store(false, std::memory_order_seq_cst); break;
+      case ThreadAct::Drive: return true;
+      case ThreadAct::End: return false;
     }
     act = next(kind_, act, answer);
   }

@@ -39,7 +39,7 @@ class IoLoop {
 
 class Driver {
  public:
-  enum class Act : uint8_t {
+  enum class ThreadAct : uint8_t {
     Ticket,      // note the number of calls so far
     Park,        // from now on calls wake this thread
     AskStopped,  // has stop() been called?
@@ -61,25 +61,25 @@ class Driver {
     Found,   // there may always be work, and a thread that leaves does not call
   };
 
-  static constexpr Act next(Kind kind, Act act, bool answer = false) {
+  static constexpr ThreadAct next(Kind kind, ThreadAct act, bool answer = false) {
     const bool handed = kind == Kind::Handed;
     switch (act) {
-      case Act::Ticket: return Act::Park;
-      case Act::Park: return Act::AskStopped;
-      case Act::AskStopped: return answer ? Act::End : Act::AskWork;
-      case Act::AskWork: return answer ? Act::AskDriven : Act::Sleep;
-      case Act::AskDriven: return !answer ? Act::AskCalled : handed ? Act::Sleep : Act::Doze;
-      case Act::AskCalled: return answer && !handed ? Act::Unpark : Act::AskVisited;
-      case Act::AskVisited: return !answer ? Act::Unpark : handed ? Act::Hush : Act::Doze;
-      case Act::Hush: return Act::Doze;
-      case Act::Unpark: return Act::AskAgain;
-      case Act::AskAgain: return answer ? Act::Ticket : Act::Drive;
-      case Act::Sleep:
-      case Act::Doze:
-      case Act::Drive:
-      case Act::End: return Act::Ticket;
+      case ThreadAct::Ticket: return ThreadAct::Park;
+      case ThreadAct::Park: return ThreadAct::AskStopped;
+      case ThreadAct::AskStopped: return answer ? ThreadAct::End : ThreadAct::AskWork;
+      case ThreadAct::AskWork: return answer ? ThreadAct::AskDriven : ThreadAct::Sleep;
+      case ThreadAct::AskDriven: return !answer ? ThreadAct::AskCalled : handed ? ThreadAct::Sleep : ThreadAct::Doze;
+      case ThreadAct::AskCalled: return answer && !handed ? ThreadAct::Unpark : ThreadAct::AskVisited;
+      case ThreadAct::AskVisited: return !answer ? ThreadAct::Unpark : handed ? ThreadAct::Hush : ThreadAct::Doze;
+      case ThreadAct::Hush: return ThreadAct::Doze;
+      case ThreadAct::Unpark: return ThreadAct::AskAgain;
+      case ThreadAct::AskAgain: return answer ? ThreadAct::Ticket : ThreadAct::Drive;
+      case ThreadAct::Sleep:
+      case ThreadAct::Doze:
+      case ThreadAct::Drive:
+      case ThreadAct::End: return ThreadAct::Ticket;
     }
-    return Act::End;
+    return ThreadAct::End;
   }
 
   // Any thread may call `has_work`.

@@ -217,7 +217,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
     if (asleep_) asleep_->wake();
   }
   // Severs the ranges whose `apart` is set. A peer that still reads another range notices afterwards that this rank has
-  // failed. Throws, behind the last range, an error that Arena::sever_tensor has thrown.
+  // failed. Throws an error of Arena::sever_tensor, but only after all ranges have been tried.
   void sever_tensors(const std::vector<ArenaRange>& ranges, const Error& cause);
 
   uint64_t sleeps() const { return sleeps_.load(std::memory_order_relaxed); }

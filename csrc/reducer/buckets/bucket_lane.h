@@ -54,8 +54,6 @@ inline Nonfinite host_words_for_nonfinite(int world) {
   return {.words = std::shared_ptr<uint64_t[]>(new uint64_t[world + 1])};
 }
 
-// The reducer's lane on a CUDA device.
-
 // Makes the reducer's lane on a CUDA device. Throws InvalidUsage, which says what is missing, if there is no such
 // device. The ranks connect at its first allocate().
 std::unique_ptr<BucketLane> make_device_lane(const std::shared_ptr<Communicator>& communicator, c10::Device device);

@@ -21,10 +21,10 @@ namespace {
 constexpr size_t kPartAlignment = 16;
 
 // The offsets of the parts of one gradient in the bytes that its rank sends.
-struct Place {
+struct SentPlace {
   size_t indices, values, end;
 
-  Place(size_t begin, const at::Tensor& like, int64_t nonzeros) {
+  SentPlace(size_t begin, const at::Tensor& like, int64_t nonzeros) {
     int64_t row = 1;  // elements of one value
     for (int64_t i = like.sparse_dim(); i < like.dim(); ++i) row *= like.size(i);
     indices = begin;
@@ -59,7 +59,7 @@ at::Tensor part(const at::Tensor& bytes, size_t begin, at::IntArrayRef sizes, at
 }
 
 // The gradient that one rank has sent, of the shape of `like`. Throws PeerLost if an index lies outside of it.
-at::Tensor unpack(const at::Tensor& bytes, const Place& place, const at::Tensor& like, int64_t nonzeros) {
+at::Tensor unpack(const at::Tensor& bytes, const SentPlace& place, const at::Tensor& like, int64_t nonzeros) {
   std::vector<int64_t> shape{nonzeros};
   shape.insert(shape.end(), like.sizes().begin() + like.sparse_dim(), like.sizes().end());
   const at::Tensor indices = part(bytes, place.indices, {like.sparse_dim(), nonzeros}, at::kLong);
@@ -98,7 +98,7 @@ size_t average_sparse(const std::vector<at::Tensor>& gradients, Communicator& co
   at::Tensor all_counts = gather(counts, communicator, "sizes of the sparse gradients of " + model);
   const auto* count_of = all_counts.const_data_ptr<int64_t>();
 
-  std::vector<std::vector<Place>> places(size);  // by rank, by gradient
+  std::vector<std::vector<SentPlace>> places(size);  // by rank, by gradient
   size_t longest = 0;
   for (int rank = 0; rank < size; ++rank) {
     size_t end = 0;
@@ -112,7 +112,7 @@ size_t average_sparse(const std::vector<at::Tensor>& gradients, Communicator& co
   at::Tensor packed = at::empty({static_cast<int64_t>(longest)}, at::kByte);
   auto* bytes = static_cast<std::byte*>(packed.mutable_data_ptr());
   for (size_t i = 0; i < own.size(); ++i) {
-    const Place& place = places[communicator.rank()][i];
+    const SentPlace& place = places[communicator.rank()][i];
     at::Tensor indices = own[i]._indices().contiguous(),
                values = own[i]._values().resolve_conj().resolve_neg().contiguous();
     std::memcpy(bytes + place.indices, indices.const_data_ptr(), indices.nbytes());

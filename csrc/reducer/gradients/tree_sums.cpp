@@ -13,7 +13,7 @@ namespace syncengine {
 bool TreeSums::take(size_t merges) {
   at::NoGradGuard no_grad;
   bool any = false;
-  std::vector<Sum> taken(parameters_.size());
+  std::vector<WaitingSum> taken(parameters_.size());
   for (size_t i = 0; i < parameters_.size(); ++i) {
     at::Tensor& grad = parameters_[i].mutable_grad();
     if (!grad.defined()) continue;
@@ -23,7 +23,7 @@ bool TreeSums::take(size_t merges) {
   }
   sums_.push_back(std::move(taken));
   for (; merges > 0; --merges) {
-    std::vector<Sum> right = std::move(sums_.back());
+    std::vector<WaitingSum> right = std::move(sums_.back());
     sums_.pop_back();
     for (size_t i = 0; i < right.size(); ++i) merge(sums_.back()[i], std::move(right[i]));
   }
@@ -31,7 +31,7 @@ bool TreeSums::take(size_t merges) {
 }
 
 // Adds two sums, whose order does not matter. Zeros are added, too: they turn -0.0 into 0.0.
-void TreeSums::merge(Sum& left, Sum right) {
+void TreeSums::merge(WaitingSum& left, WaitingSum right) {
   if (!left.value.defined() || (right.made && !left.made)) std::swap(left, right);
   if (!left.value.defined()) return;
   if (left.value.is_sparse()) {

@@ -31,14 +31,14 @@ class TreeSums {
 
  private:
   // A sum is undefined if no micro-batch of it has used the parameter, which counts as zeros.
-  struct Sum {
+  struct WaitingSum {
     at::Tensor value;
     bool made = false;
   };
-  static void merge(Sum& left, Sum right);
+  static void merge(WaitingSum& left, WaitingSum right);
 
   std::vector<at::Tensor> parameters_;
-  std::vector<std::vector<Sum>> sums_;  // each has a sum for every parameter
+  std::vector<std::vector<WaitingSum>> sums_;  // each has a sum for every parameter
 };
 
 // The step that a synchronized backward completes, since it brings this rank's last micro-batch.

@@ -88,7 +88,7 @@ class GraphTasks {
 
  private:
   static constexpr size_t kForwards = 64;  // forwards that are remembered
-  struct Span {
+  struct ForwardSpan {
     NodeNumber began, ended;
   };
 
@@ -97,7 +97,7 @@ class GraphTasks {
   bool made_it(const torch::autograd::Node& node) const {
     if (node.next_edges().empty()) return false;
     const uint64_t here = NodeNumber::now().thread;
-    return std::any_of(forwards_.begin(), forwards_.end(), [&](const Span& forward) {
+    return std::any_of(forwards_.begin(), forwards_.end(), [&](const ForwardSpan& forward) {
       if (node.thread_id() != forward.ended.thread) return node.thread_id() != here;
       return !forward.began.is_after(node) && !forward.ended.is_before(node);
     });
@@ -106,7 +106,7 @@ class GraphTasks {
   int last_ = -1;       // the last task that is watched
   size_t watched_ = 0;  // watched tasks that have not ended
   std::condition_variable all_ended_;
-  std::deque<Span> forwards_;
+  std::deque<ForwardSpan> forwards_;
   int judged_ = -1;  // the last task that was judged
   bool forwards_nodes_ = false;
 };

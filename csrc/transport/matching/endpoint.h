@@ -56,7 +56,7 @@ class Endpoint : public SubmissionQueue {
     if (!log.empty()) say(log);
   }
 
-  // The rest is for the thread that moves bytes, under `progress_`.
+  // The functions below are for the thread that moves bytes, under `progress_`.
 
   // Calls `call` for a peer. An error that it throws ends that peer, and no other.
   template <class Call>
@@ -76,18 +76,20 @@ class Endpoint : public SubmissionQueue {
   }
 
   void take_posts() {
-    for (Post& post : take()) {
+    for (QueuedPost& post : take()) {
       if (!peers_.at(post.peer)->session().life.is_in_use() && post_too_late(post)) {
         shared_.news = true;
         continue;
       }
       guarded(post.peer, [&](Peer& peer) {
         switch (post.kind) {
-          case Post::Send: peer.session().outbox.post(post.tag, post.data, post.bytes, std::move(post.transfer)); break;
-          case Post::Receive:
+          case QueuedPost::Send:
+            peer.session().outbox.post(post.tag, post.data, post.bytes, std::move(post.transfer));
+            break;
+          case QueuedPost::Receive:
             peer.session().inbox.post(post.tag, post.data, post.bytes, std::move(post.transfer));
             break;
-          case Post::Tell: peer.session().tell(post.message); break;
+          case QueuedPost::Tell: peer.session().tell(post.message); break;
         }
       });
     }

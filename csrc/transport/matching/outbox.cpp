@@ -44,7 +44,7 @@ void Outbox::post(uint64_t tag, const std::byte* data, size_t bytes, std::shared
   }
 }
 
-void Outbox::enqueue(const std::shared_ptr<Send>& send, const Ready& ready) {
+void Outbox::enqueue(const std::shared_ptr<Send>& send, const PeerReady& ready) {
   if (send->bytes != ready.size) {
     Error error = size_mismatch(shared_.names, shared_.rank, send->bytes, peer_, ready.size);
     send->fail(error);
@@ -56,7 +56,7 @@ void Outbox::enqueue(const std::shared_ptr<Send>& send, const Ready& ready) {
 
 void Outbox::on_ready(const Frame& frame) {
   if (withdrawals_.is_withdrawn(frame.tag)) return;
-  Ready ready{frame.handle, frame.size};
+  PeerReady ready{frame.handle, frame.size};
   if (auto waiting = unready_.find(frame.tag); waiting != unready_.end()) {
     auto send = std::move(waiting->second);
     unready_.erase(waiting);
@@ -71,9 +71,9 @@ void Outbox::on_credit(const Frame& frame) {
   credit_ += frame.size;
 }
 
-Piece Outbox::next(uint32_t most) {
+OutgoingPiece Outbox::next(uint32_t most) {
   auto send = queue_.front();
-  Piece piece{.frame = {}, .send = send};
+  OutgoingPiece piece{.frame = {}, .send = send};
   Frame& frame = piece.frame;
   if (send->handle == 0) {
     frame = {.kind = Kind::Eager, .payload = send->bytes, .tag = send->tag};
@@ -90,7 +90,7 @@ Piece Outbox::next(uint32_t most) {
   return piece;
 }
 
-void Outbox::written(const Piece& piece) {
+void Outbox::written(const OutgoingPiece& piece) {
   Send& send = *piece.send;
   send.left -= piece.frame.payload;
   if (send.left > 0 || !send.transfer) return;

@@ -32,7 +32,7 @@ struct Send {
 };
 
 // A frame to be written, with its payload.
-struct Piece {
+struct OutgoingPiece {
   Frame frame;
   std::shared_ptr<Send> send;
   const std::byte* payload() const { return send->data + frame.offset; }
@@ -49,8 +49,8 @@ class Outbox {
   void on_credit(const Frame& frame);
 
   bool has_next() const { return !queue_.empty(); }
-  Piece next(uint32_t most = kChunkBytes);  // `most`: bytes of a chunk, a multiple of kChunkUnit
-  void written(const Piece& piece);
+  OutgoingPiece next(uint32_t most = kChunkBytes);  // `most`: bytes of a chunk, a multiple of kChunkUnit
+  void written(const OutgoingPiece& piece);
 
   // Ends the sends of these tags, and tells the peer. Pieces that were given out are for their holder to detach or
   // fail.
@@ -59,12 +59,12 @@ class Outbox {
   void fail_unready(const Error& error);  // sends that the peer has not asked for
 
  private:
-  struct Ready {
+  struct PeerReady {
     uint64_t handle;
     uint32_t size;
   };
 
-  void enqueue(const std::shared_ptr<Send>& send, const Ready& ready);
+  void enqueue(const std::shared_ptr<Send>& send, const PeerReady& ready);
 
   Shared& shared_;
   int peer_;
@@ -74,7 +74,7 @@ class Outbox {
   uint32_t credit_ = kEagerWindow;
   std::deque<std::shared_ptr<Send>> queue_;                      // may be sent; the first may be half sent
   std::unordered_map<uint64_t, std::shared_ptr<Send>> unready_;  // by tag: waits for the peer's Ready
-  std::unordered_map<uint64_t, Ready> ready_;                    // by tag: the peer's Ready, which waits for a send
+  std::unordered_map<uint64_t, PeerReady> ready_;                // by tag: the peer's Ready, which waits for a send
 };
 
 }  // namespace syncengine::matching

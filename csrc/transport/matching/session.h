@@ -33,9 +33,9 @@ namespace syncengine::matching {
 class Lifecycle {
  public:
   enum State : uint8_t { Open, PeerLeft, Leaving, Answering, Said, Parted, Broken };
-  enum Event : uint8_t { Leave, SayGoodbye, HearGoodbye, Break };
+  enum LifeEvent : uint8_t { Leave, SayGoodbye, HearGoodbye, Break };
 
-  static constexpr std::optional<State> next(State state, Event event) {
+  static constexpr std::optional<State> next(State state, LifeEvent event) {
     constexpr std::optional<State> kNever;
     constexpr std::optional<State> kTable[][4] = {
         {Leaving, kNever, PeerLeft, Broken}, {Answering, kNever, PeerLeft, Broken},
@@ -45,7 +45,7 @@ class Lifecycle {
     return kTable[state][event];
   }
 
-  void on(Event event) {
+  void on(LifeEvent event) {
     constexpr const char* kStates[] = {"Open", "PeerLeft", "Leaving", "Answering", "Said", "Parted", "Broken"};
     constexpr const char* kEvents[] = {"Leave", "SayGoodbye", "HearGoodbye", "Break"};
     const std::optional<State> then = next(state_, event);

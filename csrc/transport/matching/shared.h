@@ -54,18 +54,18 @@ class Withdrawals {
   size_t size() const { return ranges_.size(); }
 
  private:
-  struct Range {
+  struct TagRange {
     uint64_t last = 0;
     bool here = false, there = false;
     uint32_t eagers = 0;  // Eagers that the peer had sent, if `there`
   };
-  bool is_over(const Range& range) const;
+  bool is_over(const TagRange& range) const;
 
   const Shared& shared_;
   int peer_;
-  uint32_t eagers_ = 0;               // Eagers that have come; only differences matter
-  std::map<uint64_t, Range> ranges_;  // by first tag
-  size_t awaited_ = 0;                // ranges withdrawn on both sides, with Eagers still to come
+  uint32_t eagers_ = 0;                  // Eagers that have come; only differences matter
+  std::map<uint64_t, TagRange> ranges_;  // by first tag
+  size_t awaited_ = 0;                   // ranges withdrawn on both sides, with Eagers still to come
 };
 
 }  // namespace syncengine::matching

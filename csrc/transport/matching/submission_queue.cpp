@@ -8,7 +8,7 @@
 
 namespace syncengine::matching {
 
-std::shared_ptr<Interhost::Transfer> SubmissionQueue::post(Post post) {
+std::shared_ptr<Interhost::Transfer> SubmissionQueue::post(QueuedPost post) {
   if (!is_peer(post.peer))
     throw Error(ErrorKind::InvalidUsage, shared_.names(post.peer) + " is no peer on another host");
   if (post.bytes > kMaxTransfer)
@@ -30,17 +30,17 @@ std::shared_ptr<Interhost::Transfer> SubmissionQueue::post(Post post) {
 
 std::shared_ptr<Interhost::Transfer> SubmissionQueue::send(int peer, uint64_t tag, const std::byte* data,
                                                            size_t bytes) {
-  return post({Post::Send, peer, tag, const_cast<std::byte*>(data), bytes, std::make_shared<Transfer>()});
+  return post({QueuedPost::Send, peer, tag, const_cast<std::byte*>(data), bytes, std::make_shared<Transfer>()});
 }
 
 std::shared_ptr<Interhost::Transfer> SubmissionQueue::receive(int peer, uint64_t tag, std::byte* data, size_t bytes) {
-  return post({Post::Receive, peer, tag, data, bytes, std::make_shared<Transfer>()});
+  return post({QueuedPost::Receive, peer, tag, data, bytes, std::make_shared<Transfer>()});
 }
 
 void SubmissionQueue::tell(int peer, const std::string& message) {
   if (message.size() > kMaxMessage)
     throw Error(ErrorKind::InvalidUsage, "a message has at most 64 KiB, this one " + std::to_string(message.size()));
-  post({.kind = Post::Tell, .peer = peer, .message = message});
+  post({.kind = QueuedPost::Tell, .peer = peer, .message = message});
 }
 
 std::optional<Interhost::Message> SubmissionQueue::hear() {
@@ -67,7 +67,7 @@ bool SubmissionQueue::has_posts() const {
   return !posts_.empty();
 }
 
-std::deque<SubmissionQueue::Post> SubmissionQueue::take() {
+std::deque<SubmissionQueue::QueuedPost> SubmissionQueue::take() {
   std::lock_guard lock(mutex_);
   return std::exchange(posts_, {});
 }
@@ -91,7 +91,7 @@ void SubmissionQueue::note_end(int peer) {
   ended_.insert(peer);
 }
 
-bool SubmissionQueue::post_too_late(Post& post) {
+bool SubmissionQueue::post_too_late(QueuedPost& post) {
   std::lock_guard lock(mutex_);
   if (!failures_.contains(post.peer)) return false;
   end_late(post);
@@ -99,10 +99,10 @@ bool SubmissionQueue::post_too_late(Post& post) {
 }
 
 // Ends a post for a peer that has failed. Called under the lock.
-void SubmissionQueue::end_late(Post& post) {
+void SubmissionQueue::end_late(QueuedPost& post) {
   if (!post.transfer) return;
   auto& sent_by_peer = left_behind_.at(post.peer);
-  auto found = post.kind == Post::Receive ? sent_by_peer.extract(post.tag) : Inbox::Unexpecteds::node_type();
+  auto found = post.kind == QueuedPost::Receive ? sent_by_peer.extract(post.tag) : Inbox::Unexpecteds::node_type();
   if (!found) return post.transfer->fail(failures_.at(post.peer));
   const auto& sent = found.mapped();
   if (sent.size != post.bytes)

@@ -21,7 +21,7 @@ namespace syncengine::matching {
 
 class SubmissionQueue : public Interhost {
  public:
-  struct Post {
+  struct QueuedPost {
     enum Kind : uint8_t { Send, Receive, Tell } kind;
     int peer;
     uint64_t tag = 0;
@@ -48,22 +48,22 @@ class SubmissionQueue : public Interhost {
   bool has_posts() const;
 
   // Called by the thread that moves the bytes. Posts for a peer after note_failure() fail at once.
-  std::deque<Post> take();
+  std::deque<QueuedPost> take();
   void deliver(std::vector<Message>& heard);  // leaves it empty
   // `sent` is what the peer sent before it left in order and nobody has asked for yet: a receive still gets it. `ended`
   // is the answer of Interhost::has_ended().
   void note_failure(int peer, const Error& error, Inbox::Unexpecteds sent, bool ended);
-  void note_end(int peer);         // `ended`, found out after note_failure()
-  bool post_too_late(Post& post);  // ends it if a failure of the peer was noted, else returns false
+  void note_end(int peer);               // `ended`, found out after note_failure()
+  bool post_too_late(QueuedPost& post);  // ends it if a failure of the peer was noted, else returns false
 
   Shared shared_;  // any thread may read names and rank, which never change
 
  private:
-  std::shared_ptr<Transfer> post(Post post);
-  void end_late(Post& post);
+  std::shared_ptr<Transfer> post(QueuedPost post);
+  void end_late(QueuedPost& post);
 
   mutable std::mutex mutex_;
-  std::deque<Post> posts_;
+  std::deque<QueuedPost> posts_;
   std::deque<Message> heard_;
   std::map<int, Error> failures_;
   std::set<int> ended_;  // failed peers whose processes have ended

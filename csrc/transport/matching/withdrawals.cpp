@@ -13,16 +13,16 @@ constexpr size_t kMostRanges = 1 << 12;
 bool Withdrawals::is_withdrawn(uint64_t tag) const {
   auto next = ranges_.upper_bound(tag);
   if (next == ranges_.begin()) return false;
-  const Range& range = std::prev(next)->second;
+  const TagRange& range = std::prev(next)->second;
   return range.here && tag <= range.last;
 }
 
-bool Withdrawals::is_over(const Range& range) const {
+bool Withdrawals::is_over(const TagRange& range) const {
   return range.here && range.there && static_cast<int32_t>(eagers_ - range.eagers) >= 0;
 }
 
 void Withdrawals::withdraw(uint64_t first, uint64_t last) {
-  Range& range = ranges_[first];
+  TagRange& range = ranges_[first];
   range.last = last;
   range.here = true;
   if (is_over(range))
@@ -34,7 +34,7 @@ void Withdrawals::withdraw(uint64_t first, uint64_t last) {
 void Withdrawals::hear(const Frame& frame) {
   if (ranges_.size() >= kMostRanges && !ranges_.contains(frame.tag))
     throw garbage(shared_, peer_, "more withdrawals than can be");
-  Range& range = ranges_[frame.tag];
+  TagRange& range = ranges_[frame.tag];
   if (range.there || (range.here && range.last != frame.handle)) throw garbage(shared_, peer_, "one withdrawal twice");
   range.last = frame.handle;
   range.there = true;

@@ -93,7 +93,7 @@ bool Endpoint::pass() {
 }
 
 void Endpoint::on_end(const PacketTransport::End& end) {
-  Traffic::InFlight packet = traffic_.end(end.id);
+  PacketTraffic::PostedPacket packet = traffic_.end(end.id);
   guarded(packet.peer, [&](Peer& peer) { peer.on_end(end.id, std::move(packet.buffer), end.error); });
 }
 

@@ -33,7 +33,7 @@ class Endpoint : public matching::Endpoint<Peer> {
   void on_end(const PacketTransport::End& end);
 
   Options options_;
-  Traffic traffic_;
+  PacketTraffic traffic_;
   std::unique_ptr<PacketTransport> transport_;
   bool polled_ = true;
   Clock::time_point last_moved_ = Clock::now();

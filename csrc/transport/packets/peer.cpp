@@ -12,23 +12,23 @@
 
 namespace syncengine::packets {
 
-Traffic::~Traffic() {
+PacketTraffic::~PacketTraffic() {
   static std::mutex mutex;
-  static auto* kept = new std::vector<std::unordered_map<uint64_t, InFlight>>;  // reachable, never deleted
+  static auto* kept = new std::vector<std::unordered_map<uint64_t, PostedPacket>>;  // reachable, never deleted
   std::lock_guard lock(mutex);
   if (!in_flight_.empty()) kept->push_back(std::move(in_flight_));
 }
 
-uint64_t Traffic::post(int peer, bool outgoing, Buffer buffer, size_t bytes) {
+uint64_t PacketTraffic::post(int peer, bool outgoing, Buffer buffer, size_t bytes) {
   posts_.push_back({++last_, peer, outgoing, buffer.get(), bytes});
-  in_flight_.emplace(last_, InFlight{peer, std::move(buffer)});
+  in_flight_.emplace(last_, PostedPacket{peer, std::move(buffer)});
   return last_;
 }
 
-Traffic::InFlight Traffic::end(uint64_t id) {
+PacketTraffic::PostedPacket PacketTraffic::end(uint64_t id) {
   auto found = in_flight_.find(id);
   assert(found != in_flight_.end());
-  InFlight packet = std::move(found->second);
+  PostedPacket packet = std::move(found->second);
   in_flight_.erase(found);
   return packet;
 }
@@ -51,7 +51,7 @@ bool is_data(Kind kind) { return kind == Kind::Eager || kind == Kind::Chunk; }
 
 }  // namespace
 
-Peer::Peer(matching::Shared& shared, Traffic& traffic, const Options& options, int rank)
+Peer::Peer(matching::Shared& shared, PacketTraffic& traffic, const Options& options, int rank)
     : session_(shared, heartbeat_timing(options), rank), traffic_(traffic), options_(options) {
   receive(kControlBytes, {});
 }
@@ -82,7 +82,7 @@ void Peer::send_packet() {
   std::vector<std::pair<Buffer, size_t>> payloads;
   while (session_.out.empty() && session_.outbox.has_next() && payloads.size() < kMostAnnounced &&
          used + kFrameBytes + kInlineBytes <= kRoom) {
-    matching::Piece piece = session_.outbox.next();
+    matching::OutgoingPiece piece = session_.outbox.next();
     add(encode(piece.frame, session_.shared.checksum).data(), kFrameBytes);
     if (is_inline(piece.frame)) {
       add(piece.payload(), piece.frame.payload);
@@ -117,7 +117,8 @@ void Peer::on_end(uint64_t id, Buffer buffer, const std::string& error) {
     throw Error(ErrorKind::PeerLost,
                 session_.name() + " died, or the way to it broke (" + options_.by + ": " + error + ")");
   }
-  auto ended = std::find_if(incoming_.begin(), incoming_.end(), [&](const Incoming& each) { return each.id == id; });
+  auto ended =
+      std::find_if(incoming_.begin(), incoming_.end(), [&](const PostedReceive& each) { return each.id == id; });
   if (ended == incoming_.end()) {
     --outgoing_;
     return;
@@ -127,7 +128,7 @@ void Peer::on_end(uint64_t id, Buffer buffer, const std::string& error) {
   ended->buffer = std::move(buffer);
   std::optional<Error> fault;
   while (!incoming_.empty() && incoming_.front().ended && !session_.life.is_broken()) {
-    Incoming next = std::move(incoming_.front());
+    PostedReceive next = std::move(incoming_.front());
     incoming_.pop_front();
     try {
       take_incoming(std::move(next));
@@ -139,7 +140,7 @@ void Peer::on_end(uint64_t id, Buffer buffer, const std::string& error) {
   if (fault) throw Error(*fault);
 }
 
-void Peer::take_incoming(Incoming incoming) {
+void Peer::take_incoming(PostedReceive incoming) {
   if (incoming.arrival)
     take_data(*incoming.arrival, incoming.buffer.get());
   else

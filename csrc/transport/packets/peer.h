@@ -38,33 +38,33 @@ inline constexpr size_t kControlBytes = 2 << 10;  // size of a packet of frames:
 
 using Buffer = std::unique_ptr<std::byte[]>;
 
-class Traffic {
+class PacketTraffic {
  public:
-  struct InFlight {
+  struct PostedPacket {
     int peer;
     Buffer buffer;
   };
 
-  Traffic() = default;
-  Traffic(const Traffic&) = delete;
-  ~Traffic();
+  PacketTraffic() = default;
+  PacketTraffic(const PacketTraffic&) = delete;
+  ~PacketTraffic();
 
-  // Returns the packet's number.
+  // Posts a packet and returns its number.
   uint64_t post(int peer, bool outgoing, Buffer buffer, size_t bytes);
   std::vector<PacketTransport::Packet> posted() { return std::exchange(posts_, {}); }
 
-  InFlight end(uint64_t id);
+  PostedPacket end(uint64_t id);
   bool empty() const { return in_flight_.empty(); }
 
  private:
   uint64_t last_ = 0;
   std::vector<PacketTransport::Packet> posts_;
-  std::unordered_map<uint64_t, InFlight> in_flight_;
+  std::unordered_map<uint64_t, PostedPacket> in_flight_;
 };
 
 class Peer {
  public:
-  Peer(matching::Shared& shared, Traffic& traffic, const Options& options, int rank);
+  Peer(matching::Shared& shared, PacketTraffic& traffic, const Options& options, int rank);
 
   matching::Session& session() { return session_; }
   void withdraw(uint64_t first, uint64_t last, const Error& error) { session_.withdraw(first, last, error); }
@@ -83,7 +83,7 @@ class Peer {
 
  private:
   // A posted receive; they are kept in the order of posting.
-  struct Incoming {
+  struct PostedReceive {
     uint64_t id;
     std::optional<matching::Arrival> arrival = {};  // none: a packet of frames
     bool ended = false;
@@ -91,7 +91,7 @@ class Peer {
   };
 
   void receive(size_t bytes, std::optional<matching::Arrival> arrival);
-  void take_incoming(Incoming incoming);
+  void take_incoming(PostedReceive incoming);
   void on_frames(const std::byte* packet);
   std::optional<matching::Frame> next_frame(std::string& payload);
   void on_frame(const matching::Frame& frame, const std::string& payload);
@@ -101,10 +101,10 @@ class Peer {
   [[noreturn]] void throw_out_of_step();
 
   matching::Session session_;
-  Traffic& traffic_;
+  PacketTraffic& traffic_;
   const Options& options_;
   size_t outgoing_ = 0;  // packets under way
-  std::deque<Incoming> incoming_;
+  std::deque<PostedReceive> incoming_;
   std::string in_;     // the beginning of a frame that is not whole yet
   int announced_ = 0;  // payloads announced by the packet of frames that is being read
 };

@@ -1,9 +1,9 @@
 // The layout of one rank's shared memory: what lies where in its arena, and who may write it.
 //
-// The arena's owner alone writes everything here, with two exceptions. Anybody writes Doorbell::rings, GroupBlock::gone
-// and Succession::decision; the owner of a slice writes into staging slots and tensors of `allocate` during an
-// all-reduce. Counters never reset, so a reader can never mistake an old round for a new one. Fresh pages of a memfd
-// are zero, which is the valid first state of everything here.
+// The arena's owner alone writes everything here, with two exceptions. Anybody writes Doorbell::rings,
+// GroupBlock::gone, SuccessionWords::members and SuccessionWords::word; the owner of a slice writes into staging slots
+// and tensors of `allocate` during an all-reduce. Counters never reset, so a reader can never mistake an old round for
+// a new one. Fresh pages of a memfd are zero, which is the valid first state of everything here.
 #pragma once
 
 #include <pthread.h>
@@ -29,23 +29,23 @@ inline constexpr size_t kInlineBytes = 992;
 inline constexpr size_t kFragments = 4;  // staged pieces of a large message
 inline constexpr size_t kFragmentBytes = 128 << 10;
 
-struct alignas(64) MessageHeader {
+struct alignas(64) MailboxHeader {
   uint64_t channel, tag, fingerprint, bytes;
   std::byte content[kInlineBytes];
 };
-static_assert(sizeof(MessageHeader) == 1024);
+static_assert(sizeof(MailboxHeader) == 1024);
 
 // The sender's words of a mailbox, one for each receiver.
-struct alignas(64) Outbox {
+struct alignas(64) OutboxWords {
   std::atomic<uint64_t> announced;  // headers written
   std::atomic<uint64_t> staged;     // fragments written
   std::atomic<uint64_t>
       fragments;  // offset of kFragments * kFragmentBytes in the sender's arena; before the first is staged
-  MessageHeader headers[kHeaders];
+  MailboxHeader headers[kHeaders];
 };
 
 // The receiver's words of a mailbox, one for each sender.
-struct alignas(64) Inbox {
+struct alignas(64) InboxWords {
   std::atomic<uint64_t> heard;    // headers read
   std::atomic<uint64_t> number;   // number of the header that is wanted
   std::atomic<uint64_t> wanted;   // headers wanted so far, one after the other
@@ -53,8 +53,8 @@ struct alignas(64) Inbox {
 };
 
 struct Mailboxes {
-  Outbox out[kMailboxes];
-  Inbox in[kMailboxes];
+  OutboxWords out[kMailboxes];
+  InboxWords in[kMailboxes];
 };
 
 inline constexpr int kMaxLocalRanks = 64;  // one bit each in Doorbell::interest
@@ -128,13 +128,13 @@ struct LaneBlock {
 };
 
 // The order in which announced operations run, written by the communicator's rank 0 alone.
-struct Schedule {
+struct ScheduleLog {
   alignas(64) std::atomic<uint64_t> length;
   alignas(64) uint64_t slots[kLogEntries];
 };
 
 // Words with which the members of a failed communicator agree on its successor (engine/hosts/succession.h).
-struct alignas(64) Succession {
+struct alignas(64) SuccessionWords {
   // Where this rank's block in the next communicator lies, as soon as the rank takes part in the shrink; kNeverComes
   // when it never will. Written once.
   std::atomic<uint64_t> arrived;
@@ -146,13 +146,13 @@ inline constexpr uint64_t kNeverComes = 1;  // no valid offset of a block
 // The part of one member's arena that belongs to one communicator.
 struct GroupBlock {
   EndRecord end_record;
-  Succession succession;
+  SuccessionWords succession;
   alignas(64) std::atomic<uint64_t> gone;      // members that will touch this block no more
   alignas(64) std::atomic<uint64_t> refusals;  // how many steps this rank has refused
   std::atomic<uint64_t>
       refusal;  // where in `announced` its reason for the last one is, until that step has ended: or 0
   LaneBlock lanes[kLanes];
-  Schedule schedule;
+  ScheduleLog schedule;
   alignas(kSmallestPage) std::atomic<uint64_t> announced[kReadySlots];  // numbers of steps, see Slots
   alignas(kSmallestPage) Mailboxes messages;
   alignas(kSmallestPage) std::byte staging[kLanes][kSlots][kSlotBytes];

@@ -87,7 +87,7 @@ Pool* Pool::find(const void* block) {
 
 bool Pool::owns(const void* data, size_t bytes) const {
   const auto* memory = static_cast<const std::byte*>(data);
-  const Extent* extent = extent_.load(std::memory_order_acquire);
+  const Bounds* extent = extent_.load(std::memory_order_acquire);
   return extent && memory >= extent->begin && memory + bytes <= extent->end;
 }
 

@@ -82,11 +82,11 @@ class Pool {
   void discard_free();
   Memory take_if_over();
 
-  struct Extent {
+  struct Bounds {
     const std::byte *begin, *end;
   };
-  std::atomic<const Extent*> extent_{nullptr};  // null: this pool serves nobody
-  std::deque<Extent> extents_;                  // all extents so far, since a thread may still look at an earlier one
+  std::atomic<const Bounds*> extent_{nullptr};  // null: this pool serves nobody
+  std::deque<Bounds> extents_;                  // all extents so far, since a thread may still look at an earlier one
   Pool* next_ = nullptr;
   unsigned forks_ = 0;  // the value of `forks` when the pool was created
 

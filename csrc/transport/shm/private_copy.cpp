@@ -90,13 +90,13 @@ bool PrivateCopy::put(std::byte* address) {
 
 namespace {
 
-struct Registry {
+struct ArenaRegistry {
   std::mutex mutex;
   std::set<ForkGuard::Memory> memories;
 };
 
-Registry& registry() {
-  static auto* instance = new Registry;  // never destroyed: arenas may outlive static destruction
+ArenaRegistry& registry() {
+  static auto* instance = new ArenaRegistry;  // never destroyed: arenas may outlive static destruction
   return *instance;
 }
 

@@ -77,7 +77,7 @@ void DataChannel::receive(std::optional<Arrival> arrival) {
   if (arrival_) header_got_ = 0;
 }
 
-void DataChannel::start(Piece piece, bool checksum) {
+void DataChannel::start(OutgoingPiece piece, bool checksum) {
   header_out_ = encode(piece.frame, checksum);
   piece_ = std::move(piece);
   sent_ = 0;
@@ -85,7 +85,7 @@ void DataChannel::start(Piece piece, bool checksum) {
   if (now - ended_ > kRest) busy_since_ = now, busy_bytes_ = 0;
 }
 
-std::optional<Piece> DataChannel::write() {
+std::optional<OutgoingPiece> DataChannel::write() {
   iovec parts[2];
   size_t count = 0, header = header_out_.size(), payload = piece_->frame.payload;
   if (sent_ < header) parts[count++] = {header_out_.data() + sent_, header - sent_};

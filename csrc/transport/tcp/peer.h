@@ -56,9 +56,9 @@ class DataChannel {
   bool is_reading() const { return arrival_.has_value(); }  // a payload
 
   bool is_writing() const { return piece_.has_value(); }
-  void start(Piece piece, bool checksum);
+  void start(OutgoingPiece piece, bool checksum);
   // Makes one system call. Returns the piece when all of it has been written.
-  std::optional<Piece> write();
+  std::optional<OutgoingPiece> write();
   // Bytes to give the connection at a time: what it sends in about two milliseconds. Whatever a slow connection has
   // been given too early can't go over another one any more.
   uint32_t piece_bytes() const { return piece_bytes_; }
@@ -78,7 +78,7 @@ class DataChannel {
   std::optional<Arrival> arrival_;
   size_t payload_got_ = 0;
   // State of writing a frame.
-  std::optional<Piece> piece_;
+  std::optional<OutgoingPiece> piece_;
   std::string header_out_;
   size_t sent_ = 0;                 // of header and payload together
   Clock::time_point ended_{};       // when the last piece was out
@@ -123,7 +123,7 @@ class Peer {
   bool has_just_ended(int epoll);
 
  private:
-  struct Control {
+  struct ControlChannel {
     ParentFd fd;
     bool readable = true;
     bool writable = true;
@@ -149,7 +149,7 @@ class Peer {
   // `heard_`, however long this process slept before it read them.
   Duration emptied_, heard_;
   std::optional<Duration> lost_;  // when the peer was lost, while it is missed
-  Control control_;
+  ControlChannel control_;
   std::vector<DataChannel> data_;
   std::optional<Clock::time_point> broken_;  // when a data connection ended without a goodbye, which may be on its way
   std::string how_broken_;

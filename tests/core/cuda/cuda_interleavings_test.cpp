@@ -34,7 +34,7 @@ class Recorder : public cuda::Steps {
   Recorder(int rank, int world) : rank_(rank), world_(world) {}
   std::vector<Action> actions;
 
-  void exchange(const cuda::Exchange& exchange) override {
+  void exchange(const cuda::WordExchange& exchange) override {
     if (exchange.reset >= 0) with_peers(Action::Reset, exchange.reset);
     with_peers(Action::Signal, exchange.set);
     with_peers(Action::Wait, exchange.set);
@@ -176,7 +176,7 @@ void explore(int world, const std::vector<Call>& calls) {
                                     : SpanList(outputs[rank].data(),
                                                call.bytes * (call.collective == Collective::AllGather ? world : 1));
       }
-      cuda::Route route{.path = call.path};
+      cuda::MemoryRoute route{.path = call.path};
       for (int peer = 0; peer < world; ++peer)
         route.memories.emplace_back(inputs[peer].data(), operation.input.bytes());
       recorder.kernel({{inputs[rank].data(), kTensor, true}, {outputs[rank].data(), kTensor, true}});

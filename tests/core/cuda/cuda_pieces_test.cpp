@@ -12,7 +12,7 @@ using testing::Case;
 using testing::Tensors;
 
 // A piece is a collective of its own on every rank's slot.
-void run_piece(const Case& whole, std::vector<Tensors>& ranks, const std::vector<cuda::Piece>& pieces,
+void run_piece(const Case& whole, std::vector<Tensors>& ranks, const std::vector<cuda::ProxyPiece>& pieces,
                size_t slot_bytes, std::mt19937& random) {
   const int world = static_cast<int>(ranks.size());
   Case part = whole;
@@ -21,7 +21,7 @@ void run_piece(const Case& whole, std::vector<Tensors>& ranks, const std::vector
   std::vector<Tensors> before;
   for (int rank = 0; rank < world; ++rank) {
     for (auto& byte : slots[rank]) byte = static_cast<std::byte>(random());  // what an earlier piece has left
-    const cuda::Piece& piece = pieces[rank];
+    const cuda::ProxyPiece& piece = pieces[rank];
     CHECK(piece.input + piece.input_bytes <= slot_bytes && piece.output + piece.output_bytes <= slot_bytes);
     for (const Copy& copy : piece.in) {
       CHECK(copy.slot >= piece.input && copy.slot + copy.bytes <= piece.input + piece.input_bytes);
@@ -33,7 +33,7 @@ void run_piece(const Case& whole, std::vector<Tensors>& ranks, const std::vector
     std::copy_n(slots[rank].begin() + piece.input, piece.input_bytes, mine.input.begin());
   }
   for (int rank = 0; rank < world; ++rank) {
-    const cuda::Piece& piece = pieces[rank];
+    const cuda::ProxyPiece& piece = pieces[rank];
     const auto result = testing::expected(part, before, rank);
     std::copy(result.begin(), result.end(), slots[rank].begin() + piece.output);
     for (const Copy& copy : piece.out)
@@ -43,7 +43,7 @@ void run_piece(const Case& whole, std::vector<Tensors>& ranks, const std::vector
 
 void check(const Case& c, int world, size_t slot_bytes, int round) {
   std::vector<Tensors> ranks, before;
-  std::vector<std::vector<cuda::Piece>> pieces;
+  std::vector<std::vector<cuda::ProxyPiece>> pieces;
   for (int rank = 0; rank < world; ++rank) {
     ranks.emplace_back(c, rank, world).fill(c.dtype, round);
     before.push_back(ranks.back());
@@ -52,7 +52,7 @@ void check(const Case& c, int world, size_t slot_bytes, int round) {
     pieces.push_back(cuda::cut(testing::operation_of(c, ranks[rank]), rank, world, slot_bytes));
   std::mt19937 random(round);
   for (size_t i = 0; i < pieces[0].size(); ++i) {
-    std::vector<cuda::Piece> piece;
+    std::vector<cuda::ProxyPiece> piece;
     for (auto& mine : pieces) piece.push_back(mine.at(i));
     run_piece(c, ranks, piece, slot_bytes, random);
   }
@@ -84,7 +84,7 @@ TEST(pieces_of_a_long_ring_are_rings) {
     for (size_t bytes : {kSlot + 4, size_t{100'000'004}, size_t{1} << 30}) {
       Operation operation{.numerics = Numerics::Ring, .input = {nullptr, bytes}, .output = {nullptr, bytes}};
       size_t covered = 0;
-      for (const cuda::Piece& piece : cuda::cut(operation, 0, world, kSlot)) {
+      for (const cuda::ProxyPiece& piece : cuda::cut(operation, 0, world, kSlot)) {
         CHECK(piece.input_bytes <= kSlot);
         const RingCut whole = ring_cut(bytes, 4, world), part = ring_cut(piece.input_bytes, 4, world);
         for (const Copy& copy : piece.in) {

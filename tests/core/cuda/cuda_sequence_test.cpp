@@ -44,7 +44,7 @@ struct Ranks {
   Case c;
   std::vector<Tensors> tensors;
   std::vector<Operation> operations;
-  cuda::Route route;
+  cuda::MemoryRoute route;
 };
 
 void run_case(const Case& c, int world) {

@@ -59,7 +59,7 @@ class TwinSteps : public cuda::Steps {
     for (auto& step : captured_) step();
   }
 
-  void exchange(const cuda::Exchange& exchange) override {
+  void exchange(const cuda::WordExchange& exchange) override {
     step([this, exchange] { run(exchange); });
   }
   void reduce(const kernels::Reduction& reduction, const cuda::ReduceArgs& args) override {
@@ -105,13 +105,13 @@ class TwinSteps : public cuda::Steps {
         cuda::put_mark(&args.areas[peer]->marks[epoch & 1][block][args.rank], uint64_t{epoch} << 32 | args.fingerprint);
     for (int peer = 0; peer < args.world; ++peer) {
       if (peer == args.rank) continue;
-      auto arrival = cuda::Arrival::NotYet;
-      while ((arrival = cuda::look_for(args, peer, block, epoch)) == cuda::Arrival::NotYet) {
-        if (cuda::load(args.control->aborted)) arrival = cuda::Arrival::Bad;
-        if (arrival == cuda::Arrival::Bad) break;
+      auto arrival = cuda::MarkState::NotYet;
+      while ((arrival = cuda::look_for(args, peer, block, epoch)) == cuda::MarkState::NotYet) {
+        if (cuda::load(args.control->aborted)) arrival = cuda::MarkState::Bad;
+        if (arrival == cuda::MarkState::Bad) break;
         std::this_thread::yield();
       }
-      good &= arrival == cuda::Arrival::Here;
+      good &= arrival == cuda::MarkState::Here;
     }
     const size_t element = element_size(reduction.dtype);
     const cuda::OneShotPart mine{args, epoch & 1, begin, length / element};
@@ -124,7 +124,7 @@ class TwinSteps : public cuda::Steps {
     run();
   }
 
-  void run(const cuda::Exchange& exchange) {
+  void run(const cuda::WordExchange& exchange) {
     if (exchange.reset >= 0) reset(exchange.reset);
     cuda::store(own().waiting, exchange.set + 1);
     for (int peer = 0; peer < world(); ++peer) {

@@ -46,9 +46,9 @@ __device__ bool wait_for(const OneShotArgs& args, int peer, int block, uint32_t 
   bool good = true;
   unsigned looks = 0;
   for (;; ++looks) {
-    const Arrival arrival = look_for(args, peer, block, epoch);
-    good = arrival != Arrival::Bad;
-    if (arrival != Arrival::NotYet) break;
+    const MarkState arrival = look_for(args, peer, block, epoch);
+    good = arrival != MarkState::Bad;
+    if (arrival != MarkState::NotYet) break;
     if (looks % kAbortEvery == kAbortEvery - 1) {
       if (get_word(&args.control->aborted)) {
         good = false;

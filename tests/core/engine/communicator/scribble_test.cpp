@@ -47,10 +47,10 @@ std::vector<Words> all_words() {
       {"succession", offsetof(GroupBlock, succession), 24, true},
       {"gone", offsetof(GroupBlock, gone), 8, true},
       {"refusals", offsetof(GroupBlock, refusals), 16, true},
-      {"schedule", offsetof(GroupBlock, schedule), sizeof(shm::Schedule), true},
+      {"schedule", offsetof(GroupBlock, schedule), sizeof(shm::ScheduleLog), true},
       {"announced", offsetof(GroupBlock, announced), 4096, true},
-      {"outboxes", offsetof(GroupBlock, messages) + offsetof(Mailboxes, out), kRanks * sizeof(shm::Outbox), true},
-      {"inboxes", offsetof(GroupBlock, messages) + offsetof(Mailboxes, in), kRanks * sizeof(shm::Inbox), true}};
+      {"outboxes", offsetof(GroupBlock, messages) + offsetof(Mailboxes, out), kRanks * sizeof(shm::OutboxWords), true},
+      {"inboxes", offsetof(GroupBlock, messages) + offsetof(Mailboxes, in), kRanks * sizeof(shm::InboxWords), true}};
   for (size_t lane = 0; lane < shm::kLanes; ++lane) {
     const size_t at = offsetof(GroupBlock, lanes) + lane * sizeof(LaneBlock);
     words.push_back({"progress", at + offsetof(LaneBlock, progress), sizeof(shm::LaneProgress), true});

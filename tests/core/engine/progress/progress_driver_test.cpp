@@ -18,7 +18,7 @@ namespace syncengine {
 namespace {
 
 using Kind = Driver::Kind;
-using Next = Driver::Act (*)(Kind, Driver::Act, bool);
+using Next = Driver::ThreadAct (*)(Kind, Driver::ThreadAct, bool);
 
 // One access each, of a thread of the program.
 enum Op : uint8_t {
@@ -59,7 +59,7 @@ struct State {
   uint8_t work = 0, drivers = 0, visits = 0, calls = 0, listeners = 0;
   bool parked = false, stopped = false, alarm = false;
   uint8_t owner = 0;  // of the right to make steps: 1 is the own thread, then the programs
-  Driver::Act act = Driver::Act::Ticket;
+  Driver::ThreadAct act = Driver::ThreadAct::Ticket;
   Turn turn = kNoTurn;
   uint8_t ticket = 0, visits_seen = 0;
   bool called = false, asleep = false;
@@ -107,7 +107,7 @@ class Explorer {
     for (size_t thread = 0; thread < programs_.size(); ++thread) CHECK(has_ended(state, thread) || moves);
     if (moves) return;
     if (state.stopped)
-      CHECK(state.act == Driver::Act::End);
+      CHECK(state.act == Driver::ThreadAct::End);
     else
       CHECK_EQ(int{state.work}, 0);
   }
@@ -118,21 +118,21 @@ class Explorer {
     if (state.turn != kNoTurn) return drive(next);
     bool answer = false;
     switch (state.act) {
-      case Driver::Act::Ticket:
+      case Driver::ThreadAct::Ticket:
         next.called = state.ticket != state.calls;
         next.ticket = state.calls;
         break;
-      case Driver::Act::Park: next.parked = true; break;
-      case Driver::Act::AskStopped: answer = state.stopped; break;
-      case Driver::Act::AskWork: answer = kind_ == Kind::Found || state.work > 0; break;
-      case Driver::Act::AskDriven:
-      case Driver::Act::AskAgain: answer = state.drivers > 0; break;
-      case Driver::Act::AskCalled: answer = state.called; break;
-      case Driver::Act::AskVisited:
+      case Driver::ThreadAct::Park: next.parked = true; break;
+      case Driver::ThreadAct::AskStopped: answer = state.stopped; break;
+      case Driver::ThreadAct::AskWork: answer = kind_ == Kind::Found || state.work > 0; break;
+      case Driver::ThreadAct::AskDriven:
+      case Driver::ThreadAct::AskAgain: answer = state.drivers > 0; break;
+      case Driver::ThreadAct::AskCalled: answer = state.called; break;
+      case Driver::ThreadAct::AskVisited:
         answer = state.visits_seen != state.visits;
         next.visits_seen = state.visits;
         break;
-      case Driver::Act::Sleep:
+      case Driver::ThreadAct::Sleep:
         if (state.asleep) return false;
         if (state.ticket == state.calls) {
           next.asleep = true;
@@ -140,17 +140,17 @@ class Explorer {
           return true;
         }
         break;
-      case Driver::Act::Doze: break;  // how long it lasts is left open
-      case Driver::Act::Hush:
-      case Driver::Act::Unpark: next.parked = false; break;
-      case Driver::Act::Drive:
+      case Driver::ThreadAct::Doze: break;  // how long it lasts is left open
+      case Driver::ThreadAct::Hush:
+      case Driver::ThreadAct::Unpark: next.parked = false; break;
+      case Driver::ThreadAct::Drive:
         next.turn = kind_ == Kind::Found ? kToLock : kListening;
         next.work = 0;
         if (kind_ == Kind::Found) next.work = state.work;
         next.listeners += kind_ == Kind::Handed;
         push(next);
         return true;
-      case Driver::Act::End: return false;
+      case Driver::ThreadAct::End: return false;
     }
     next.act = next_(kind_, state.act, answer);
     push(next);
@@ -170,12 +170,12 @@ class Explorer {
         next.work = 0;
         next.owner = 0;
         next.turn = kNoTurn;
-        next.act = next_(kind_, Driver::Act::Drive, false);
+        next.act = next_(kind_, Driver::ThreadAct::Drive, false);
         break;
       default:  // it wakes up by itself, to look around
         --next.listeners;
         next.turn = kNoTurn;
-        next.act = next_(kind_, Driver::Act::Drive, false);
+        next.act = next_(kind_, Driver::ThreadAct::Drive, false);
     }
     push(next);
     return true;
@@ -262,17 +262,17 @@ TEST(driver_leaves_no_work) {
 
 // The walk finds what it is there for.
 TEST(driver_walk_finds_what_is_missing) {
-  Next never_parks = [](Kind kind, Driver::Act act, bool answer) {
-    return act == Driver::Act::Ticket ? Driver::Act::AskStopped : Driver::next(kind, act, answer);
+  Next never_parks = [](Kind kind, Driver::ThreadAct act, bool answer) {
+    return act == Driver::ThreadAct::Ticket ? Driver::ThreadAct::AskStopped : Driver::next(kind, act, answer);
   };
   CHECK(finds(Kind::Handed, {kRun, kPoke}, never_parks));
-  Next sleeps_hushed = [](Kind kind, Driver::Act act, bool answer) {
-    return act == Driver::Act::Hush ? Driver::Act::Sleep : Driver::next(kind, act, answer);
+  Next sleeps_hushed = [](Kind kind, Driver::ThreadAct act, bool answer) {
+    return act == Driver::ThreadAct::Hush ? Driver::ThreadAct::Sleep : Driver::next(kind, act, answer);
   };
   CHECK(finds(Kind::Handed, {kRun, kPoke}, sleeps_hushed));
   // Not asked again: it sleeps in a step beside who has seen it parked.
-  Next asks_once = [](Kind kind, Driver::Act act, bool answer) {
-    return act == Driver::Act::Unpark ? Driver::Act::Drive : Driver::next(kind, act, answer);
+  Next asks_once = [](Kind kind, Driver::ThreadAct act, bool answer) {
+    return act == Driver::ThreadAct::Unpark ? Driver::ThreadAct::Drive : Driver::next(kind, act, answer);
   };
   CHECK(finds(Kind::Found, {kPost, kCarry}, asks_once));
   CHECK(finds(Kind::Handed, {kPoke, without(without(kRun, kCall), kWake)}));  // leaves without a call

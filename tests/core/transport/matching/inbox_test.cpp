@@ -135,11 +135,11 @@ TEST(tcp_outbox_goes_on_from_a_copy) {
   auto begun = side.send(5, 2 * kChunkBytes), waits = side.send(6, 2 * kChunkBytes);
   side.outbox.on_ready({.kind = Kind::Ready, .tag = 5, .handle = 1, .size = 2 * kChunkBytes});
   side.outbox.on_ready({.kind = Kind::Ready, .tag = 6, .handle = 2, .size = 2 * kChunkBytes});
-  Piece first = side.outbox.next();
+  OutgoingPiece first = side.outbox.next();
   side.outbox.withdraw(0, 9, kOver);
   CHECK(begun->ended() && waits->ended());
   side.memory.assign(side.memory.size(), std::byte{0});
-  Piece second = side.outbox.next();
+  OutgoingPiece second = side.outbox.next();
   CHECK(second.frame == chunk(1, 1) && second.payload()[0] == std::byte{42});
   CHECK(!side.outbox.has_next());
 }

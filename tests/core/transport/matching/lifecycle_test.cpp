@@ -12,8 +12,8 @@ using matching::Lifecycle;
 
 namespace {
 
-constexpr Lifecycle::Event kEvents[] = {Lifecycle::Leave, Lifecycle::SayGoodbye, Lifecycle::HearGoodbye,
-                                        Lifecycle::Break};
+constexpr Lifecycle::LifeEvent kEvents[] = {Lifecycle::Leave, Lifecycle::SayGoodbye, Lifecycle::HearGoodbye,
+                                            Lifecycle::Break};
 
 std::string name(Lifecycle::State state) {
   switch (state) {
@@ -28,7 +28,7 @@ std::string name(Lifecycle::State state) {
   return "";
 }
 
-std::string name(Lifecycle::Event event) {
+std::string name(Lifecycle::LifeEvent event) {
   return event == Lifecycle::Leave        ? "Leave"
          : event == Lifecycle::SayGoodbye ? "SayGoodbye"
                                           : "HearGoodbye";  // Break is allowed everywhere
@@ -38,11 +38,11 @@ std::string name(Lifecycle::Event event) {
 struct History {
   bool left = false, said = false, heard = false, broken = false;
 
-  bool allows(Lifecycle::Event event) const {
+  bool allows(Lifecycle::LifeEvent event) const {
     if (event == Lifecycle::SayGoodbye) return left && !said && !broken;
     return event != Lifecycle::HearGoodbye || !broken;
   }
-  void add(Lifecycle::Event event) {
+  void add(Lifecycle::LifeEvent event) {
     if (broken) return;
     left |= event == Lifecycle::Leave;
     said |= event == Lifecycle::SayGoodbye;
@@ -63,7 +63,7 @@ void walk(const Lifecycle& life, const History& history, std::set<int>& seen, in
   history.check(life);
   seen.insert(life.state());
   if (depth == 0) return;
-  for (Lifecycle::Event event : kEvents) {
+  for (Lifecycle::LifeEvent event : kEvents) {
     CHECK_EQ(Lifecycle::next(life.state(), event).has_value(), history.allows(event));
     Lifecycle next = life;
     if (!history.allows(event)) {

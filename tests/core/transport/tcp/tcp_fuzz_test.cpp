@@ -118,7 +118,7 @@ struct Session {
   }
   void send_some() {
     for (int i = 0; i < 3 && outbox.has_next(); ++i) {
-      Piece piece = outbox.next();
+      OutgoingPiece piece = outbox.next();
       CHECK(decode(encode(piece.frame, false), Channel::Data, false) == piece.frame);
       if (piece.frame.payload > 0) {
         volatile std::byte first = piece.payload()[0], last = piece.payload()[piece.frame.payload - 1];
