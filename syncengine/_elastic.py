@@ -13,12 +13,14 @@ import torch
 from syncengine import torch_group
 from syncengine._C import Communicator
 from syncengine._joining import Door, Undecided
-from syncengine._keeping import Updates, buffers_of, copies_of, write_buffers
+from syncengine._keeping import Updates, parameters_of
 from syncengine._sending import pack, refuse_unsendable, unpack
 from syncengine.communicator import default_communicator, init, is_initialized, shrink
 from syncengine.errors import InvalidUsage, Mismatch, PeerLost, SyncError, TornWeights
 from syncengine.parallel import Parallel
+from syncengine.parallel.kept_buffers import KeptBuffers, buffers_of, write_buffers
 from syncengine.parallel.open_step import drop_open_step
+from syncengine.parallel.replication import broadcast_bytes
 from syncengine.sharded import ShardedOptimizer
 
 logger = logging.getLogger("syncengine")
@@ -134,8 +136,7 @@ class Elastic:
             self._contents()
         for name, value in self._state.items():
             if isinstance(value, torch.nn.Module):
-                own = buffers_of(value)
-                self._kept[name] = own, copies_of(own)
+                self._kept[name] = KeptBuffers(value, self._kept.get(name))
             elif isinstance(value, torch.optim.Optimizer):  # its state changes only when all averages are there
                 self._kept[name] = [copy.deepcopy(_options(group)) for group in value.param_groups]
             else:
@@ -158,7 +159,7 @@ class Elastic:
         for name, value in self._state.items():
             kept = self._kept[name]
             if isinstance(value, torch.nn.Module):
-                write_buffers(value, values=kept[1], own=kept[0])
+                kept.put_back()
                 for parameter in value.parameters():
                     parameter.grad = None
             elif isinstance(value, torch.optim.Optimizer):
@@ -227,26 +228,28 @@ class Elastic:
             return
         source = steps.index(max(steps))
         try:
-            packed = self._pack() if communicator.rank == source else b""
+            packed = pack(self._contents()) if communicator.rank == source else b""
         except InvalidUsage as error:  # the others wait for it
             communicator.abort(str(error), "InvalidUsage")
             raise
-        size = torch.tensor([len(packed)], dtype=torch.int64)
-        communicator.broadcast(size, source)
-        content = torch.frombuffer(bytearray(packed or bytes(int(size))), dtype=torch.uint8)
-        communicator.broadcast(content, source)
+        packed = broadcast_bytes(communicator, packed, source)
         if self.step < max(steps):
-            self._unpack(content.numpy().tobytes())
+            self._unpack(packed)
             self.step = max(steps)
             self._keep()
-
-    def _pack(self) -> bytes:
-        return pack(self._contents())
 
     def _contents(self) -> dict[str, Any]:
         """The states that a rank which is behind gets, and the buffers of models, since some are in no state."""
         contents = {}
+        models = [value for value in self._state.values() if isinstance(value, torch.nn.Module)]
+        kept = {id(parameter) for model in models for parameter in model.parameters()}
         for name, value in self._state.items():
+            for i, parameter in enumerate(parameters_of(value)):
+                if id(parameter) not in kept:
+                    raise InvalidUsage(
+                        f"elastic() can't keep parameter {i} of {name}, of shape {tuple(parameter.shape)}: no model of "
+                        "the state has it. Name a module that does, too"
+                    )
             buffers = buffers_of(value) if isinstance(value, torch.nn.Module) else {}
             contents[name] = (value.state_dict(), buffers)
             refuse_unsendable(name, contents[name][0])
@@ -257,10 +260,10 @@ class Elastic:
         for name, (state, buffers) in unpack(packed).items():
             value = self._state[name]
             if isinstance(value, torch.nn.Module):
-                write_buffers(value, buffers, buffers_of(value))  # or the state's might not fit
+                write_buffers(value, buffers)  # or the state's might not fit
             value.load_state_dict(state)
             if isinstance(value, torch.nn.Module):
-                write_buffers(value, buffers, buffers_of(value))  # and loading may change others
+                write_buffers(value, buffers)  # and loading may change others
 
 
 def has_state(value: object) -> bool:

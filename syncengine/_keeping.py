@@ -1,4 +1,4 @@
-"""The keeping of a step of elastic training: updates of weights are counted, and buffers are put back."""
+"""The updates of weights in a step of elastic training, counted."""
 
 from __future__ import annotations
 
@@ -12,10 +12,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from syncengine.parallel.compiled import not_compiled
 from syncengine.parallel.replication import is_freed, is_wrapper, plain_copy, unwrapped
 from syncengine.sharded import ShardedOptimizer
-
-# The buffers of each module, by its path, and the names of those that are in no state_dict.
-Buffers = dict[str, tuple[dict[str, torch.Tensor | None], list[str]]]
-_NONE: tuple[dict[str, torch.Tensor | None], list[str]] = ({}, [])
 
 
 class Updates:
@@ -35,7 +31,7 @@ class Updates:
         models = [value for value in state if isinstance(value, torch.nn.Module)]
         self._parameters = own = {id(parameter): parameter for model in models for parameter in model.parameters()}
         seen = [o for o in state if isinstance(o, torch.optim.Optimizer) and getattr(o.step, "hooked", False)]
-        others = own.keys() - {id(parameter) for optimizer in seen for parameter in _parameters_of(optimizer)}
+        others = own.keys() - {id(parameter) for optimizer in seen for parameter in parameters_of(optimizer)}
         parts = unwrapped(("", own[key]) for key in others)
         return self._steps, sum(p._version for p in own.values()), sum(_sum_of_bits(part) for _, part in parts)
 
@@ -53,7 +49,7 @@ class Updates:
         # A ShardedOptimizer tells in its own way what it has written: it waits for others before.
         if isinstance(optimizer, ShardedOptimizer) or not self._changes_state(optimizer):
             return None
-        if any(parameter.grad is not None for parameter in _parameters_of(optimizer)):
+        if any(parameter.grad is not None for parameter in parameters_of(optimizer)):
             self._steps += 1
             return None
         closure: Any = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -73,11 +69,13 @@ class Updates:
 
     def _changes_state(self, optimizer: torch.optim.Optimizer) -> bool:
         is_kept = any(value is optimizer for value in self._state.values())
-        return is_kept or any(id(parameter) in self._parameters for parameter in _parameters_of(optimizer))
+        return is_kept or any(id(parameter) in self._parameters for parameter in parameters_of(optimizer))
 
 
-def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+def parameters_of(optimizer: Any) -> Iterator[torch.Tensor]:
+    """None of what is no optimizer of torch's."""
+    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else ()
+    return (parameter for group in groups for parameter in group["params"])
 
 
 def _sum_of_bits(parameter: torch.Tensor) -> int:
@@ -88,34 +86,3 @@ def _sum_of_bits(parameter: torch.Tensor) -> int:
     flat = flat.clone() if flat.storage_offset() % 8 else flat
     whole = len(flat) // 8 * 8
     return int(flat[:whole].view(torch.int64).sum()) + int(flat[whole:].sum())
-
-
-def buffers_of(model: torch.nn.Module) -> Buffers:
-    """The buffers themselves."""
-    modules = model.named_modules()
-    return {path: (dict(module._buffers.items()), [*module._non_persistent_buffers_set]) for path, module in modules}
-
-
-def copies_of(buffers: Buffers) -> Buffers:
-    """With memory of their own."""
-    return {
-        path: ({key: _written(None, b) for key, b in named.items()}, rest) for path, (named, rest) in buffers.items()
-    }
-
-
-def write_buffers(model: torch.nn.Module, values: Buffers, own: Buffers) -> None:
-    """Gives each module copies of ``values`` and no other buffers: in its ``own``, where these are of that kind."""
-    for path, module in model.named_modules():
-        (named, not_saved), (tensors, _) = values.get(path, _NONE), own.get(path, _NONE)
-        wanted = {key: _written(tensors.get(key), value) for key, value in named.items()}
-        if [(key, id(b)) for key, b in module._buffers.items()] != [(key, id(b)) for key, b in wanted.items()]:
-            module._buffers.clear()
-            module._buffers.update(wanted)  # in their order, which counts where ranks compare theirs
-            module._non_persistent_buffers_set = set(not_saved)
-
-
-def _written(buffer: torch.Tensor | None, value: torch.Tensor | None) -> torch.Tensor | None:
-    if value is None or buffer is None or (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
-        return None if value is None else value.detach().clone()
-    with torch.inference_mode():  # a buffer may have been made in it
-        return buffer.copy_(value)

@@ -1,145 +1,158 @@
-"""The buffers of a model as a step of ``micro_batches()`` begins: kept, put back, and shared at the step's end."""
+"""The buffers of a model as a step begins: kept, put back, and given to ranks that have others."""
 
 from __future__ import annotations
 
 import ctypes
-import json
-from collections.abc import Container, Iterator
+from collections.abc import Collection
+from typing import Any
 
 import torch
 
 from syncengine._C import Communicator
+from syncengine._sending import pack, unpack
 from syncengine.parallel.buffers import Buffers
-from syncengine.parallel.replication import is_freed, is_wrapper
+from syncengine.parallel.replication import broadcast_bytes, is_freed, is_wrapper
 
-_MOST_BYTES = 16 << 20  # of all, of which copies are kept
+# The buffers of a module, and the names of those that are in no state_dict; of all modules, by their paths.
+OfModule = tuple[dict[str, torch.Tensor | None], list[str]]
+OfModules = dict[str, OfModule]
+
+_VALUES = b"values"
 
 _compare = ctypes.CDLL(None).memcmp
 _compare.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
 
 class KeptBuffers:
-    """The buffers that are not ``ignored``, by module, and their values, unless these take too many bytes.
+    """The buffers of ``module`` that are not ``ignored``, and copies of their values.
 
-    Values and not versions tell what a forward has written, since ``batch_norm`` leaves versions as they are.
-    ``before``: the buffers kept for the last step, whose copies serve again. Holds the module's tensors.
+    Values and not versions tell what a forward has written, since ``batch_norm`` leaves versions as they are. ``most``:
+    if all have more bytes there are no copies, and none of a buffer without dense elements of its own in this machine's
+    memory. ``before``: what was kept before, whose copies serve again. Holds the module's tensors.
     """
 
-    def __init__(self, module: torch.nn.Module, ignored: Container[str], before: KeptBuffers | None) -> None:
-        self._ignored = ignored
-        self._modules = dict(module.named_modules())
-        self._kept = {name: self._buffers_of(name) for name in self._modules}
-        self._tensors: dict[int, tuple[str, torch.Tensor]] = {}
-        for name, kept in self._kept.items():
-            for key, buffer in kept.items():
-                if buffer is not None:
-                    self._tensors[id(buffer)] = f"{name}.{key}".lstrip("."), buffer
-        self._versions = {at: _version(buffer) for at, (_, buffer) in self._tensors.items()}
-        self._forms = {at: _form(buffer) for at, (_, buffer) in self._tensors.items()}
-        self._copies: dict[int, torch.Tensor] = {}
-        if sum(buffer.nbytes for _, buffer in self._tensors.values()) > _MOST_BYTES:
-            return
-        for at, (_, buffer) in self._tensors.items():
-            if _is_plain(buffer):
-                copy = None if before is None else before._copies.get(at)
-                kept_before = copy is not None and _same_bits(buffer, copy)
-                self._copies[at] = copy if copy is not None and kept_before else buffer.detach().clone()
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        before: KeptBuffers | None = None,
+        ignored: Collection[str] = (),
+        most: int | None = None,
+    ) -> None:
+        self._module, self._ignored = module, ignored
+        self._kept = [(path, one, _buffers_of(path, one, ignored)) for path, one in module.named_modules()]
+        named = [(f"{path}.{key}", b) for path, _, (own, _) in self._kept for key, b in own.items()]
+        tensors = {id(b): (name.lstrip("."), b) for name, b in named if b is not None}
+        copied = {at: b for at, (_, b) in tensors.items() if _is_plain(b) or (most is None and not is_freed(b))}
+        if most is not None and sum(b.nbytes for b in copied.values()) > most:
+            copied.clear()
+        earlier: dict[int, torch.Tensor] = {} if before is None else before._copies
+        self._copies: dict[int, torch.Tensor] = {at: _copy_of(b, earlier.get(at)) for at, b in copied.items()}
+        self._not_copied = [(name, b, _stamp(b)) for at, (name, b) in tensors.items() if at not in self._copies]
 
     def written(self) -> str:
         """The name of one that has another version, and of which no copy is kept, or nothing."""
-        for at, (name, buffer) in self._tensors.items():
-            if at not in self._copies and _version(buffer) != self._versions[at]:
-                return name
-        return ""
+        return next((name for name, buffer, stamp in self._not_copied if _stamp(buffer) != stamp), "")
 
     def put_back(self) -> None:
-        """All are what they were, but for what is ``written``."""
-        for name, module in self._modules.items():
-            kept = self._kept[name]
-            present = self._buffers_of(name)
-            if _differ(present, kept):
-                for key in present.keys() - kept.keys():
-                    del module._buffers[key]
-                module._buffers.update(kept)
-        with torch.inference_mode():  # in which tensors of every mode may be written
-            for at, copy in self._copies.items():
-                buffer = self._tensors[at][1]
-                if _form(buffer) != _form(copy):
-                    buffer.data = copy.clone()
-                elif not _same_bits(buffer, copy):
-                    buffer.copy_(copy)
+        """Puts back all buffers and their values, but for what is ``written``."""
+        for path, module, (named, not_saved) in self._kept:
+            own = {key: _written(b, self._value_of(b)) for key, b in named.items()}
+            _give(path, module, own, not_saved, self._ignored)
 
     def share(self, communicator: Communicator, buffers: Buffers) -> None:
         """Behind a step: all ranks get what the last one has left, which had the last micro-batch. Collective."""
-        root, news = communicator.size - 1, b""
+        root = communicator.size - 1
         if communicator.rank != root:
             self.put_back()
-        elif self._changed():
-            news = json.dumps(list(self._news())).encode()
-        size = torch.tensor([len(news)], dtype=torch.int64)
-        communicator.broadcast(size, root)
-        if not size.item():
-            return
-        content = torch.frombuffer(bytearray(news or bytes(int(size))), dtype=torch.uint8)
-        communicator.broadcast(content, root)
-        if communicator.rank != root:
-            for name, key, dtype, shape in json.loads(bytes(content.tolist())):
-                own = self._modules[name]._buffers
-                if dtype == "gone":
-                    own.pop(key, None)
-                else:
-                    own[key] = torch.empty(shape, dtype=getattr(torch, dtype)) if dtype else None
-        buffers.synchronize(root)
+        news = broadcast_bytes(communicator, self._news() if communicator.rank == root else b"", root)
+        if news == _VALUES:
+            buffers.synchronize(root)
+        elif news and communicator.rank != root:
+            write_buffers(self._module, unpack(news), self._ignored)
 
-    def _buffers_of(self, name: str) -> dict[str, torch.Tensor | None]:
-        own = self._modules[name]._buffers
-        if not own or not self._ignored:
-            return dict(own)
-        return {key: buffer for key, buffer in own.items() if f"{name}.{key}".lstrip(".") not in self._ignored}
+    def _news(self) -> bytes:
+        """The news for ranks that have put theirs back: none, new values, or all, where there are other buffers."""
+        kept = [{key: self._value_of(b) for key, b in named.items()} for _, _, (named, _) in self._kept]
+        now = [_buffers_of(path, module, self._ignored)[0] for path, module, _ in self._kept]
+        if [*map(_forms, now)] != [*map(_forms, kept)]:
+            return pack(buffers_of(self._module, self._ignored))
+        pairs = ((b, before[key]) for named, before in zip(now, kept, strict=True) for key, b in named.items())
+        return b"" if all(_same_bits(b, value) for b, value in pairs) else _VALUES
 
-    def _changed(self) -> bool:
-        """Whether others than before, or written, as far as copies tell."""
-        if any(_differ(self._buffers_of(name), kept) for name, kept in self._kept.items()):
-            return True
-        return any(not _same_bits(self._tensors[at][1], copy) for at, copy in self._copies.items())
-
-    def _news(self) -> Iterator[tuple[str, str, str, list[int]]]:
-        """Module, name, dtype and shape of each buffer that has another form than before."""
-        for name, kept in self._kept.items():
-            present = self._buffers_of(name)
-            for key in kept | present:
-                buffer, before = present.get(key), kept.get(key)
-                if key not in present:
-                    yield name, key, "gone", []
-                elif buffer is None:
-                    yield name, key, "", []
-                elif before is None or self._forms[id(before)] != _form(buffer):
-                    yield name, key, str(buffer.dtype).removeprefix("torch."), list(buffer.shape)
+    def _value_of(self, buffer: torch.Tensor | None) -> torch.Tensor | None:
+        return self._copies.get(id(buffer), buffer)
 
 
-def _version(buffer: torch.Tensor) -> int:
-    return 0 if buffer.is_inference() else buffer._version
+def buffers_of(module: torch.nn.Module, ignored: Collection[str] = ()) -> OfModules:
+    """The buffers of each module, which are no copies."""
+    return {path: _buffers_of(path, one, ignored) for path, one in module.named_modules()}
 
 
-def _form(buffer: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
-    return buffer.shape, buffer.dtype
+def write_buffers(module: torch.nn.Module, values: OfModules, ignored: Collection[str] = ()) -> None:
+    """Gives each module copies of ``values`` and no other buffers: in its own, where these are of that form."""
+    for path, one in module.named_modules():
+        named, not_saved = values.get(path, ({}, []))
+        own = {key: _written(one._buffers.get(key), value) for key, value in named.items()}
+        _give(path, one, own, not_saved, ignored)
 
 
-def _differ(some: dict[str, torch.Tensor | None], others: dict[str, torch.Tensor | None]) -> bool:
-    return some.keys() != others.keys() or any(some[key] is not others[key] for key in some)
+def _buffers_of(path: str, module: torch.nn.Module, ignored: Collection[str]) -> OfModule:
+    named = module._buffers.copy()
+    for key in ignored and [*named]:
+        if f"{path}.{key}".lstrip(".") in ignored:
+            del named[key]
+    return named, [*module._non_persistent_buffers_set]
+
+
+def _give(path: str, module: torch.nn.Module, named: Any, not_saved: list[str], ignored: Collection[str]) -> None:
+    present = _buffers_of(path, module, ignored)[0]
+    if [*present] != [*named] or any(b is not named[key] for key, b in present.items()):
+        left_alone = {key: b for key, b in module._buffers.items() if key not in present}
+        module._buffers.clear()
+        module._buffers.update(named | left_alone)  # in their order, which counts where ranks compare theirs
+        module._non_persistent_buffers_set = set(not_saved)
+
+
+def _written(buffer: torch.Tensor | None, value: torch.Tensor | None) -> torch.Tensor | None:
+    """``buffer`` with that ``value``, if it has such elements, else a copy of ``value``."""
+    if _same_bits(buffer, value):
+        return buffer
+    if value is None or buffer is None or _form(buffer) != _form(value) or not _is_plain(buffer):
+        return None if value is None else value.detach().clone()
+    with torch.inference_mode():  # in which tensors of every mode may be written
+        return buffer.copy_(value)
+
+
+def _copy_of(buffer: torch.Tensor, earlier: torch.Tensor | None) -> torch.Tensor:
+    """``earlier``, if it has the same bits."""
+    return earlier if earlier is not None and _same_bits(buffer, earlier) else buffer.detach().clone()
+
+
+def _stamp(buffer: torch.Tensor) -> tuple[Any, ...]:
+    return 0 if buffer.is_inference() else buffer._version, _form(buffer)
+
+
+def _form(buffer: torch.Tensor) -> tuple[Any, ...]:
+    return buffer.shape, buffer.dtype, buffer.layout
+
+
+def _forms(named: dict[str, torch.Tensor | None]) -> list[Any]:
+    return [(key, b is not None and _form(b)) for key, b in named.items()]
 
 
 def _is_plain(buffer: torch.Tensor) -> bool:
     """Whether its elements lie in memory of this machine, each in a place of its own."""
-    if buffer.layout is not torch.strided or buffer.device.type != "cpu" or is_wrapper(buffer):
+    if not buffer.is_cpu or buffer.layout is not torch.strided or is_wrapper(buffer):
         return False
     if buffer.is_nested or buffer.is_quantized or buffer.is_conj() or buffer.is_neg() or is_freed(buffer):
         return False
     return torch._debug_has_internal_overlap(buffer) != 1
 
 
-def _same_bits(buffer: torch.Tensor, copy: torch.Tensor) -> bool:
-    if _form(buffer) != _form(copy):
+def _same_bits(buffer: torch.Tensor | None, copy: torch.Tensor | None) -> bool:
+    if buffer is copy or buffer is None or copy is None:
+        return buffer is copy
+    if _form(buffer) != _form(copy) or not _is_plain(buffer):
         return False
     if buffer.stride() != copy.stride():  # it has gaps
         buffer = torch.empty_like(copy).copy_(buffer)

@@ -13,10 +13,10 @@ import torch
 from torch.nn import SyncBatchNorm
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from syncengine._C import Communicator, cut_tree
+from syncengine._C import cut_tree
 from syncengine.errors import InvalidUsage
 from syncengine.parallel.kept_buffers import KeptBuffers
-from syncengine.parallel.open_step import Step, drop_open_step, refuse
+from syncengine.parallel.open_step import Step, refuse
 from syncengine.parallel.replication import check_same_on_all_ranks, gather_texts
 from syncengine.parallel.tools import ForTools
 
@@ -76,8 +76,8 @@ class MicroBatches:
         lines = [*(f"{name}={value}" for name, value in self._facts.items()), f"order of samples {digest}"]
         self._order_text = " ".join(lines)
         check_same_on_all_ranks(communicator, "the micro-batches differ", lines, _SAME)
-        self._dealt_to: Communicator | None = None
-        self._buffers: KeptBuffers | None = None  # of the last step
+        self._kept: KeptBuffers | None = None  # of the last step
+        self._own = range(0)
         self._fetched: Iterator[Any] = iter(())
         self._fetches = -1  # the step that comes next from there
         self.step = 0
@@ -112,17 +112,16 @@ class MicroBatches:
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         """One step, which begins where its first micro-batch is asked for."""
-        return _Iteration(self)
+        return Step(self)
 
     def drop(self) -> None:
         """Drops a step of the model that was left before its end; it has not happened. Does not communicate."""
         if Step.now is not None and Step.now.model is self._model:
             Step.now.drop()
 
-    def _begin(self) -> Step:
-        """The step; another one that was left is dropped."""
+    def _deal(self) -> tuple[int, range, Sequence[int]]:
+        """The number of the step that begins, this rank's micro-batches, and how many sums merge after each."""
         model = self._model
-        drop_open_step()
         objection = self._objection()
         if not objection and any(p.requires_grad and p.grad is not None for p in model._module_parameters):
             objection = (
@@ -139,26 +138,28 @@ class MicroBatches:
         if objection:
             refuse(model.communicator, objection)
         model._begun_steps[self._order_text] = self.step
-        if self._dealt_to is not model.communicator:  # it has other ranks now
-            self._dealt_to, self._fetches = model.communicator, -1
-            begins, _ = cut_tree(self._total, model.communicator.size)
-            self._own = range(begins[model.communicator.rank], begins[model.communicator.rank + 1])
-            _, self._merges = cut_tree(len(self._own), len(self._own))  # after each
-        if self._fetches != self.step:
+        begins, _ = cut_tree(self._total, model.communicator.size)
+        own = range(begins[model.communicator.rank], begins[model.communicator.rank + 1])
+        if (self._own, self._fetches) != (own, self.step):
             self._stop_fetching()
+            self._own = own
             self._fetched = iter(self._fetcher())
         self._fetches = -1
-        return Step(model, self._total, self.step, self._stop_fetching, self._buffers)
+        return self.step, own, cut_tree(len(own), len(own))[1]
 
-    def _end(self, step: Step) -> None:
-        step.end()
-        self._buffers = step.buffers
-        _seed(self._seed, self.step, self._total)  # for what comes after the step, the same on all ranks
-        self._number = self._fetches = step.number + 1  # and no signal's handler runs until it is closed
-        Step.now = None
+    def _fetch(self, number: int, micro_batch: int) -> Any:
+        """The batch of the next micro-batch of this rank."""
+        batch = next(self._fetched)
+        _seed(self._seed, number, micro_batch)
+        return batch
+
+    def _go_on(self, number: int) -> None:
+        """Makes step ``number`` the next one, behind the one before."""
+        _seed(self._seed, number - 1, self._total)  # for what comes after the step, the same on all ranks
+        self._number = self._fetches = number
 
     def _stop_fetching(self) -> None:
-        """Also where somebody holds an error out of the loader, and so its iterator."""
+        """Ends the loader's workers, also where somebody holds an error out of the loader, and so its iterator."""
         getattr(self._fetched, "_shutdown_workers", lambda: None)()
         self._fetched, self._fetches = iter(()), -1
 
@@ -222,44 +223,6 @@ class MicroBatches:
 
 
 micro_batches = MicroBatches
-
-
-class _Iteration:
-    """One step's micro-batches of this rank, for whoever asks; the step is the model's."""
-
-    def __init__(self, batches: MicroBatches) -> None:
-        self._batches = batches
-        self._step: Step | None = None
-        self._begun = 0  # micro-batches
-        self._is_over = False
-
-    def __iter__(self) -> _Iteration:
-        """Itself."""
-        return self
-
-    def __next__(self) -> tuple[int, Any]:
-        """Another micro-batch; behind the last one the step ends."""
-        batches, step, at = self._batches, self._step, self._begun
-        if self._is_over:
-            raise StopIteration
-        if step is None:
-            step = self._step = batches._begin()
-        elif Step.now is not step:
-            step.refuse(
-                "this step of micro_batches() was dropped when it was left: go on with one that was begun later"
-            )
-        else:
-            step.finish(batches._merges[at - 1])
-        if at == len(batches._own):
-            batches._end(step)
-            self._is_over = True
-            raise StopIteration
-        i = batches._own[at]
-        step.begin(i, is_last=i == batches._own[-1])
-        self._begun += 1
-        batch = next(batches._fetched)
-        _seed(batches._seed, step.number, i)
-        return i, batch
 
 
 class _Places:

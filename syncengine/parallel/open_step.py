@@ -6,7 +6,6 @@ and changes by calls alone: what Python's collector takes, and when, has no part
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any, ClassVar, NoReturn
 
@@ -17,6 +16,8 @@ from syncengine._C import Communicator, TreeSums
 from syncengine.errors import InvalidUsage
 from syncengine.parallel.kept_buffers import KeptBuffers
 from syncengine.parallel.replication import fail_all, own_name
+
+_MOST_BYTES = 16 << 20  # of all buffers, of which copies are kept
 
 _LEFT = (
     "If the step was left before its end, by an error, break, zip() or islice(): iterate to the end, or begin it again "
@@ -35,49 +36,72 @@ def refuse(communicator: Communicator, text: str) -> NoReturn:
 
 
 class Step:
-    """That of one ``Parallel``. Not thread-safe: for the thread that iterates."""
+    """A step of one ``Parallel``, which yields this rank's micro-batches. For the thread that iterates."""
 
     now: ClassVar[Step | None] = None  # the one that is open
 
-    def __init__(
-        self, model: Any, total: int, number: int, on_drop: Callable[[], None], before: KeptBuffers | None
-    ) -> None:
-        """Opens it; none is open. ``before``: the buffers of the last one. Collective."""
+    def __init__(self, batches: Any) -> None:
+        self._batches, self.model = batches, batches._model
+        self._begun, self._is_over = 0, False  # micro-batches
+
+    def __iter__(self) -> Step:
+        """Itself."""
+        return self
+
+    def __next__(self) -> tuple[int, Any]:
+        """Another micro-batch; behind the last one the step ends."""
+        if self._is_over:
+            raise StopIteration
+        if not self._begun:
+            self._open()
+        elif Step.now is not self:
+            self.refuse("this step of micro_batches() was dropped when it was left: go on with one begun later")
+        else:
+            self._finish()
+        if self._begun == len(self._own):
+            self._end()
+            raise StopIteration
+        return self._begin(self._own[self._begun])
+
+    def _open(self) -> None:
+        """Opens the step; another one that was left is dropped. Collective."""
+        drop_open_step()
         _follow_optimizers()
-        self.model, self.number, self._total = model, number, total
+        model = self.model
+        self.number, self._own, self._merges = self._batches._deal()
         self._communicator, self._reducer = model.communicator, model.reducer
         self._trained = self._find_trained()
         self._sums = TreeSums(model._module_parameters)
-        self._micro_batch, self._completes, self._on_drop = -1, False, on_drop
-        self._versions: list[int] = []  # of what is trained, at the beginning of the micro-batch
-        self._backwards = 0
         self._reducer.drop_step()  # of a forward before whose backward has not come
         if self._reducer.reduces:  # ranks may have unlike numbers of forwards, but the step has one beginning
             model._buffer_sync.begin_step()
-        self.buffers = KeptBuffers(model.module, model.parameters_to_ignore, before)
+        self._buffers = KeptBuffers(model.module, self._batches._kept, model.parameters_to_ignore, _MOST_BYTES)
+        self._batches._kept = self._buffers
         Step.now = self
 
-    def begin(self, micro_batch: int, is_last: bool) -> None:
-        """A micro-batch; the last of this rank brings what the others are waiting for, too."""
-        if self._micro_batch >= 0:
-            self.buffers.put_back()
+    def _begin(self, micro_batch: int) -> tuple[int, Any]:
+        """Fetches a micro-batch; the last of this rank brings what the others are waiting for, too."""
+        if self._begun:
+            self._buffers.put_back()
+        self._begun += 1
         self._micro_batch = micro_batch
-        self._completes = is_last and self._reducer.reduces
+        self._completes = self._begun == len(self._own) and self._reducer.reduces
         self._versions = [p._version for p in self._trained]
         self._backwards = self._reducer.backwards()
         self.model._switches.accumulates = not self._completes
         if self._completes:
-            self._reducer.complete_step(self._sums, self._total, self.number)
+            self._reducer.complete_step(self._sums, self._batches._total, self.number)
+        return micro_batch, self._batches._fetch(self.number, micro_batch)
 
-    def finish(self, merges: int) -> None:
-        """The micro-batch; ``merges``: of sums of micro-batches, behind it."""
-        brought = self._reducer.end_step() if self._completes else self._sums.take(merges)
+    def _finish(self) -> None:
+        """Adds what the micro-batch has brought, or refuses it."""
+        brought = self._reducer.end_step() if self._completes else self._sums.take(self._merges[self._begun - 1])
         which = f"micro-batch {self._micro_batch}"
         if self._versions != [p._version for p in self._trained]:
             self.refuse(f"the parameters have changed within {which}: step after the whole loop")
         if [*map(id, self._trained)] != [*map(id, self._find_trained())]:
             self.refuse(f"parameters were frozen or unfrozen in {which}: do so between steps")
-        if written := self.buffers.written():
+        if written := self._buffers.written():
             self.refuse(
                 f"buffer {written} was written in {which}, and can't be put back for the next: it has no dense "
                 "elements of its own, or all buffers have over 16 MiB. Write to it between steps, or put another in "
@@ -89,13 +113,15 @@ class Step:
                 "zero_grad() after the step"
             )
 
-    def end(self) -> None:
+    def _end(self) -> None:
         """All micro-batches are finished: averages are in ``.grad``."""
         if not self._reducer.reduces:
-            self._sums.deliver(self._total)
+            self._sums.deliver(self._batches._total)
         if self._communicator.size > 1:
-            self.buffers.share(self._communicator, self.model._buffer_sync)
+            self._buffers.share(self._communicator, self.model._buffer_sync)
         self.model._switches.accumulates = False
+        self._batches._go_on(self.number + 1)  # and no signal's handler runs until it is closed
+        self._is_over, Step.now = True, None
 
     def drop(self) -> None:
         """Drops the step, which has not happened then. Does not communicate."""
@@ -105,8 +131,8 @@ class Step:
         switches.accumulates, switches.require_forward_param_sync = False, True
         for parameter in self._trained:
             parameter.grad = None
-        self.buffers.put_back()
-        self._on_drop()
+        self._buffers.put_back()
+        self._batches._stop_fetching()
 
     def refuse(self, text: str) -> NoReturn:
         """Raises InvalidUsage with ``text`` on all ranks of the model."""

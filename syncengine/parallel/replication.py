@@ -90,6 +90,8 @@ def is_freed(tensor: torch.Tensor) -> bool:
 
 def reach_of(tensor: torch.Tensor) -> int:
     """The bytes from the tensor's first element to the end of its last one."""
+    if tensor.is_contiguous():
+        return tensor.nbytes
     last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size() if tensor.numel() else 0
 
@@ -169,6 +171,17 @@ def gather_bytes(communicator: Communicator, data: bytes, size: int) -> list[byt
     everyone = torch.empty(communicator.size * size, dtype=torch.uint8, device="cpu")
     communicator.all_gather(everyone, own)
     return list(map(bytes, everyone.view(communicator.size, size).tolist()))
+
+
+def broadcast_bytes(communicator: Communicator, data: bytes, root: int) -> bytes:
+    """Rank ``root``'s ``data``. All ranks call it."""
+    size = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
+    communicator.broadcast(size, root)
+    if not size.item():
+        return b""
+    content = torch.frombuffer(bytearray(data if communicator.rank == root else int(size)), dtype=torch.uint8)
+    communicator.broadcast(content, root)
+    return content.numpy().tobytes()
 
 
 def gather_texts(communicator: Communicator, text: str) -> list[str]:

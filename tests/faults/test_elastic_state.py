@@ -17,10 +17,11 @@ from torch.optim import lr_scheduler
 
 import syncengine
 from syncengine import _joining
-from syncengine._keeping import Updates, buffers_of, copies_of, write_buffers
+from syncengine._keeping import Updates
 from syncengine._sending import pack, refuse_unsendable, unpack
 from syncengine.errors import InvalidUsage
 from syncengine.launch.local import JOIN
+from syncengine.parallel.kept_buffers import KeptBuffers, buffers_of, write_buffers
 
 STRUCTURE = [("a", "i1"), ("b", ">f8"), ("c", "U3")]
 SENT = [
@@ -199,12 +200,11 @@ def facts(model):
 
 def test_buffers_are_put_back():
     model = Caches()
-    before, own = facts(model), buffers_of(model)
-    kept, tensor = copies_of(own), model.inner.running_mean
+    before, kept, tensor = facts(model), KeptBuffers(model), model.inner.running_mean
     for _ in range(2):
         model(torch.randn(3, 2))
         assert facts(model) != before
-        write_buffers(model, kept, own)
+        kept.put_back()
         assert facts(model) == before
         assert model.inner.running_mean is tensor
 
@@ -212,7 +212,7 @@ def test_buffers_are_put_back():
 def test_buffers_are_given_to_a_rank_that_is_behind():
     ahead, behind = Caches(), Caches()
     ahead(torch.randn(3, 2))
-    write_buffers(behind, unpack(pack(buffers_of(ahead))), buffers_of(behind))
+    write_buffers(behind, unpack(pack(buffers_of(ahead))))
     assert facts(behind) == facts(ahead)
 
 

@@ -35,7 +35,7 @@ TORCH = re.compile(r"(torch|ATen|c10|caffe2|pybind11|Python\.h)\b")
 MODULES = {
     "syncengine": (
         "_extension errors _C lines config launch interhost process_end stragglers tracing connect groups torch_group "
-        "communicator collectives torch_backend hooks parallel sharded _joining _keeping _sending _elastic bench "
+        "communicator collectives torch_backend hooks _sending parallel sharded _joining _keeping _elastic bench "
         "report doctor patch __init__ __main__ prometheus horovod accelerate _lightning lightning pytorch_lightning "
         "torchft"
     ),
