@@ -114,6 +114,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool takes(size_t index);
   // That of the forward that has ended, or raised.
   void expect_backward();
+  // Refuses a second backward through a forward; `lost`: why the first was given up, if it was.
+  [[noreturn]] void refuse_backward(const std::string& lost);
   void watch_this_backward();
   void begin_backward();
   void finalize();

@@ -55,7 +55,7 @@ void Reducer::on_output(Forward* forward) {
     }
     if (!whole_graph_runs()) return;
     if (phase_ == Phase::Consumed) {
-      throw Error(ErrorKind::InvalidUsage, consumed_text(model_->parameters, forward->given_up));
+      refuse_backward(forward->given_up);
     }
     if (phase_ != Phase::Armed) return;
     forward->reached = claimed_ = true;
@@ -70,6 +70,14 @@ void Reducer::on_output(Forward* forward) {
     }
   }
   if (backward) model_->route->proceed(*backward, mutex_);
+}
+
+void Reducer::refuse_backward(const std::string& lost) {
+  const Error error(ErrorKind::InvalidUsage, consumed_text(model_->parameters, lost));
+  Communicator& communicator = *model_->averaging.communicator;
+  // No rank leaves a step of micro-batches alone. Where the forward was given up, the others know.
+  if (model_->step && lost.empty()) communicator.abort(error.kind(), said_here(communicator, error.what()));
+  throw error;
 }
 
 void Reducer::watch_this_backward() {
@@ -119,8 +127,7 @@ bool Reducer::takes(size_t index) {
       tell_peers(*model_->averaging.communicator, collected_twice_text(parameters, index));
       throw Error(ErrorKind::InvalidUsage, collected_twice_text(parameters, index));
     case Attribution::GivenUp: throw Error(ErrorKind::Aborted, model_->outcome.last_error);
-    case Attribution::Consumed:
-      throw Error(ErrorKind::InvalidUsage, consumed_text(parameters, model_->outcome.why_lost()));
+    case Attribution::Consumed: refuse_backward(model_->outcome.why_lost());
   }
   return false;
 }

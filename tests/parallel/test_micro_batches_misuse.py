@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -120,7 +123,7 @@ def accumulated_under_no_sync() -> None:
     """As plain scripts and Accelerate accumulate."""
     model, batches = batches_of()
     for _, batch in batches:
-        with model.no_sync():
+        with model.no_sync() if here() else contextlib.nullcontext():
             model(*batch).backward()
 
 
@@ -130,14 +133,15 @@ def two_backwards() -> None:
     for _, batch in batches:
         losses = [model(*batch) for _ in range(2)]
         losses[0].backward()
-        losses[1].backward()
+        if here():
+            losses[1].backward()
 
 
 @misuse("a forward of Parallel.Language. behind the backward of micro-batch [02].*under torch.no_grad")
 def a_forward_behind_the_backward() -> None:
     model, batches = batches_of()
     for _, batch in batches:
-        for _ in range(2):
+        for _ in range(2 if here() else 1):
             model(*batch).backward()
 
 
@@ -200,14 +204,17 @@ def step_within() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _, batch in batches:
         model(*batch).backward()
-        optimizer.step()
+        if here():
+            optimizer.step()
 
 
 @misuse("has brought no gradient")
 def no_backward() -> None:
     model, batches = batches_of()
     for _, batch in batches:
-        model(*batch)
+        loss = model(*batch)
+        if not here():
+            loss.backward()
 
 
 @misuse("the checkpoint's micro-batches have total=8, these have total=4")
@@ -216,11 +223,37 @@ def another_total() -> None:
     batches.load_state_dict({**batches.state_dict(), "total": 8})
 
 
-@pytest.mark.parametrize("name", MISUSES)
-def test_bad_use_is_an_error(pool: RankPool, name: str):
+WITHIN_A_STEP = [
+    accumulated_under_no_sync,
+    two_backwards,
+    a_forward_behind_the_backward,
+    step_within,
+    no_backward,
+]
+
+
+def here() -> bool:
+    """Whether this rank misuses it."""
+    return not os.environ.get("ALONE") or syncengine.rank() == 1
+
+
+def run(function: Callable[[], Any], alone: bool) -> None:
+    os.environ["ALONE"] = "1" if alone else ""
+    function()
+
+
+@pytest.mark.parametrize(
+    ("name", "alone"),
+    [*((name, False) for name in MISUSES), *((function.__name__, True) for function in WITHIN_A_STEP)],
+)
+def test_bad_use_is_an_error(pool: RankPool, name: str, alone: bool):
+    """All ranks raise, whoever has misused the step."""
     text, function = MISUSES[name]
-    with pytest.raises(RankFailure, match=f"(?s)(InvalidUsage|Mismatch).*{text}"):
-        pool.run(function)
+    with pytest.raises(RankFailure) as failure:
+        pool.run(run, function, alone)
+    assert len(failure.value.texts) == 2
+    assert all(re.search("errors.(InvalidUsage|Mismatch): ", told) for told in failure.value.texts.values())
+    assert re.search(f"(?s){text}", str(failure.value))
 
 
 def weighted_order() -> list[int]:
