@@ -7,6 +7,7 @@ gradients keep their dtype, a forward without a backward has no effect, and it w
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -111,6 +112,13 @@ class MixedPrecision:
                 self._hidden.append((parameters, name, parameter))
                 parameters[name] = casts[id(parameter)]
         _renew_flat_weights(module)
+
+
+def part_from_others(module: nn.Module) -> None:
+    """Has a wrapper collected that is gone but for a cycle, perhaps on this rank alone: the module would still cast."""
+    hooks = (hook for submodule in module.modules() for hook in submodule._forward_pre_hooks.values())
+    if any(isinstance(getattr(hook, "__self__", None), MixedPrecision) for hook in hooks):
+        gc.collect()
 
 
 class _AtEnd:

@@ -31,7 +31,7 @@ from syncengine.parallel.groups import (
     with_group,
 )
 from syncengine.parallel.logging import Logger
-from syncengine.parallel.mixed_precision import MixedPrecision
+from syncengine.parallel.mixed_precision import MixedPrecision, part_from_others
 from syncengine.parallel.model import Model, Switches, named_parameters, not_ignored
 from syncengine.parallel.newcomers import Newcomers
 from syncengine.parallel.open_step import Step, drop_open_step
@@ -144,6 +144,7 @@ class Parallel(ForTools):
         self.static_graph = static_graph
         self.mixed_precision = mixed_precision
         self._mixed_precision = None
+        part_from_others(module)
         if mixed_precision is not None:
             self._mixed_precision = MixedPrecision(mixed_precision, module)
             self._mixed_precision.go_with(self)

@@ -8,7 +8,7 @@ import itertools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.algorithms.join import Joinable
@@ -226,19 +226,23 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         synchronizes = torch.is_grad_enabled() and model._switches.synchronizes
         return synchronizes and not torch.is_inference_mode_enabled() and model not in self._sharing.known
 
-    def _on_forward(self, model: Parallel) -> None:
-        sharing = self._sharing
-        if sharing.is_over():
+    def _on_forward(self, model: Parallel) -> str:
+        """Why it is to be refused; or an empty text."""
+        if self._sharing.is_over():
             check_not_torn(model.module.parameters())
-            return  # the model says so
+            return ""  # the model says so
         if self._is_new(model):
             self._bind(model)
-        if problem := sharing.written():
-            assert sharing.host is not None
-            text = f"{sharing.host.name(sharing.host.rank)}: {problem}"
-            sharing.host.communicator.abort(text, "InvalidUsage")  # the others wait in its forward
-            sharing.end(InvalidUsage(text))
-            raise InvalidUsage(text)
+        return self._sharing.written()
+
+    def _refuse(self, problem: str) -> NoReturn:
+        """Raises on all ranks: the others wait in the forward."""
+        sharing = self._sharing
+        assert sharing.host is not None
+        text = f"{sharing.host.name(sharing.host.rank)}: {problem}"
+        sharing.host.communicator.abort(text, "InvalidUsage")
+        sharing.end(InvalidUsage(text))
+        raise InvalidUsage(text)
 
     # --- State
 
@@ -299,5 +303,9 @@ def _watch_forward(model: Parallel) -> None:
     if any(optimizer._is_new(model) for optimizer in list(_optimizers.values())):
         gc.collect()  # who is gone but for a cycle, on this rank alone, takes part in nothing
     for number in list(_optimizers):  # holds none: one that is gone, in a cycle, may be in the way of the next
-        if (optimizer := _optimizers.get(number)) is not None:
-            optimizer._on_forward(model)
+        optimizer = _optimizers.get(number)
+        if optimizer is not None and (problem := optimizer._on_forward(model)):
+            del optimizer
+            gc.collect()  # one that is gone refuses nothing
+            if (optimizer := _optimizers.get(number)) is not None:
+                optimizer._refuse(problem)

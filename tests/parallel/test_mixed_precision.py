@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import pickle
 from collections.abc import Callable
 from functools import partial
@@ -290,6 +291,22 @@ def test_a_second_hook_is_refused():
     model = syncengine.Parallel(nn.Linear(1, 1), mixed_precision=BF16)
     with pytest.raises(RuntimeError, match="comm_hook"):
         model.register_comm_hook(None, syncengine.hooks.fp16_compress)
+
+
+@run_on_ranks()
+def test_a_wrapper_in_a_cycle_casts_for_no_later_one():
+    """The collector has taken the wrapper on one rank alone."""
+    module = Mlp()
+    gc.disable()
+    try:
+        model: Any = syncengine.Parallel(module, mixed_precision=BF16)
+        model.itself = [model]
+        del model
+        if syncengine.rank() == 0:
+            gc.collect()
+        assert syncengine.Parallel(module)(data(0, 0)).dtype == torch.float32
+    finally:
+        gc.enable()
 
 
 @run_on_ranks()

@@ -56,6 +56,20 @@ def test_no_rank_binds_or_is_refused_alone():
 
 
 @run_on_ranks()
+def test_weights_of_one_that_is_gone_may_be_written():
+    gc.disable()
+    try:
+        net = leave_behind(binds=True)
+        if syncengine.rank() == 0:
+            gc.collect()
+        with torch.no_grad():
+            net.weight.zero_()
+        train(net)
+    finally:
+        gc.enable()
+
+
+@run_on_ranks()
 def test_a_plain_optimizer_may_step_behind_one_that_is_gone():
     gc.disable()
     try:
