@@ -80,6 +80,7 @@ class Story:
         self.events.sort(key=lambda event: event[:2])
         self.victims = set(victims)
         self.how = {"kind": draw.choice(KINDS), "tells": draw.random() < 0.3}
+        self.how["whims"] = seed if draw.random() < 0.5 else None
 
 
 def play(pool, undisturbed, story):

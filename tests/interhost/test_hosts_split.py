@@ -46,21 +46,29 @@ def train(patience: float, begun: str) -> list[int]:
     return syncengine.default_communicator().global_ranks
 
 
-def enter_and_train(enter: Callable[[int], None], interfaces: list[str], patience: float, begun: str) -> Outcome:
+def enter_and_train(
+    enter: Callable[[int], None], interfaces: list[str], patience: float, begun: str, timeout: float
+) -> Outcome:
     enter(my_rank())
     os.environ["SYNCENGINE_INTERFACE"] = interfaces[my_rank()]
-    return suffer(lambda step: train(patience, begun), timeout=60.0)
+    return suffer(lambda step: train(patience, begun), timeout=timeout)
+
+
+def spawn(
+    pool: RankPool, hosts: Hosts, places: str, patience: float, folder: Path, v6: bool = False, timeout: float = 60.0
+) -> Ranks:
+    """Ranks that train; `places`: of each a letter, its host."""
+    where = ["abc".index(letter) for letter in places]
+    interfaces = [f"fd77::{host + 1:x}" if v6 else INTERFACE for host in where]
+    arguments = (hosts.entering(where), interfaces, patience, str(folder / "begun"), timeout)
+    return pool.spawn_ranks(enter_and_train, *arguments, world=len(places), settings=None)
 
 
 def start(pool: RankPool, hosts: Hosts, places: str, patience: float, folder: Path, v6: bool = False) -> Ranks:
-    """Ranks that have all begun; `places`: of each a letter, its host."""
-    where = ["abc".index(letter) for letter in places]
-    interfaces = [f"fd77::{host + 1:x}" if v6 else INTERFACE for host in where]
-    begun = str(folder / "begun")
-    arguments = (hosts.entering(where), interfaces, patience, begun)
-    ranks = pool.spawn_ranks(enter_and_train, *arguments, world=len(places), settings=None)
+    """Ranks that have all begun to train."""
+    ranks = spawn(pool, hosts, places, patience, folder, v6)
     for number in range(len(places)):
-        wait_for_file(f"{begun}.{number}")
+        wait_for_file(folder / f"begun.{number}")
     return ranks
 
 
@@ -103,6 +111,40 @@ def test_one_part_goes_on_where_connections_are_reset(
         time.sleep(draw.uniform(0, 0.3))
         with hosts.resetting(1, towards):
             check_split(ranks, left)
+
+
+@pytest.mark.usefixtures("needs_hosts")
+@pytest.mark.parametrize("attempt", ATTEMPTS)
+@pytest.mark.parametrize("towards", ["both", pytest.param("far", marks=pytest.mark.nightly)])
+def test_one_part_goes_on_where_connections_are_reset_in_a_shrink(
+    pool: RankPool, tmp_path: Path, towards: str, attempt: int
+) -> None:
+    """The resets begin before the shrink, within it, or shortly after it."""
+    draw = random.Random(f"{towards} {attempt}")
+    with Hosts(2) as hosts, start(pool, hosts, "aabb", 1.5, tmp_path) as ranks:
+        ranks[3].signal(signal.SIGKILL)
+        time.sleep(draw.choice([0.0, draw.uniform(0, 0.1), draw.uniform(0, 0.5)]))
+        with hosts.resetting(1, towards):
+            check_split(ranks[:3], [0, 1])
+
+
+@pytest.mark.usefixtures("needs_hosts")
+@pytest.mark.parametrize("attempt", ATTEMPTS)
+@pytest.mark.parametrize("towards", ["both", pytest.param("near", marks=pytest.mark.nightly)])
+def test_one_part_trains_where_connections_are_reset_in_init(
+    pool: RankPool, tmp_path: Path, towards: str, attempt: int
+) -> None:
+    """The resets end while ranks connect. All ranks train then, or one part of them, or nobody."""
+    draw = random.Random(f"{towards} {attempt}")
+    with Hosts(2) as hosts, contextlib.ExitStack() as stack:
+        with hosts.resetting(1, towards):
+            ranks = stack.enter_context(spawn(pool, hosts, "abb", 1.5, tmp_path, timeout=15.0))
+            time.sleep(draw.uniform(0, 2))
+        outcomes = [rank.result(120.0) for rank in ranks]
+    left = {tuple(outcome.value) for outcome in outcomes if not outcome.error}
+    assert len(left) <= 1, outcomes
+    for number, outcome in enumerate(outcomes):
+        assert outcome.error in (("",) if left and number in min(left) else ("PeerLost", "Aborted", "Timeout"))
 
 
 @pytest.mark.usefixtures("needs_hosts")

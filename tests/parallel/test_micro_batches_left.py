@@ -17,29 +17,11 @@ from pool import RankFailure, RankPool, run_on_ranks
 from test_micro_batches import Augmented, clip, digest, loader, make
 from torch import nn
 from torch.utils.data import DataLoader
+from whims import Leaving, Whim
 
 import syncengine
 
 SEEDS = int(os.environ.get("SYNCENGINE_TEST_LEAVES", "3"))
-
-
-class Leaving(Exception):
-    pass
-
-
-class Whim:
-    """The collector, at places drawn by a seed; and errors that somebody keeps for a while."""
-
-    def __init__(self, seed: object) -> None:
-        self.random = random.Random(str(seed))
-        self.kept: list[Any] = []
-
-    def __call__(self) -> None:
-        draw = self.random.random()
-        if draw < 0.1:
-            self.kept.clear()
-        if draw < 0.4:
-            gc.collect()
 
 
 class Parted(nn.Module):
