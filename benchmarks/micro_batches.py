@@ -7,8 +7,9 @@ All trainees run in the same processes, in turns. First each rank computes one m
 and by Parallel alone, which adds in the order of ranks. Then the first 1, 2, 3 and 4 ranks train with eight
 micro-batches a step, while the others sleep. `3 (3, 3, 2)` is the cost of another deal, with nearly as many
 micro-batches on each rank and two synchronized backwards a step; it has not the bits of the tree. `elsewhere` is a
-model whose micro-batches take 10 ms without a processor, as if each rank had one for itself. Trainees that trained the
-same must agree in every bit.
+model whose micro-batches take 10 ms without a processor, as if each rank had one for itself. `buffers_1` and
+`buffers_16` have as many MiB of buffers, of which each forward writes all. Trainees that trained the same must agree in
+every bit.
 """
 
 import argparse
@@ -45,6 +46,22 @@ class Elsewhere(nn.Module):
         return self.layers(inputs)
 
 
+class Writes(nn.Module):
+    """Ten layers of width 256, and sixteen buffers of ``mib`` MiB together that each forward writes."""
+
+    def __init__(self, mib: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(256, 256) for _ in range(10)))
+        for i in range(16):
+            self.register_buffer(f"written_{i}", torch.ones(mib << 14))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """[batch, 256], as its inputs."""
+        for buffer in self.buffers():
+            buffer.add_(1)
+        return self.layers(inputs)
+
+
 def few(generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Eight random inputs and targets."""
     return torch.randn(8, 256, generator=generator), torch.randn(8, 256, generator=generator)
@@ -54,6 +71,8 @@ MODELS = {
     "mlp": WORKLOADS["mlp"],
     "gpt": WORKLOADS["gpt"],
     "elsewhere": Workload("elsewhere", Elsewhere, nn.functional.mse_loss, few),
+    "buffers_1": Workload("buffers_1", lambda: Writes(1), nn.functional.mse_loss, few),
+    "buffers_16": Workload("buffers_16", lambda: Writes(16), nn.functional.mse_loss, few),
 }
 
 

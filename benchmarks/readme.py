@@ -27,6 +27,8 @@ MODELS = {
     "small": "1000 small parameters",
     "many": "10 000 small parameters",
     "elsewhere": "10 ms asleep, then an MLP of 0.7 M",
+    "buffers_1": "MLP of 0.7 M that writes 1 MiB of buffers",
+    "buffers_16": "MLP of 0.7 M that writes 16 MiB of buffers",
 }
 
 
