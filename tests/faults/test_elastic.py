@@ -19,6 +19,7 @@ from whims import Leaving, Whim
 
 import syncengine
 from syncengine.errors import InvalidUsage
+from syncengine.parallel.open_step import drop_open_step
 
 STEPS, TOTAL = 10, 8
 RANDOM = int(os.environ.get("SYNCENGINE_TEST_KILLS", "6"))
@@ -413,7 +414,10 @@ def breaks(who) -> Outcome:
                 optimizer.step()
                 optimizer.zero_grad()
 
-        syncengine.elastic(steps, model=model, optimizer=optimizer)
+        try:
+            syncengine.elastic(steps, model=model, optimizer=optimizer)
+        finally:
+            drop_open_step()  # which holds the model
 
     return suffer(body, timeout=60.0)
 
