@@ -16,6 +16,7 @@
 #   make gpu         runs the GPU tests and benchmarks with the present Python and torch in 9 minutes; downloads nothing
 #   make gpu-prebuild  builds for that on a machine without a GPU: for Python 3.12, torch 2.11 and sm_90; needs nvcc
 #   make docs        the site of the documentation, in build/site, strictly: no warning, no dead link
+#   make figures     measures the tables of README.md and docs/ anew, on a quiet machine: 53 minutes
 #   make lint        formatters, linters and the type checker, changing nothing
 #   make format      formatters and linters, changing what they can
 #   make clean       removes what was built; `rm -r .venv*` removes the environments too
@@ -83,7 +84,7 @@ build/test-hooks.built: .venv/ready $(SOURCES)
 
 # ---- what it is for ----
 
-.PHONY: train test test-python test-thorough test-integrations nightly core-build-tsan core-test sanitize pages arm-check cuda-check cuda-torch-check gpu gpu-prebuild docs lint format clean
+.PHONY: train test test-python test-thorough test-integrations nightly core-build-tsan core-test sanitize pages arm-check cuda-check cuda-torch-check gpu gpu-prebuild docs figures lint format clean
 train: build
 	$(PY) -m examples.same_bits
 	$(PY) -m examples.train_gpt compare
@@ -165,6 +166,9 @@ gpu-prebuild: .venv-gpu/ready
 	@echo; echo 'to take along, beside the repository'"'"'s files, for `make gpu`:'; \
 	  du --total --apparent-size --block-size=100K syncengine/_C.cpython-312-*.so build/core-gpu/cuda_tests build/gpu-prebuilt | \
 	  awk '{ printf "%6.1f MB  %s\n", $$1 * 0.1024, $$2; if ($$1 * 0.1024 > 45) exit 1 }'
+
+figures: build .venv-openmpi/ready .venv-mpich/ready
+	$(PY) -m benchmarks.figures
 
 docs: export NO_MKDOCS_2_WARNING := 1
 docs: .venv-site/ready

@@ -1,7 +1,10 @@
-"""Fills the tables of README.md, docs/sharding.md and docs/numerics.md from benchmarks/results, so that they agree.
+"""Fills the tables of README.md and docs/ from benchmarks/results, so that they agree.
 
 python -m benchmarks.readme            writes them
 python -m benchmarks.readme --check    fails if they are not what the results say
+
+A result that was measured with changes that were not committed, or at a commit that is none of main, is refused: its
+table says so instead.
 """
 
 import argparse
@@ -12,10 +15,11 @@ import textwrap
 from collections.abc import Callable, Iterable
 from statistics import median
 
-from benchmarks.support.output import RESULTS
+from benchmarks.support.output import RESULTS, said
 from benchmarks.support.ranks import REPOSITORY
 
 README = REPOSITORY / "README.md"
+FIGURES = REPOSITORY / "docs" / "benchmarks" / "results.md"
 SHARDING = REPOSITORY / "docs" / "sharding.md"
 NUMERICS = REPOSITORY / "docs" / "numerics.md"
 SHOWN_BYTES = (8, 4 << 10, 64 << 10, 1 << 20, 4 << 20, 25 << 20, 64 << 20, 256 << 20)
@@ -38,7 +42,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args(argv).check
     differ = 0
-    for document in (README, SHARDING, NUMERICS):
+    refused.clear()
+    for document in (README, FIGURES, SHARDING, NUMERICS):
         text = document.read_text()
         filled = fill(text)
         if not check:
@@ -48,12 +53,15 @@ def main(argv: list[str] | None = None) -> int:
                 f"{document.name} differs from benchmarks/results: run `python -m benchmarks.readme`", file=sys.stderr
             )
             differ = 1
-    return differ
+    for why in refused:
+        print(f"refused: {why}", file=sys.stderr)
+    return differ or (not check and bool(refused))
 
 
 def fill(text: str) -> str:
     """A document in which the sections between markers are made anew."""
     sections: dict[str, Callable[[], str]] = {
+        "ratios": ratios,
         "all_reduce": all_reduce,
         "train_step": train_step,
         "sharded": sharded,
@@ -65,13 +73,71 @@ def fill(text: str) -> str:
         opening, closing = f"<!-- measured:{name} -->", f"<!-- /measured:{name} -->"
         before, rest = text.split(opening)
         after = rest.split(closing)[1]
-        text = f"{before}{opening}\n{sections[name]()}\n{closing}{after}"
+        try:
+            section = sections[name]()
+        except RefusedError as why:
+            refused.append(str(why))
+            section = wrapped("*Not measured at a commit of main yet: `make figures` does that.*")
+        text = f"{before}{opening}\n{section}\n{closing}{after}"
     return text
 
 
+class RefusedError(Exception):
+    """A result that no table may show."""
+
+
+refused: list[str] = []  # why tables were not filled
+
+
+def check_commit(commit: str, of: str) -> None:
+    """Raises RefusedError where changes were not committed, or if the commit is no ancestor of this checkout's head.
+
+    Without git, or in a shallow clone, nobody knows the ancestors, and any commit will do.
+    """
+    if commit.endswith("-dirty"):
+        raise RefusedError(f"{of} has changes that are not committed ({commit}): commit them, and measure again")
+    if knows_history() and (not commit or said("git", "merge-base", commit, "HEAD")[:12] != commit[:12]):
+        raise RefusedError(f"{of} is of {commit or 'no commit'}, which is none of main: measure after landing")
+
+
 def load(name: str) -> dict:
-    """One result file."""
-    return json.loads((RESULTS / f"{name}.json").read_text())
+    """One result file, unless it is refused."""
+    path = RESULTS / f"{name}.json"
+    if not path.exists():
+        raise RefusedError(f"{name} was not measured")
+    document = json.loads(path.read_text())
+    check_commit(document["commit"], name)
+    return document
+
+
+def knows_history() -> bool:
+    """Whether this is a git checkout that is not shallow."""
+    return said("git", "rev-parse", "--is-shallow-repository") == "false"
+
+
+def used() -> list[str]:
+    """Names of the result files that tables show."""
+    sharded = sorted(path.stem for path in RESULTS.glob("sharded_memory-*ranks.json"))
+    names = ["all_reduce-2ranks-openmpi", "all_reduce-2ranks-mpich", "train_step-2ranks", "memory-2ranks"]
+    return [*names, "sharded-2ranks", *sharded, "micro_batches-4ranks", "elastic-4ranks"]
+
+
+def ratios() -> str:
+    """The README's table: a whole step, beside DDP's."""
+    step = load("train_step-2ranks")
+    rows = []
+    for result in step["results"]:
+        engines = result["engines"]
+        plain = engines["plain"]["no_sync_ms"]["p50"]
+        ours, theirs = (plain + engines[name]["overhead_ms"]["median"] for name in ("syncengine", "ddp"))
+        times = [f"{plain:.1f}", f"{theirs:.1f}", f"{ours:.1f}", f"{theirs / ours:.1f} x"]
+        rows.append([MODELS[result["model"]], f"{result['parameters'] / 1e6:.1f} M", *times])
+    head = ["model", "parameters", "no synchronization, ms", "DDP over Gloo, ms", "syncengine, ms", "faster than DDP"]
+    caption = f"""
+        A training step (forward and backward), 2 ranks on 2 cores with one thread each, {distance(step)} ns from core
+        to core and back; the trained models are bit-equal. `.venv/bin/python -m benchmarks.train_step` measures it.
+        {measured_at(step)}"""
+    return f"{markdown(head, rows)}\n\n{wrapped(caption)}"
 
 
 def all_reduce() -> str:
@@ -93,8 +159,7 @@ def all_reduce() -> str:
         {openmpi["machine"]["Model name"]}, torch {openmpi["versions"]["torch"]}, {distance(openmpi)} ns from
         core to core and back. *Floor*: each rank scales the bytes in place. *`syncengine.empty`*: in memory
         that peers read and write. *Gloo*: with quartiles, as it has threads of its own, and as many ranks as cores
-        leave them no core. Results with spread are in
-        [benchmarks/results](benchmarks/results). {measured_at(openmpi, mpich)}"""
+        leave them no core. Results with spread are in `benchmarks/results`. {measured_at(openmpi, mpich)}"""
     return f"{markdown(head, rows)}\n\n{wrapped(caption)}"
 
 
@@ -138,8 +203,7 @@ def train_step() -> str:
 
 def sharded() -> str:
     """The table of a whole step with one copy of the weights on a host, beside the plain optimizer and ZeRO."""
-    step, memory = load("sharded-2ranks"), load("sharded_memory-2ranks")
-    held = {result["model"]: peaks(result) for result in memory["results"]}["mlp67"]
+    step = load("sharded-2ranks")
     rows = []
     for result in step["results"]:
         engines = result["engines"]
@@ -160,16 +224,14 @@ def sharded() -> str:
         processes, trained weights bit-equal: medians of {step["options"]["rounds"]} with a bootstrap interval
         (95 %), {distance(step)} ns from core to core and back. *Plain*: `syncengine.Parallel` with
         torch.optim.AdamW on each rank. *ZeRO*: torch's `ZeroRedundancyOptimizer`. *Optimizer*: its part of the
-        step, ranks start together. From before an MLP of 67 M parameters is built to the peak, a rank's memory (Pss)
-        grows by {held["sharded"]:.0f} MiB sharded, and by {held["today"]:.0f} plain.
-        {measured_at(step, memory)}"""
+        step, ranks start together. {measured_at(step)}"""
     return f"{markdown(head, rows)}\n\n{wrapped(caption)}"
 
 
 def sharded_memory() -> str:
     """The table of a rank's memory by the number of ranks, beside that of one copy."""
     rows = []
-    documents = [load(path.stem) for path in RESULTS.glob("sharded_memory-*ranks.json")]
+    documents = [load(name) for name in used() if name.startswith("sharded_memory")] or [load("sharded_memory-2ranks")]
     for document in sorted(documents, key=lambda document: document["options"]["ranks"]):
         for result in document["results"]:
             held, one_copy = peaks(result), result["one_copy_bytes"] / 2**20

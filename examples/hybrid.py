@@ -7,6 +7,8 @@ whose rows are dealt out to all ranks, below a dense part that all ranks replica
 """
 
 import argparse
+import os
+import sys
 from pathlib import Path
 
 import torch
@@ -103,6 +105,8 @@ def recommendation(_: DeviceMesh, wrap: type) -> Result:
 
 
 if __name__ == "__main__":
+    if os.environ.get("WORLD_SIZE") != "4":
+        sys.exit("hybrid.py needs 4 ranks: torchrun --nproc-per-node 4 examples/hybrid.py")
     parser = argparse.ArgumentParser()
     parser.add_argument("--ddp", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("outputs/hybrid"))

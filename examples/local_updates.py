@@ -8,6 +8,7 @@ that these have gone since (DiLoCo). "synchronous" is `Parallel` over all ranks 
 
 import argparse
 import os
+import sys
 from pathlib import Path
 
 import torch
@@ -100,6 +101,8 @@ def report(results: dict[str, tuple[list[float], int]], path: Path) -> None:
 
 
 if __name__ == "__main__":
+    if os.environ.get("WORLD_SIZE") != "4":
+        sys.exit("local_updates.py needs 4 ranks: torchrun --nproc-per-node 4 examples/local_updates.py")
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=Path("outputs/local_updates"))
     out = parser.parse_args().out

@@ -4,6 +4,8 @@ torchrun --nproc-per-node 2 examples/with_peft.py
 """
 
 import argparse
+import os
+import sys
 from pathlib import Path
 
 import torch
@@ -16,6 +18,8 @@ from transformers import BertConfig, BertForSequenceClassification
 import syncengine
 
 if __name__ == "__main__":
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        sys.exit("with_peft.py needs 2 ranks or more: torchrun --nproc-per-node 2 examples/with_peft.py")
     parser = argparse.ArgumentParser()
     parser.add_argument("--ddp", action="store_true")
     parser.add_argument("--out", type=Path)

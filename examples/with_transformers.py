@@ -4,6 +4,8 @@ torchrun --nproc-per-node 2 examples/with_transformers.py
 """
 
 import argparse
+import os
+import sys
 from pathlib import Path
 
 import torch
@@ -13,6 +15,10 @@ from transformers import BertConfig, BertForSequenceClassification, Trainer, Tra
 import syncengine
 
 if __name__ == "__main__":
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        sys.exit(
+            "with_transformers.py needs 2 ranks or more: torchrun --nproc-per-node 2 examples/with_transformers.py"
+        )
     parser = argparse.ArgumentParser()
     parser.add_argument("--ddp", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("outputs/with_transformers"), help="a folder")

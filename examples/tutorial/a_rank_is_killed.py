@@ -8,6 +8,7 @@ import argparse
 import hashlib
 import os
 import signal
+import sys
 
 import torch
 from torch import nn
@@ -50,4 +51,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if os.environ.get("WORLD_SIZE") != "4":
+        sys.exit(
+            "a_rank_is_killed.py needs 4 ranks: syncengine run -n 4 --keep-going examples/tutorial/a_rank_is_killed.py"
+        )
     main()

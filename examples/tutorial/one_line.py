@@ -6,6 +6,8 @@ torchrun --nproc-per-node 2 examples/tutorial/one_line.py --ddp    # as the scri
 
 import argparse
 import hashlib
+import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -44,4 +46,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        sys.exit("one_line.py needs 2 ranks or more: torchrun --nproc-per-node 2 examples/tutorial/one_line.py")
     main()

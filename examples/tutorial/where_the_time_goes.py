@@ -4,6 +4,9 @@ SYNCENGINE_TRACE=trace torchrun --nproc-per-node 2 examples/tutorial/where_the_t
 syncengine report trace    # writes trace/report.html; needs jinja2 and matplotlib
 """
 
+import os
+import sys
+
 import torch
 from torch import nn
 
@@ -25,4 +28,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        sys.exit("where_the_time_goes.py needs 2 ranks or more, as by torchrun --nproc-per-node 2")
     main()

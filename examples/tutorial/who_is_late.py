@@ -3,6 +3,8 @@
 torchrun --nproc-per-node 2 examples/tutorial/who_is_late.py
 """
 
+import os
+import sys
 import time
 
 import torch
@@ -35,4 +37,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        sys.exit("who_is_late.py needs 2 ranks or more: torchrun --nproc-per-node 2 examples/tutorial/who_is_late.py")
     main()
