@@ -7,6 +7,8 @@
 #   make test-integrations  the tests with Lightning, Accelerate, Transformers, Ray, torchft, Flower: installs them
 #   make sanitize    the C++ core's tests under ThreadSanitizer, for any processor, and AddressSanitizer + UBSan
 #   make build       the extension, in place, as users get it
+#   make wheel       a wheel for the Python and torch of .venv
+#   make wheels      wheels for CPython 3.10 to 3.13 and torch 2.11 to 2.15; fetches packages of torch, of 500 MB each
 #   make core-test   only the C++ core's tests
 #   make pages       tests of shared memory under pages of 16 and 64 KiB, as kernels for ARM have
 #   make arm-check   compiles the C++ core for ARM, if aarch64-linux-gnu-g++ is installed
@@ -27,7 +29,7 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 
 PY := .venv/bin/python
-SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu') setup.py pyproject.toml
+SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu') setup.py syncengine/_build.py pyproject.toml
 CPP_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'tests/cuda/*.h' 'tests/cuda/*.cpp' 'tests/core/*.h' 'tests/core/*.cpp' 'benchmarks/*.cpp')
 
 # ---- environments ----
@@ -72,15 +74,43 @@ unexport PYTHONDONTWRITEBYTECODE
 extension = $(2) $(PY) -m pip install -qq --no-build-isolation --no-deps --editable . && \
   mkdir -p build && rm -f build/*.built && touch build/$(1).built
 
-.PHONY: build build-for-tests
-build: build/plain.built
-build-for-tests: build/test-hooks.built
+# Two jobs compile the part that needs no torch while pip installs torch.
+TWO = $(if $(findstring --jobserver,$(MAKEFLAGS)),,-j2)
 
-build/plain.built: .venv/ready $(SOURCES)
+.PHONY: build build-for-tests
+build:
+	@$(MAKE) --no-print-directory $(TWO) build/plain.built
+build-for-tests:
+	@$(MAKE) --no-print-directory $(TWO) build/test-hooks.built
+
+build/plain.built: .venv/ready build/extension/core.a $(SOURCES)
 	$(call extension,plain,SYNCENGINE_TEST_HOOKS=0)
 
-build/test-hooks.built: .venv/ready $(SOURCES)
+build/test-hooks.built: .venv/ready build/extension-test-hooks/core.a $(SOURCES)
 	$(call extension,test-hooks,SYNCENGINE_TEST_HOOKS=1)
+
+build/extension/core.a: $(SOURCES)
+	SYNCENGINE_TEST_HOOKS=0 $(PYTHON) setup.py core && touch $@
+
+build/extension-test-hooks/core.a: $(SOURCES)
+	SYNCENGINE_TEST_HOOKS=1 $(PYTHON) setup.py core && touch $@
+
+# ---- wheels, in dist/ ----
+
+PYTHONS ?= python3.10 python3.11 python3.12 python3.13
+TORCHES ?= 2.11 2.12 2.13 2.14 2.15
+
+.venv-wheel/ready: requirements-wheel.txt
+	$(PYTHON) -m venv .venv-wheel
+	.venv-wheel/bin/python -m pip install -qq --requirement $<
+	touch $@
+
+.PHONY: wheel wheels
+wheel: .venv/ready .venv-wheel/ready
+	.venv-wheel/bin/python scripts/build_wheels.py --torches $(wildcard .venv/lib/python*/site-packages/torch) -- $(PY)
+
+wheels: .venv-wheel/ready
+	.venv-wheel/bin/python scripts/build_wheels.py --torches $(TORCHES) -- $(PYTHONS)
 
 # ---- what it is for ----
 
@@ -164,7 +194,7 @@ gpu-prebuild: .venv-gpu/ready
 	build/core-gpu/cuda_tests gpu_driver
 	python scripts/gpu_run.py --sources > build/gpu-prebuilt
 	@echo; echo 'to take along, beside the repository'"'"'s files, for `make gpu`:'; \
-	  du --total --apparent-size --block-size=100K syncengine/_C.cpython-312-*.so build/core-gpu/cuda_tests build/gpu-prebuilt | \
+	  du --total --apparent-size --block-size=100K syncengine/_ext/torch211/_C.cpython-312-*.so build/core-gpu/cuda_tests build/gpu-prebuilt | \
 	  awk '{ printf "%6.1f MB  %s\n", $$1 * 0.1024, $$2; if ($$1 * 0.1024 > 45) exit 1 }'
 
 figures: build .venv-openmpi/ready .venv-mpich/ready
@@ -186,4 +216,4 @@ format: .venv/ready
 	@.venv/bin/clang-format -i $(CPP_FILES)
 
 clean:
-	rm -rf build dist *.egg-info syncengine/_C*.so
+	rm -rf build dist *.egg-info syncengine/_ext syncengine/_C*.so

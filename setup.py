@@ -1,30 +1,30 @@
-"""Builds the extension `syncengine._C` from every C++ file under csrc/.
+"""Builds the extension, `syncengine/_ext/torch213/_C.*.so` for torch 2.13; syncengine/_build.py says how.
 
-The files of a folder are compiled as one, since most of a compiler's time goes into the headers that they share,
-torch's above all: no two of them may use a name of internal linkage for different things. What includes them is written
-to build/units/.
+The extension is built for the torch that is installed. If SYNCENGINE_TORCHES names folders with the headers and
+libraries of several releases, as scripts/build_wheels.py does, there is one for each. docs/install.md says which
+releases were tried.
 
-With a torch that has CUDA, and nvcc, it gets csrc/cuda/device/: for sm_80, sm_90 and as PTX for what comes later, or
-for what TORCH_CUDA_ARCH_LIST says. Otherwise csrc/cuda/absent/ stands in, and says so to whoever asks for CUDA.
-
-Built and tested with each change: torch 2.13, CPU build, Python 3.11. Tried, without a GPU: 2.11 with CUDA 13.0, Python
-3.12; once, at an earlier commit: 2.15.0, Python 3.13. Compiled only: 2.12, and 2.15 with CUDA 13.0, Python 3.11.
-README.md has the table.
+If torch has CUDA, and nvcc is there, the extension gets csrc/cuda/device/: for sm_80, sm_90 and as PTX for later
+devices, or for the devices in TORCH_CUDA_ARCH_LIST. Otherwise, and with SYNCENGINE_TORCHES, csrc/cuda/absent/ takes
+that folder's place, and says so to a program that asks for CUDA.
 
 SYNCENGINE_TEST_HOOKS=1 in the environment gives the flavor that the tests use: with fault-injection hooks and asserts,
-and no warning tolerated, unless WERROR, "-Werror" by default, is empty.
+and no warning tolerated, unless WERROR, "-Werror" by default, is empty. MAX_JOBS limits how many compilers run at once.
+
+`python setup.py core` compiles the part that needs no torch.
 """
 
-import hashlib
 import os
+import re
 import subprocess
 import sys
-import sysconfig
-from collections import defaultdict
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
-import torch
-from setuptools import setup
+spec = spec_from_file_location("_build", Path("syncengine", "_build.py"))
+_build = module_from_spec(spec)
+sys.modules["_build"] = _build
+spec.loader.exec_module(_build)
 
 
 def home_of_nvcc_on_path() -> str | None:
@@ -51,106 +51,66 @@ def find_cuda() -> str | None:
     return None
 
 
-CUDA = find_cuda() if torch.version.cuda is not None else None
-if CUDA is not None:
-    os.environ["CUDA_HOME"] = CUDA  # torch looks there when it is imported
+def nvcc_command(home: str) -> list[str]:
+    architectures = []
+    for name in re.split(r"[;\s]+", os.environ.get("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX")):
+        number = name.removesuffix("+PTX").replace(".", "")
+        kinds = ["sm", "compute"] if name.endswith("+PTX") else ["sm"]
+        architectures += [f"-gencode=arch=compute_{number},code={kind}_{number}" for kind in kinds]
+    flags = ["-O3", "-std=c++20", "--fmad=false"]  # the last one as -ffp-contract
+    return [f"{home}/bin/nvcc", *flags, "-Xcompiler=-ffp-contract=off,-fvisibility=hidden,-fPIC", *architectures]
 
-from torch.utils.cpp_extension import BuildExtension, CppExtension, include_paths  # noqa: E402
 
 TEST_HOOKS = os.environ.get("SYNCENGINE_TEST_HOOKS") == "1"
-
-# Headers that are not ours, as system headers: no warnings from them. torch's come first, since they bundle the
-# pybind11 that torch itself was built with; with another one its classes can't be derived from.
-SYSTEM_INCLUDES = [*include_paths(), sysconfig.get_path("include"), str(Path(sys.exec_prefix, "include"))]
-
-FLAGS = [
-    "-O3",
-    "-std=c++20",
-    "-ffp-contract=off",  # a fused multiply-add rounds once instead of twice: other bits
-    "-fvisibility=hidden",
-    "-Wall",
-    "-Wextra",
-    "-Wno-missing-field-initializers",  # designated initializers leave the rest at its default on purpose
-    "-g0",
-    *(f"-isystem{path}" for path in SYSTEM_INCLUDES),
+ONLY_CORE = sys.argv[1:] == ["core"]
+TORCHES = [
+    _build.Torch.of(Path(folder)) for folder in filter(None, os.environ.get("SYNCENGINE_TORCHES", "").split(":"))
 ]
+CUDA = None
+if not TORCHES and not ONLY_CORE:
+    TORCHES = [_build.Torch.installed()]
+    CUDA = find_cuda() if TORCHES[0].cuda else None
+
+FLAGS, CUDA_LINK, NVCC = [], [], []
 if TEST_HOOKS:
     FLAGS += ["-DSYNCENGINE_TEST_HOOKS", "-UNDEBUG", *os.environ.get("WERROR", "-Werror").split()]
-
-CUDA_LINK = []
-NVCC_FLAGS = [
-    "-O3",
-    "-std=c++20",
-    "--fmad=false",  # as -ffp-contract
-    "-Xcompiler=-ffp-contract=off,-fvisibility=hidden",
-]
 if CUDA is not None:
-    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX")
+    NVCC = nvcc_command(CUDA)
     FLAGS.append(f"-isystem{CUDA}/include")
     libraries = next(path for path in (Path(CUDA, name) for name in ("lib64", "lib")) if path.exists())
     # CUDA's runtime is linked statically and hidden: torch has a runtime of its own, maybe of another version.
     CUDA_LINK = [f"-L{libraries}", "-lcudart_static", "-ldl", "-lrt", "-Wl,--exclude-libs,libcudart_static.a"]
 
+# One folder a flavor.
+OUT = Path("build", "extension" + ("-cuda" if CUDA is not None else "") + ("-test-hooks" if TEST_HOOKS else ""))
+BUILDER = _build.Builder(Path("csrc"), OUT, FLAGS, NVCC)
+if ONLY_CORE:
+    BUILDER.core()
+    sys.exit()
 
-# The extension loads only with the torch that it was built with: a wheel, and the metadata that pip asks for before it
-# builds one, name that version. Sources are built with whichever is there.
-MAKES_WHEEL = bool({"bdist_wheel", "dist_info"} & set(sys.argv))
-TORCH = f"torch=={torch.__version__.partition('+')[0]}" if MAKES_WHEEL else "torch>=2.11"
-
-REDUCER = Path("csrc", "reducer")
-
-
-def build_id() -> str:
-    """A hash of the sources that define memory layouts and what goes over the wire, as tests/core/Makefile has it."""
-    without = {"bindings", "kernels", "streams"}
-    files = [path for path in Path("csrc").rglob("*.*") if path.suffix in (".h", ".cpp", ".cu")]
-    files = sorted(path.as_posix() for path in files if path.parts[1] not in without)
-    return hashlib.sha256(b"".join(Path(file).read_bytes() for file in files)).hexdigest()[:16]
+from setuptools import Extension, setup  # noqa: E402 (not needed for the core)
+from setuptools.command.build_ext import build_ext  # noqa: E402
 
 
-def unit(folder: Path, files: list[Path]) -> Path:
-    """A file that includes `files`. Written only if it changes, so that ninja compiles nothing in vain."""
-    path = Path("build", "units", "-".join(folder.relative_to("csrc").parts) + ".cpp")
-    text = f"#define SYNCENGINE_BUILD_ID 0x{build_id()}u\n" if folder == Path("csrc", "base") else ""
-    text += "".join(f'#include "{file.relative_to("csrc").as_posix()}"\n' for file in files)
-    if not path.exists() or path.read_text() != text:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return path
+class Build(build_ext):
+    def build_extensions(self) -> None:
+        targets = {
+            torch: Path(self.get_ext_fullpath(one.name)) for torch, one in zip(TORCHES, self.extensions, strict=True)
+        }
+        self.core = BUILDER.build(targets, link=CUDA_LINK)
 
+    def run(self) -> None:
+        super().run()
+        if not self.inplace and not NVCC and not TEST_HOOKS:
+            _build.put_sources(Path("csrc"), self.core, Path(self.build_lib, "syncengine", "_ext", "source"))
 
-def sources() -> list[str]:
-    left_out = Path("csrc", "cuda", "absent" if CUDA is not None else "device")
-    folders = defaultdict(list)
-    for file in sorted(Path("csrc").rglob("*.cpp")):
-        if left_out not in file.parents:
-            # torch's headers take longer to compile than what is in a folder of the reducer.
-            folders[REDUCER if REDUCER in file.parents else file.parent].append(file)
-    alone = folders.pop(Path("csrc", "kernels"))  # each for an instruction set of its own
-    if CUDA is not None:
-        alone += Path("csrc").rglob("*.cu")
-    return sorted(str(path) for path in [*alone, *(unit(*folder) for folder in folders.items())])
-
-
-class Build(BuildExtension):
-    """Keeps object files between builds, one folder a flavor, so that ninja compiles only what changed."""
-
-    def finalize_options(self) -> None:
-        super().finalize_options()
-        flavor = "extension" + ("-cuda" if CUDA is not None else "") + ("-test-hooks" if TEST_HOOKS else "")
-        self.build_temp = str(Path("build", flavor))
+    def copy_extensions_to_source(self) -> None:
+        for torch in TORCHES:
+            _build.packaged(torch.version).parent.mkdir(parents=True, exist_ok=True)
+        super().copy_extensions_to_source()
 
 
 setup(
-    install_requires=[TORCH, "numpy"],
-    ext_modules=[
-        CppExtension(
-            "syncengine._C",
-            sources=sources(),
-            include_dirs=[str(Path("csrc").resolve())],
-            extra_compile_args={"cxx": FLAGS, "nvcc": NVCC_FLAGS},
-            extra_link_args=CUDA_LINK,
-        )
-    ],
+    ext_modules=[Extension(f"syncengine._ext.{_build.tag(torch.version)}._C", []) for torch in TORCHES],
     cmdclass={"build_ext": Build},
 )

@@ -69,7 +69,7 @@ class Step(NamedTuple):
 
 PROBE = r"""
 import os, shutil, sys, time
-print({name: shutil.which(name) for name in "make git g++ nvcc lscpu ninja compute-sanitizer".split()}, flush=True)
+print({name: shutil.which(name) for name in "make git g++ nvcc lscpu compute-sanitizer".split()}, flush=True)
 os.system("nvidia-smi; nvidia-smi -q -d COMPUTE; g++ --version; lscpu; df -h /dev/shm; ulimit -l")
 begin = time.time()
 import torch, torch._dynamo
@@ -108,7 +108,7 @@ def sources() -> str:
     """A hash of all compiled sources, by which a build made before is known to be up to date."""
     files = [path for folder in ("csrc", "tests/cuda", "tests/core") for path in (ROOT / folder).rglob("*")]
     files = [path for path in files if path.suffix in (".h", ".cpp", ".cu") or path.name == "Makefile"]
-    text = b"".join(path.read_bytes() for path in [*sorted(files), ROOT / "setup.py"])
+    text = b"".join(path.read_bytes() for path in [*sorted(files), ROOT / "setup.py", ROOT / "syncengine/_build.py"])
     return hashlib.sha256(text).hexdigest()
 
 

@@ -6,6 +6,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+import torch
+
+from syncengine import _C, __version__
+from syncengine._build import add_build
 from syncengine.bench import add_bench
 from syncengine.doctor import add_doctor
 from syncengine.errors import SyncError
@@ -17,12 +21,15 @@ from syncengine.tracing.perfetto import add_trace
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one of the commands. Returns its exit code: 2 if it can't run, with the error on stderr."""
     parser = argparse.ArgumentParser(prog="syncengine", description="Gradient synchronization for PyTorch.")
+    version = f"syncengine {__version__}, build {_C.build_id}, torch {torch.__version__}"
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(title="commands", required=True, dest="command", metavar="COMMAND")
     add_doctor(commands)
     add_bench(commands)
     add_run(commands)
     add_trace(commands)
     add_report(commands)
+    add_build(commands)
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = parser.parse_args(given)
     try:

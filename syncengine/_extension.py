@@ -1,41 +1,67 @@
-"""The first module that the package imports: it says what to do if the extension is missing or can't be loaded."""
+"""The first module that the package imports: this module loads the extension for this torch as ``syncengine._C``.
+
+The version of torch decides which file that is, before anything is loaded. No extension for another minor release is
+ever tried: the file might load, and then calls other functions of torch than it means to. An import compiles nothing.
+"""
 
 import importlib.util
-from pathlib import Path
+import sys
 
 import torch
 
+from syncengine import _build
 
-def check_extension() -> None:
+
+def load_extension() -> None:
     """Raises ``ImportError`` with where the extension is and what to do if it can't be loaded.
 
     If it is missing, that is a ``ModuleNotFoundError``.
     """
-    found = importlib.util.find_spec("syncengine._C")
-    if found is not None:
-        try:
-            importlib.import_module("syncengine._C")
-        except (ImportError, OSError) as error:
-            raise ImportError(
-                f"syncengine's extension {found.origin} can't be loaded: {error}. It works only with the torch that it "
-                f"was built with, and this is {torch.__version__}: install syncengine again with this one, by `pip "
-                "install --no-build-isolation`",
-                name="syncengine._C",
-                path=found.origin,
-            ) from error
+    if "syncengine._C" in sys.modules:  # a test has put its own there
         return
-    package = Path(__file__).resolve().parent
-    others = sorted(path.name for path in package.glob("_C.*.so"))
-    if others:
-        advice = f"{package / others[0]} is for another Python: install syncengine again, with this one"
-    elif (package.parent / "pyproject.toml").exists():
-        advice = (
-            f"{package.parent} is the source folder, and Python looks there first: leave it, to import the syncengine "
-            "that is installed, or build the extension in it with `make build`"
+    version = str(torch.__version__)
+    path = _build.packaged(version)
+    if not path.exists():
+        own = _build.own(version)
+        if own is None or not own.exists():
+            raise ModuleNotFoundError(f"No module named 'syncengine._C': {_advice(version)}", name="syncengine._C")
+        path = own
+    try:
+        if path != _build.packaged(version):
+            _build.check_owner(path.parent)
+        spec = importlib.util.spec_from_file_location("syncengine._C", path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["syncengine._C"] = module
+        spec.loader.exec_module(module)
+    except (ImportError, OSError) as error:
+        sys.modules.pop("syncengine._C", None)
+        raise ImportError(
+            f"syncengine's extension {path} can't be loaded: {error}. It was built for {path.parent.name}, and this is "
+            f"torch {version}: install syncengine again with this one, by `pip install --no-build-isolation`",
+            name="syncengine._C",
+            path=str(path),
+        ) from error
+    sys.modules["syncengine"]._C = module  # type: ignore[attr-defined] # as an import does
+
+
+def _advice(version: str) -> str:
+    folder = _build.BUILT.parent
+    found = sorted(_build.BUILT.glob("*/_C.*.so"))
+    here = [path.parent.name for path in found if path.name == _build.NAME]
+    if (folder.parent / "pyproject.toml").exists():
+        return (
+            f"{folder.parent} is the source folder, and Python looks there first: leave it, to import the syncengine "
+            f"that is installed, or build the extension in it for torch {version} with `make build`"
         )
-    else:
-        advice = f"{package} is not complete: install syncengine again"
-    raise ModuleNotFoundError(f"No module named 'syncengine._C': {advice}", name="syncengine._C")
+    if here and _build.own(version) is not None:
+        return (
+            f"this is torch {version}, and syncengine has been built for {', '.join(here)}: compile it for this one, "
+            "once, by `python -m syncengine build`, which needs g++ and some minutes"
+        )
+    if found and not here:
+        return f"{found[0]} is for another Python: install syncengine again, with this one"
+    return f"{folder} has no extension for torch {version}: install syncengine again"
 
 
-check_extension()
+load_extension()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import ipaddress
 import json
 import logging
@@ -13,6 +14,9 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+import torch
+
+from syncengine._build import tag
 from syncengine._C import Communicator, LocalBootstrap, build_id, solo
 from syncengine.config import Config
 from syncengine.errors import InvalidUsage, Mismatch, SyncError
@@ -115,7 +119,7 @@ def connect(
 def _agree(exchange: Exchange, config: Config, address: bytes, known_as: list[int]) -> tuple[list[str], list[bytes]]:
     """Checks that all ranks run the same build with the same shared settings. Returns their hosts and addresses."""
     own = config.shared()
-    head = {"build": build_id, "settings": own, "host": socket.gethostname()}
+    head = {"build": build_id, "settings": own, "host": socket.gethostname(), "torch": torch.__version__}
     mine = json.dumps(head).encode() + b"\n" + address
     answers = exchange(mine)
     heads, _, addresses = zip(*(answer.partition(b"\n") for answer in answers), strict=True)
@@ -127,6 +131,11 @@ def _agree(exchange: Exchange, config: Config, address: bytes, known_as: list[in
                 f"rank {peer} on {other['host']} runs another build of syncengine ({theirs}) than rank "
                 f"{known_as[answers.index(mine)]} ({build_id}): install the same one on all hosts"
             )
+        if answers[0] == mine and tag(other["torch"]) != tag(torch.__version__):
+            _warn_once(
+                f"rank {known_as[0]} has torch {torch.__version__}, rank {peer} on {other['host']} has "
+                f"{other['torch']}: their gradients may differ; install the same minor release on all hosts"
+            )
     for name in own:
         for peer, other in zip(known_as, everyone, strict=True):
             first, value = everyone[0]["settings"][name], other["settings"][name]
@@ -136,6 +145,11 @@ def _agree(exchange: Exchange, config: Config, address: bytes, known_as: list[in
                     "same"
                 )
     return [other["host"] for other in everyone], list(addresses)
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    logger.warning("%s", text)
 
 
 def _listen(exchange: Exchange, config: Config, bootstrap: LocalBootstrap, addresses: list[bytes]) -> list[bytes]:

@@ -98,6 +98,10 @@ def _versions(facts: Facts) -> str:
     return ", ".join([*named, f"Python {versions['python']}"])
 
 
+def _extension(facts: Facts) -> str:
+    return str(facts["extension"].get("file", ""))
+
+
 def _cpus(facts: Facts) -> str:
     cpus, kernels = facts["cpus"], facts["extension"].get("instruction_set")
     if "error" in cpus:
@@ -146,6 +150,7 @@ def _interfaces(facts: Facts) -> str:
 
 _ROWS: tuple[tuple[str, Callable[[Facts], str]], ...] = (
     ("versions", _versions),
+    ("extension", _extension),
     ("CPUs", _cpus),
     ("GPUs", _gpus),
     ("variables", _settings),

@@ -1,4 +1,7 @@
-"""The commands where syncengine can't be imported: `syncengine doctor` explains the error, other commands show it."""
+"""The commands where syncengine can't be imported: `doctor` explains the error, `build` compiles a missing extension.
+
+Other commands show the error.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,20 @@ import argparse
 import sys
 from pathlib import Path
 
+from syncengine._build import build_own
 from syncengine.doctor import DESCRIPTION, add_options, run
 
 
 def examine_instead(error: Exception) -> None:
-    """Runs `syncengine doctor` with the modules that can be imported, and exits, if that is this process's command.
+    """Runs `syncengine doctor` or `build` with the modules that can be imported, if that is this process's command.
 
     Another command of syncengine exits with the error. The function returns if this process runs something else.
     """
     command = _arguments_of_command(sys.argv[0], sys.orig_argv)
     if command is None:
         return
+    if command == ["build"]:
+        sys.exit(build_own())
     if command[:1] != ["doctor"]:
         sys.exit(_say(error))
     arguments = command[1:]

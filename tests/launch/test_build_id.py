@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 from marks import mostly_nightly
 from repository import ROOT
 
@@ -63,3 +64,25 @@ def test_ranks_of_other_builds_are_named() -> None:
             exchange_with(build)
     names, _ = exchange_with({"build": _C.build_id})
     assert names[1] == "elsewhere"
+
+
+def test_ranks_with_another_minor_of_torch_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    """The first rank warns, and all ranks go on."""
+
+    def agree(rank: int, version: str) -> None:
+        def exchange(mine: bytes) -> list[bytes]:
+            head, _, address = mine.partition(b"\n")
+            theirs = {**json.loads(head), "host": "elsewhere", "torch": version}
+            other = json.dumps(theirs).encode() + b"\n" + address
+            return [mine, other] if rank == 0 else [other, mine]
+
+        connect._agree(exchange, syncengine.config.Config(), b"an address", [0, 1])
+
+    major, minor, _ = torch.__version__.split(".", 2)
+    agree(0, f"{major}.{minor}.99+cu999")
+    agree(1, "2.99.0")
+    assert caplog.messages == []
+    agree(0, "2.99.0")
+    agree(0, "2.99.0")
+    (told,) = caplog.messages
+    assert told.startswith(f"rank 0 has torch {torch.__version__}, rank 1 on elsewhere has 2.99.0: ")

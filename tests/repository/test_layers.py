@@ -34,10 +34,10 @@ TORCH = re.compile(r"(torch|ATen|c10|caffe2|pybind11|Python\.h)\b")
 # Modules of the packages, bottom first; a folder counts as one.
 MODULES = {
     "syncengine": (
-        "_extension errors _C lines config launch interhost process_end stragglers tracing connect groups torch_group "
-        "communicator collectives torch_backend hooks _sending parallel sharded _joining _keeping _elastic bench "
-        "report doctor patch __init__ __main__ prometheus horovod accelerate _lightning lightning pytorch_lightning "
-        "torchft"
+        "_build _extension errors _C lines config launch interhost process_end stragglers tracing connect groups "
+        "torch_group communicator collectives torch_backend hooks _sending parallel sharded _joining _keeping "
+        "_elastic bench report doctor patch __init__ __main__ prometheus horovod accelerate _lightning lightning "
+        "pytorch_lightning torchft"
     ),
     "syncengine.launch": "variables slurm arrivals store mpi environment local __init__",
     "syncengine.parallel": (

@@ -12,11 +12,11 @@ from syncengine import _C
 
 
 def copy_of_packages(folder: Path, change: Callable[[bytes], bytes] | None = None) -> Path:
-    """The packages in `folder`; the place of their extension: what `change` makes of ours, if it is given."""
+    """The packages in `folder`; the place of their extension, which is: what `change` makes of ours, if it is given."""
     for package in ("syncengine", "syncengine_autoload"):
         shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("_C.*.so", "__pycache__"))
     ours = Path(_C.__file__)
-    extension = folder / "syncengine" / ours.name
+    extension = folder / ours.relative_to(ROOT)
     if change is not None:
         extension.write_bytes(change(ours.read_bytes()))
     return extension

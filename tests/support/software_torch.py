@@ -26,19 +26,8 @@ ctypes.CDLL(str(BUILT / "software_torch_cuda.so"))
 import torch  # noqa: E402
 
 
-class OurExtension:
-    """Finds ``syncengine._C`` where `make` has put it."""
-
-    @staticmethod
-    def find_spec(name: str, path: Any = None, target: ModuleType | None = None) -> Any:
-        if name != "syncengine._C":
-            return None
-        file = BUILT / f"_C{importlib.machinery.EXTENSION_SUFFIXES[0]}"
-        return importlib.util.spec_from_file_location(name, str(file))
-
-
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, str(BUILT / f"{name}.so"))
+def load(name: str, file: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, str(BUILT / file))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -56,7 +45,7 @@ def install() -> None:
     _install_functions(device)
     _install_storage(device)
     _install_gloo(device)
-    sys.meta_path.insert(0, OurExtension)
+    sys.modules["syncengine._C"] = load("syncengine._C", f"_C{importlib.machinery.EXTENSION_SUFFIXES[0]}")
 
 
 def _install_classes(device: ModuleType) -> None:
