@@ -34,7 +34,9 @@ def add_report(commands: Any) -> None:
         "is no trace.",
     )
     parser.add_argument("directories", metavar="DIR", nargs="+", type=Path, help="of a trace; or two, before and after")
-    parser.add_argument("--out", type=Path, help="the page; default: report.html in the (last) DIR")
+    parser.add_argument(
+        "--out", type=Path, help="the page; default: report.html in DIR; of two, compared.html in the last"
+    )
     parser.add_argument("--json", action="store_true", help="print what the page says as JSON, and write none")
     parser.set_defaults(run=run)
 
@@ -57,7 +59,7 @@ def write_report(*directories: Path, out: Path | None = None) -> tuple[str, Path
     Raises ``InvalidUsage`` without a trace.
     """
     analyses = [analyze(read(directory)) for directory in directories]
-    out = out or directories[-1] / "report.html"
+    out = out or directories[-1] / ("report.html" if len(directories) == 1 else "compared.html")
     out.write_text(page_of(analyses, directories), encoding="utf-8")
     return analyses[0].verdict if len(analyses) == 1 else compare_verdict(*analyses), out
 

@@ -20,7 +20,15 @@ class Advice:
 def advise(of: Analysis) -> list[Advice]:
     """The changes to try that may gain a percent of a step or more, most gain first."""
     found: list[tuple[float, str]] = []
-    if of.late is not None:
+    if of.late is None and of.steps:
+        found.append(
+            (
+                of.waiting_ms,
+                "Let ranks wait less for each other: give each as much to do, and take no more ranks (and threads, "
+                "OMP_NUM_THREADS) on a host than it has processor cores, since they take turns.",
+            )
+        )
+    elif of.late is not None:
         remedy = WHERE[of.late.phase].partition(": ")[2]
         found.append((of.late.late_ms, f"Make rank {of.late.rank} as fast as the others: {remedy}."))
     if of.overlap:
@@ -81,7 +89,7 @@ def changes(before: Analysis, after: Analysis) -> list[Change]:
                 (shown, "ms"): max((of_rank.phases_ms[phase] for of_rank in ranks), default=0.0)
                 for phase, shown in PHASES_SHOWN.items()
             },
-            ("synchronization that nothing hides", "ms"): of.exposed_ms,
+            ("exposed synchronization", "ms"): of.exposed_ms,
             ("of the reductions hidden", "%"): 100 * min((o.achieved for o in of.overlap.values()), default=1.0),
             ("the latest rank's lateness", "ms"): max((of_rank.late_ms for of_rank in ranks), default=0.0),
             ("reduced a step", "bytes"): of.reduced_bytes,
@@ -93,9 +101,19 @@ def changes(before: Analysis, after: Analysis) -> list[Change]:
 
 
 def compare_verdict(before: Analysis, after: Analysis) -> str:
-    """One sentence that says how a step has changed between two traces."""
+    """How a step has changed between two traces; before that, which rank is late now, and what can't be compared."""
     if not before.steps or not after.steps:
         return "One of the traces has no step that all of its ranks have recorded."
+    said = ""
+    if (before.model, before.ranks.keys()) != (after.model, after.ranks.keys()):
+        models = [f"{of.model} on {len(of.ranks)} rank{'s' * (len(of.ranks) > 1)}" for of in (before, after)]
+        said = f"Not the same is compared: {models[0]}, then {models[1]}. "
+    if after.missing or (after.late and (before.late is None or before.late.rank != after.late.rank)):
+        said += f"{after.verdict} "
+    return said + _compare_times(before, after)
+
+
+def _compare_times(before: Analysis, after: Analysis) -> str:
     step, *others = changes(before, after)
     if abs(step.ratio) < 0.02:
         return f"A step takes as long as before: {ms_text(step.before)}, then {ms_text(step.after)}."

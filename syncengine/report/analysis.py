@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import median
 
+from syncengine.errors import name_ranks
 from syncengine.report.steps import Reduction, Step, reductions_of, steps_of
 from syncengine.stragglers import Late, compare
 from syncengine.tracing import Kind, Phase, Trace
@@ -72,6 +73,7 @@ class Analysis:
     exposed_buckets: list[ExposedBucket]  # the most exposed one first
     copied_bytes: dict[str, float]  # bytes a step by reason, on the rank that copies most
     went_wrong: list[str]
+    missing: list[int]  # ranks of which there is no trace
     incomplete: list[str]  # texts about data that the trace lacks
     example: dict[int, Step]  # a step of each rank that took the median time
 
@@ -82,28 +84,36 @@ class Analysis:
 
     @property
     def exposed_ms(self) -> float:
-        """Milliseconds of a step's synchronization that nothing hides, on the rank where these are most."""
-        return max((overlap.exposed for overlap in self.overlap.values()), default=0.0)
+        """Exposed synchronization as ``Parallel.stats()`` has it: how long the first rank waits for averages."""
+        return next(iter(self.ranks.values())).phases_ms["wait"] if self.ranks else 0.0
+
+    @property
+    def waiting_ms(self) -> float:
+        """The part of it in which nothing is reduced: ranks wait for each other."""
+        return max(0.0, self.exposed_ms - max((overlap.exposed for overlap in self.overlap.values()), default=0.0))
 
     @property
     def verdict(self) -> str:
-        """One sentence: which rank is late, or how much synchronization nothing hides."""
+        """Which rank is late, or how much synchronization nothing hides: one sentence, or two."""
         if not self.steps:
             return "There is no step that all ranks have recorded: trace more of them."
+        percent = 100 * self.exposed_ms / self.step_ms
+        takes = f"xposed synchronization takes {percent:.{int(percent <= 5)}f} % of a step"
+        times = f"({ms_text(self.exposed_ms)} of {ms_text(self.step_ms)})"
+        if self.missing:
+            return (
+                f"There is no trace of {name_ranks(self.missing)}, so who is late can't be told. E{takes} {times}, in "
+                "part perhaps the wait for a rank that is late."
+            )
         if self.late is not None:
             text = self.late.text("the steps", ms_text(self.late.late_ms))
             return f"{text[0].upper()}{text[1:]}."
-        percent = 100 * self.exposed_ms / self.step_ms
-        if percent > 5:
-            mostly = f", mostly that of {self.exposed_buckets[0].names}" if self.exposed_buckets else ""
-            return (
-                f"No rank is late. Synchronization that nothing hides takes {percent:.0f} % of a step "
-                f"({ms_text(self.exposed_ms)} of {ms_text(self.step_ms)}){mostly}."
-            )
-        return (
-            f"No rank is late, and synchronization that nothing hides takes {percent:.1f} % of a step: the rest is the "
-            "model's own."
-        )
+        if percent <= 5:
+            return f"No rank is late, and e{takes}: the rest is the model's own."
+        mostly = f", mostly that of {self.exposed_buckets[0].names}" if self.exposed_buckets else ""
+        if self.waiting_ms > self.exposed_ms / 2:
+            mostly = f", of which ranks wait for each other {ms_text(self.waiting_ms)}"
+        return f"No rank is late. E{takes} {times}{mostly}."
 
     def as_dict(self) -> dict[str, object]:
         """The numbers as a dict for JSON, the verdict first."""
@@ -139,6 +149,7 @@ def analyze(trace: Trace) -> Analysis:
         exposed_buckets=exposed_buckets(reductions),
         copied_bytes=_copies(trace, steps.keys()),
         went_wrong=list(dict.fromkeys(wrong)),
+        missing=trace.missing,
         incomplete=caveats(trace),
         example=min(by_step, key=lambda of_step: abs(max(step.ms for step in of_step.values()) - step_ms), default={}),
     )

@@ -44,9 +44,11 @@ def page_of(analyses: Sequence[Analysis], directories: Sequence[Path]) -> str:
             "where": where,
             "name": name,
             "advice": advise(of),
-            "pictures": [pictures.phases(of), pictures.one_step(of)] if of.steps else [],
+            "pictures": drawn,
         }
-        for of, where, name in zip(analyses, directories, ("before", "after"), strict=False)
+        for of, where, name, drawn in zip(
+            analyses, directories, ("before", "after"), pictures.draw(analyses), strict=False
+        )
     ]
     compared = {"verdict": compare_verdict(*analyses), "changes": changes(*analyses)} if len(analyses) > 1 else None
     return template.render(halves=halves, compared=compared, reasons=REASONS, most_ranks=RANKS_SHOWN)

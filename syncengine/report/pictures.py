@@ -39,10 +39,27 @@ _STYLE: Any = {
 _WIDTH = 4.2  # inches: about that of a phone
 
 Bar = tuple[str, float, float]  # a phase, or reductions; begin and length in milliseconds
+Rows = Mapping[int, Sequence[Bar]]  # by rank
 
 
-def _draw(title: str, axis: str, rows: Mapping[int, Sequence[Bar]]) -> tuple[str, str]:
-    """Draws a line for each rank, with the reductions below the phases. Returns title and picture: SVG, in base 64."""
+def draw(analyses: Sequence[Analysis]) -> list[list[tuple[str, str]]]:
+    """The pictures of each trace, with the same axes: titles, and SVG in base 64."""
+    drawn: list[list[tuple[str, str]]] = [[] for _ in analyses]
+    for rows_of, title, axis in (
+        (_phases, "Where a step's time goes on each rank", "milliseconds of a step, median"),
+        (_one_step, "One step of middle length", "milliseconds"),
+    ):
+        rows = [rows_of(of) if of.steps else {} for of in analyses]
+        bars = [bar for of_trace in rows for of_rank in of_trace.values() for bar in of_rank]
+        until = max((begin + length for _, begin, length in bars), default=0.0)
+        for of_trace, pictures in zip(rows, drawn, strict=True):
+            if of_trace:
+                pictures.append((title, _draw(title, axis, of_trace, 1.02 * until)))
+    return drawn
+
+
+def _draw(title: str, axis: str, rows: Rows, until: float) -> str:
+    """Draws a line for each rank, with the reductions below the phases."""
     ranks = sorted(rows)[:RANKS_SHOWN]
     shown = {what for row in rows.values() for what, *_ in row}
     with matplotlib.rc_context(_STYLE):
@@ -60,28 +77,28 @@ def _draw(title: str, axis: str, rows: Mapping[int, Sequence[Bar]]) -> tuple[str
                     label=PHASES_SHOWN.get(what, what) if i == 0 else None,
                 )
         axes.set(title=title, xlabel=axis, yticks=range(len(ranks)), yticklabels=[f"rank {rank}" for rank in ranks])
-        axes.set_xlim(left=0)
+        axes.set_xlim(0, until)
         axes.invert_yaxis()
         figure.legend(loc="outside lower left", ncols=3, handlelength=1.2, columnspacing=1.2)
         file = io.BytesIO()
         figure.savefig(file, format="svg", metadata={"Date": None})
-    return title, base64.b64encode(file.getvalue()).decode()
+    return base64.b64encode(file.getvalue()).decode()
 
 
-def phases(of: Analysis) -> tuple[str, str]:
-    """A picture of the phases of a step on each rank: medians."""
+def _phases(of: Analysis) -> Rows:
+    """The phases of a step on each rank: medians."""
     rows = {}
     for rank, of_rank in of.ranks.items():
         times = [of_rank.phases_ms[phase] for phase in PHASES_SHOWN]
         begins = itertools.accumulate(times, initial=0.0)
         rows[rank] = list(zip(PHASES_SHOWN, begins, times, strict=False))
-    return _draw("Where a step's time goes on each rank", "milliseconds of a step, median", rows)
+    return rows
 
 
-def one_step(of: Analysis) -> tuple[str, str]:
-    """A picture of one step of middle length: the phases of each rank, and its reductions of buckets."""
+def _one_step(of: Analysis) -> Rows:
+    """One step of middle length: the phases of each rank, and its reductions of buckets."""
     first = min(step.begin for step in of.example.values())
-    rows = {
+    return {
         rank: [
             (
                 _REDUCTIONS if event.kind == Kind.REDUCED else Phase(event.lane).name.lower(),
@@ -93,4 +110,3 @@ def one_step(of: Analysis) -> tuple[str, str]:
         ]
         for rank, step in of.example.items()
     }
-    return _draw("One step of middle length", "milliseconds", rows)

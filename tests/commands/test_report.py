@@ -14,6 +14,7 @@ import time
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
+from statistics import median
 from typing import Any
 from xml.etree import ElementTree
 
@@ -100,7 +101,7 @@ def test_the_verdict_is_a_sentence():
     analysis = analyze(make(job))
     assert analysis.verdict == (
         "Rank 1 is late in 100 % of the steps, by 41 ms, before forward begins: look at its input (DataLoader workers, "
-        "prefetching, where its data lies)."
+        "prefetching, where its data lies), and at hooks on gradients, such as an optimizer in backward."
     )
     first = advise(analysis)[0]
     assert first.text.startswith("Make rank 1 as fast as the others")
@@ -188,8 +189,59 @@ def test_two_traces_say_what_has_changed():
     assert compare_verdict(after, before).startswith("A step takes 22 % longer than before")
     assert compare_verdict(before, before).startswith("A step takes as long as before")
     by_name = {change.what: change for change in changes(before, after)}
-    assert by_name["synchronization that nothing hides"].before == pytest.approx(9)
+    assert by_name["exposed synchronization"].before == pytest.approx(9)
     assert by_name["of the reductions hidden"].after == pytest.approx(100 * 2 / 3)
+
+
+def test_who_is_late_now_and_what_is_not_the_same_is_in_the_headline():
+    def slow(rank: int, phase: Phase, step: int) -> float:
+        return 30.0 if (rank, phase) == (1, Phase.FORWARD) else 0.0
+
+    before, after = analyze(make(Job())), analyze(make(Job(delay=slow)))
+    assert compare_verdict(before, after).startswith("Rank 1 is late in 100 % of the steps, by 30 ms, in forward")
+    for same in (compare_verdict(after, after), compare_verdict(after, before), compare_verdict(before, before)):
+        assert same.startswith("A step takes ")
+    more = analyze(make(Job(ranks=3)))
+    assert compare_verdict(before, more).startswith(
+        f"Not the same is compared: {MODEL} on 2 ranks, then {MODEL} on 3 ranks. A step takes as long as before"
+    )
+    other = dataclasses.replace(before, model="Parallel(Other)")
+    assert compare_verdict(other, before).startswith("Not the same is compared: Parallel(Other) on 2 ranks, then ")
+
+
+@pytest.mark.parametrize("late", [0.0, 30.0])
+def test_without_a_ranks_trace_nobody_can_tell_who_is_late(late: float):
+    job = Job(ranks=3, delay=lambda rank, phase, step: late if (rank, phase) == (2, Phase.BACKWARD) else 0.0)
+    trace = make(job)
+    del trace.ranks[2]
+    verdict = analyze(trace).verdict
+    assert verdict.startswith(
+        "There is no trace of rank 2, so who is late can't be told. Exposed synchronization takes "
+    )
+    assert "No rank is late" not in verdict and "mostly" not in verdict
+
+
+def test_ranks_that_wait_for_each_other_are_told_so():
+    """Each of three ranks is late in every third step: none is late, and the first waits in most steps."""
+    trace = make(Job(ranks=3, delay=lambda rank, phase, step: 20.0 * (phase == Phase.FORWARD and step % 3 == rank)))
+    analysis = analyze(trace)
+    waits = [e.end - e.begin for e in trace.ranks[0].events if (e.kind, e.lane) == (Kind.PHASE, Phase.WAIT)]
+    assert analysis.exposed_ms == pytest.approx(median(waits[1:]) / MS)  # without the first step
+    assert analysis.waiting_ms == pytest.approx(20, abs=2.5)
+    assert re.match(
+        r"No rank is late. Exposed .* of which ranks wait for each other (18|19|20|21) ms.", analysis.verdict
+    )
+    assert advise(analysis)[0].text.endswith("since they take turns.")
+
+
+def test_pictures_of_two_traces_have_the_same_axes(monkeypatch: pytest.MonkeyPatch):
+    pictures = pytest.importorskip("syncengine.report.pictures")
+    ends = []
+    monkeypatch.setattr(pictures, "_draw", lambda title, axis, rows, until: ends.append((title, until)) or "")
+    drawn = pictures.draw([analyze(make(Job())), analyze(make(Job(backward=200.0))), analyze(make(Job(steps=0)))])
+    assert [len(each) for each in drawn] == [2, 2, 0]
+    assert len(ends) == 4 and len(set(ends)) == 2
+    assert min(until for _, until in ends) > 200
 
 
 def test_nothing_recorded_is_said_too():
@@ -317,6 +369,9 @@ def test_the_command_writes_pages(pool: RankPool, programs: RankPool, tmp_path: 
     check_page(page)
     assert verdict in unescape(page)
     check_page((tmp_path / "two.html").read_text())
+    alone(programs, "report", str(tmp_path / "b"), str(tmp_path / "a"))
+    assert Path(path).read_text() == page
+    check_page((tmp_path / "a" / "compared.html").read_text())
 
 
 def train_with_nan(directory: str) -> None:
