@@ -75,8 +75,8 @@ def let_cause_end_first(error: BaseException | None, communicators: Collection[C
     """Waits at the end of this process, behind everything else, if it ends because of another rank.
 
     Launchers show the process that ends first, and return its code. That should not be a process that ends by another
-    rank's death or error. So this function waits until that rank has ended, for 10 s at most, and, if its own `error`
-    is about that rank, a little longer: then the launcher has looked, and ends this process itself.
+    rank's death or error. So this function waits until that rank has ended, for 10 s at most, and a little longer:
+    then the launcher has looked, and does not find two processes that have ended.
 
     Without an `error` the failures of `communicators` count: the program may have caught one, and exit by itself.
     """
@@ -85,11 +85,14 @@ def let_cause_end_first(error: BaseException | None, communicators: Collection[C
     cause = next((rank for each in causes if (rank := blamed_rank(each)) is not None and rank not in own), None)
     if cause is None:
         return
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        mpi.Finalize()  # all ranks have to: at this process's end it would be too late for the one that is waited for
     knowing = [communicator for communicator in communicators if cause in communicator.global_ranks]
     deadline = time.monotonic() + _ENDS_WITHIN
     while knowing and time.monotonic() < deadline and not any(cause in each.ended() for each in knowing):
         time.sleep(0.01)
-    time.sleep(0 if error is None else _SEEN_WITHIN)
+    time.sleep(_SEEN_WITHIN)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

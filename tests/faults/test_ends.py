@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
-import errno
+import contextlib
 import os
+import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,9 @@ from command import alone, environ_of
 from faults import my_rank
 from pool import RankPool
 from programs import run_programs
+from refusals import needs_seccomp, refuse
 from repository import ROOT, SUPPORT
+from slurm import is_there, slurm
 
 import syncengine
 from syncengine import _C
@@ -26,9 +30,9 @@ def rank_main(rank, port=None):
     if port is not None:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="3")
     torch.set_num_threads(1)
-    dist.init_process_group("syncengine")
+    {init}
     for step in range(8):
-        if step == 3 and dist.get_rank() == 1:
+        if step == 3 and {rank} == 1:
             {how}
         {call}
 if __name__ == "__main__":
@@ -44,12 +48,16 @@ SPAWN = """
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     mp.start_processes(rank_main, args=(port,), nprocs=3, start_method=sys.argv[1])"""
-TRIES = 100
+INIT = 'dist.init_process_group("syncengine")'
+OWN_INIT = "import syncengine; syncengine.init()"
+OWN_CALL = "syncengine.all_reduce(torch.ones(1000))"
+RANK = {INIT: "dist.get_rank()", OWN_INIT: "syncengine.rank()"}
+PIECES, TRIES = range(5), 20  # a hundred tries; a piece ends within a test's limit of time
 
 
-def script(folder: Path, how: str, call: str = CALL, main: str = "rank_main(0)") -> str:
+def script(folder: Path, how: str, call: str = CALL, main: str = "rank_main(0)", init: str = INIT) -> str:
     path = folder / "train.py"
-    path.write_text(RAISES.format(how=how, call=call, main=main))
+    path.write_text(RAISES.format(how=how, call=call, main=main, init=init, rank=RANK[init]))
     return str(path)
 
 
@@ -81,41 +89,60 @@ def test_run_returns_the_code_of_the_cause(programs: RankPool, tmp_path: Path, c
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("piece", PIECES)
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_spawn_shows_the_rank_that_raised_each_time(programs: RankPool, tmp_path: Path, method: str):
+def test_spawn_shows_the_rank_that_raised_each_time(programs: RankPool, tmp_path: Path, method: str, piece: int):
     assert spawned(programs, tmp_path, method, TRIES) == TRIES
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("call", [CALL, CATCHING])
-@pytest.mark.parametrize(("how", "code"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 137)])
-def test_run_returns_the_code_each_time(programs: RankPool, tmp_path: Path, how: str, code: int, call: str):
+@pytest.mark.parametrize("piece", PIECES)
+@pytest.mark.parametrize("call", [CALL, CATCHING], ids=["raises", "catches"])
+@pytest.mark.parametrize(("how", "code"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 137)], ids=["exit", "kill"])
+def test_run_returns_the_code_each_time(programs: RankPool, tmp_path: Path, how: str, code: int, call: str, piece: int):
     assert launched(programs, tmp_path, how, call, TRIES) == [code] * TRIES
 
 
-def refuse(*calls: str) -> None:
-    """From now on the kernel refuses these to this process: by a filter as container runtimes set."""
-    seccomp = ctypes.CDLL("libseccomp.so.2")
-    seccomp.seccomp_init.restype = ctypes.c_void_p
-    seccomp.seccomp_init.argtypes = [ctypes.c_uint32]
-    seccomp.seccomp_rule_add.argtypes = [ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int, ctypes.c_uint]
-    seccomp.seccomp_load.argtypes = [ctypes.c_void_p]
-    context = seccomp.seccomp_init(0x7FFF0000)
-    for call in calls:
-        number = seccomp.seccomp_syscall_resolve_name(call.encode())
-        assert seccomp.seccomp_rule_add(context, 0x00050000 | errno.ENOSYS, number, 0) == 0
-    assert seccomp.seccomp_load(context) == 0
+# What each launcher says of the rank that it shows.
+SHOWN = {
+    "torchrun": r"Root Cause .*\n\[\d\]:\n(.*\n){2}  rank      : 1 .*\n  exitcode  : 3 ",
+    "openmpi": r"Process name: \[\S+,1\]\s+Exit code: +3\n",
+    "mpich": "",  # nothing, but it returns that code
+    "srun": r"^srun: error: \S+: task 1: Exited with exit code 3\n",
+}
 
 
-def has_seccomp() -> bool:
-    try:
-        ctypes.CDLL("libseccomp.so.2")
-    except OSError:
-        return False
-    return True
+def command_of(launcher: str) -> list[str]:
+    if launcher == "torchrun":
+        return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
+    if launcher == "srun":
+        return ["srun", "-n", "3", "--overcommit", "--kill-on-bad-exit", sys.executable]
+    folder = ROOT / f".venv-{launcher}" / "bin"
+    if not (folder / "mpirun").exists():
+        pytest.skip(f"no {folder}: run `make .venv-{launcher}/ready`")
+    options = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"] if launcher == "openmpi" else []
+    return [str(folder / "mpirun"), *options, "-n", "3", str(folder / "python")]
 
 
-needs_seccomp = pytest.mark.skipif(not has_seccomp(), reason="no libseccomp.so.2 (Debian: libseccomp2)")
+@pytest.mark.nightly
+@pytest.mark.parametrize("piece", PIECES)
+@pytest.mark.parametrize("call", [OWN_CALL, CATCHING.replace(CALL, OWN_CALL)], ids=["raises", "catches"])
+@pytest.mark.parametrize("launcher", SHOWN)
+def test_launchers_show_the_rank_that_failed(tmp_path: Path, launcher: str, call: str, piece: int):
+    path = script(tmp_path, "sys.exit(3)", call, init=OWN_INIT)
+    environ = environ_of(PYTHONPATH=f"{ROOT}:{SUPPORT}")
+    with contextlib.ExitStack() as running:
+        if launcher == "srun":
+            if not is_there:
+                pytest.skip("no Slurm (Debian: slurm-wlm), or not root")
+            (tmp_path / "slurm").mkdir()
+            environ |= running.enter_context(slurm(tmp_path / "slurm"))
+        for _ in range(TRIES):
+            said = subprocess.run(
+                [*command_of(launcher), path], env=environ, capture_output=True, text=True, timeout=300, check=False
+            )
+            assert re.search(SHOWN[launcher], said.stdout + said.stderr, re.MULTILINE), said.stdout + said.stderr
+            assert said.returncode == 3 or launcher in ("torchrun", "srun")
 
 
 def die_without_notice(refused: list[int]) -> str:
