@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from syncengine._C import Communicator, backend_communicators, end_backends, end_packet_transports
 from syncengine.config import DEFAULT_TIMEOUT, Config, Numerics
-from syncengine.connect import Connection, connect, given_up
+from syncengine.connect import Connection, connect, given_up, has_met_others
 from syncengine.errors import InvalidUsage, PeerLost, SyncError, blamed_rank, name_ranks
 from syncengine.groups import (
     all_group_communicators,
@@ -69,14 +69,23 @@ _owner: int | None = None  # the process that may use all this, and none that is
 
 
 def refuse_forked_child() -> None:
-    """Records the process that calls this first; its forked children, which share its connections, must not."""
-    global _owner
+    """Records the process that calls this first; its forked children, which share its connections, must not. A child of
+    one that was its only rank shares none, and begins anew.
+    """
+    global _owner, _default, _has_tried
     _owner = _owner or os.getpid()
-    if _owner != os.getpid():
+    if _owner == os.getpid():
+        return
+    if has_met_others() or backend_communicators():
         raise InvalidUsage(
             "syncengine can't be used in a forked child (a DataLoader worker, say) of a process that called "
             "syncengine.init(): start such processes before init(), or by spawn"
         )
+    _owner, _default, _has_tried = os.getpid(), None, False
+    forget_groups()
+    given_up.clear()
+    if _hooks_installed.locked():  # atexit has them, and multiprocessing has forgotten them
+        _hooks_installed.release()
 
 
 def _is_owner() -> bool:

@@ -60,6 +60,14 @@ class Connection(NamedTuple):
             time.sleep(0.001)
 
 
+_has_met = False
+
+
+def has_met_others() -> bool:
+    """Whether this process, or one that it was forked from, has ever had connections to other ranks."""
+    return _has_met
+
+
 def connect(
     exchange: Exchange | None,
     rank: int,
@@ -79,6 +87,8 @@ def connect(
         if global_ranks is None:
             meet(0, 1, 0, config.trace, whole=True)
         return Connection(solo(options, 0 if global_ranks is None else global_ranks[0]), [""], None)
+    global _has_met
+    _has_met = True
     try:
         # This rank listens before the others hear of it, so that its death breaks connections from then on.
         known_as = list(range(size)) if global_ranks is None else global_ranks

@@ -56,11 +56,17 @@ def run(options: argparse.Namespace, _arguments: Sequence[str]) -> int:
 def write_report(*directories: Path, out: Path | None = None) -> tuple[str, Path]:
     """Writes the page of one trace, or of two. Returns its verdict, and its path.
 
-    Raises ``InvalidUsage`` without a trace.
+    Raises ``InvalidUsage`` without a trace, and if the page can't be written.
     """
     analyses = [analyze(read(directory)) for directory in directories]
     out = out or directories[-1] / ("report.html" if len(directories) == 1 else "compared.html")
-    out.write_text(page_of(analyses, directories), encoding="utf-8")
+    page = page_of(analyses, directories)
+    try:
+        out.write_text(page, encoding="utf-8")
+    except OSError as error:
+        if out.is_file():
+            out.unlink()  # a part of it
+        raise InvalidUsage(f"{out} can't be written: {error.strerror}: make room, or give another path") from error
     return analyses[0].verdict if len(analyses) == 1 else compare_verdict(*analyses), out
 
 

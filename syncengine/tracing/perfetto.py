@@ -37,20 +37,23 @@ _ROWS = {
 def write(directory: str | os.PathLike[str], path: str | os.PathLike[str]) -> str:
     """Makes the file ``path`` of the trace in ``directory``; returns a text that says where it is, and what it lacks.
 
-    Raises ``InvalidUsage`` without a trace, and without Perfetto's package.
+    Raises ``InvalidUsage`` without a trace, without Perfetto's package, and if the file can't be written.
     """
     _import_package()
     trace = read(directory)
-    # A file of this process alone takes the place of `path` when it is whole: another process may write the same trace,
-    # and nobody else may read a part of it, or put something else in its place.
-    with tempfile.NamedTemporaryFile(dir=Path(path).parent, prefix=f"{Path(path).name}.", delete=False) as partial:
-        try:
-            partial.write(serialize(trace))
-            partial.flush()
-            Path(partial.name).replace(path)
-        except BaseException:
-            Path(partial.name).unlink()
-            raise
+    try:
+        # A file of this process alone takes the place of `path` when it is whole: another process may write the same
+        # trace, and nobody else may read a part of it, or put something else in its place.
+        with tempfile.NamedTemporaryFile(dir=Path(path).parent, prefix=f"{Path(path).name}.", delete=False) as partial:
+            try:
+                partial.write(serialize(trace))
+                partial.flush()
+                Path(partial.name).replace(path)
+            except BaseException:
+                Path(partial.name).unlink()
+                raise
+    except OSError as error:
+        raise InvalidUsage(f"{path} can't be written: {error.strerror}: make room, or give another path") from error
     return ". ".join([f"{path}: open it in https://ui.perfetto.dev", *caveats(trace)])
 
 
