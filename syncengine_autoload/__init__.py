@@ -21,6 +21,9 @@ from typing import Any
 NAME = "syncengine"
 VARIABLE = "SYNCENGINE_PATCH"
 
+SERVED_BY = "_served_by"  # in the __dict__ of a DistributedDataParallel that a Parallel serves: its class
+
+torchs_own: dict[str, Any] = {}  # what DistributedDataParallel had before a program could change it
 tells_itself = False  # whether the caller that imports syncengine tells the other ranks if the import fails
 
 
@@ -55,9 +58,9 @@ def register() -> None:
 
 
 def patch() -> None:
-    """From now on ``DistributedDataParallel(...)`` makes a ``Parallel``, wherever it was or will be imported.
+    """From now on ``DistributedDataParallel(...)`` makes what ``Parallel`` serves, wherever it was or will be imported.
 
-    The class stays as it is, for ``isinstance`` and subclasses; ``ddp.py`` chooses when one is made.
+    The class stays the same object, and stays that of the model; ``ddp.py`` chooses when one is made.
     """
     import inspect
 
@@ -67,11 +70,13 @@ def patch() -> None:
         return
 
     def __new__(cls: type, *args: Any, **kwargs: Any) -> Any:
+        made: Any = object.__new__(cls)
         if args or kwargs:  # otherwise it is a copy, or is being unpickled
             from syncengine_autoload.ddp import choose
 
-            cls = choose(cls, args, kwargs, sys._getframe(1).f_globals.get("__name__", ""))
-        return object.__new__(cls)
+            if (parallel := choose(cls, args, kwargs, sys._getframe(1).f_globals.get("__name__", ""))) is not None:
+                made.__dict__[SERVED_BY] = parallel
+        return made
 
     previous = sys.excepthook
 
@@ -87,6 +92,7 @@ def patch() -> None:
     sys.excepthook = tell_who_wraps
     __new__.__signature__ = inspect.signature(DistributedDataParallel.__init__)  # type: ignore[attr-defined] # tools ask
     DistributedDataParallel.__new__ = __new__  # type: ignore[method-assign]
+    torchs_own.update(vars(DistributedDataParallel))
 
 
 def tell(text: str) -> None:

@@ -1,4 +1,4 @@
-"""Whether ``DistributedDataParallel(...)`` makes a ``syncengine.Parallel``: asked by the patch, on every rank alike.
+"""Whether a ``DistributedDataParallel`` is served by ``syncengine.Parallel``: asked by the patch, on every rank alike.
 
 Imports syncengine only inside ``choose``, since its extension may not load: then that is the reason for staying with
 DDP. Each rank has its own reason or none; they exchange them through the group's store, and so choose the same class.
@@ -25,8 +25,8 @@ _BACKENDS = {"gloo", "nccl", "ucc", "xccl", "syncengine"}
 _told: set[str] = set()
 
 
-def choose(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], caller: str) -> type:
-    """The class of what ``cls(*args, **kwargs)`` makes, where ``cls`` is DDP or a subclass of it.
+def choose(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], caller: str) -> type | None:
+    """``Parallel`` if it serves ``cls(*args, **kwargs)``, where ``cls`` is DDP or a subclass of it; else None.
 
     ``caller`` is the module that calls it. Collective over the model's process group, as DDP's construction is.
     """
@@ -34,14 +34,14 @@ def choose(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], caller: str
         if "syncengine" not in {base.__module__.partition(".")[0] for base in cls.__mro__}:
             what = f"{cls.__qualname__}: it is a subclass of DistributedDataParallel"
             _tell_once(dist.get_rank() if dist.is_initialized() else 0, what)
-        return cls
+        return None
     try:
         bound = inspect.signature(cls.__init__).bind(None, *args, **kwargs)
     except TypeError:
-        return cls  # which raises it
+        return None  # DDP raises it
     group = _group_of(bound.arguments)
     if group is None or not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
-        return cls  # which raises an error
+        return None  # DDP raises an error
     reason = _static_reason(group, caller)
     parallel: type | None = None
     if reason is None:
@@ -50,7 +50,7 @@ def choose(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], caller: str
     if reason is not None or parallel is None:
         kind = type(bound.arguments["module"]).__name__
         _tell_once(dist.get_rank(group), f"the DistributedDataParallel of a {kind}, which stays torch's: {reason}")
-        return cls
+        return None
     if dist.get_rank(group) == 0 and "" not in _told:
         _told.add("")
         ranks = f"{dist.get_world_size(group)} ranks, backend {dist.get_backend(group)}"
@@ -84,10 +84,10 @@ def _parallel_for(args: tuple[Any, ...], kwargs: dict[str, Any], ranks: int) -> 
     syncengine_autoload.tells_itself = True
     try:
         from syncengine.parallel import Parallel
-        from syncengine.patch import refusal
+        from syncengine.patch import give_to_ddp, refusal
     except Exception as error:
         return None, f"syncengine can't be imported: {type(error).__name__}: {error}"
-    return Parallel, refusal(args, kwargs, ranks)
+    return Parallel, refusal(args, kwargs, ranks) or give_to_ddp()
 
 
 def _first_reason(group: dist.ProcessGroup, own: str | None) -> str | None:

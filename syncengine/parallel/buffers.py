@@ -17,7 +17,7 @@ from syncengine.parallel.broadcast import TensorBroadcast, describe_layout
 from syncengine.parallel.model import Model, Switches, not_ignored
 from syncengine.parallel.replication import check_same_on_all_ranks, fail_all, own_name, unwrapped
 
-_MOST_SHOWN = 1000  # letters of buffers in a message
+_MOST_SHOWN = 200  # letters of buffers in a message
 
 
 class Buffers:

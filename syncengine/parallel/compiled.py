@@ -29,6 +29,13 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
+def not_traced(function: Any) -> Any:
+    """Decorates a function that dynamo leaves alone, though not what it calls."""
+    skip = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.DEFAULT)
+    _eval_frame.set_code_exec_strategy(function.__code__, skip)
+    return function
+
+
 def not_compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorates the wrapper's forward: dynamo leaves it alone, and all that it calls, but for ``call_module``."""
 
@@ -42,9 +49,7 @@ def not_compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
             _eval_frame.set_eval_frame(_thread.callback)
             _thread.callback = outer
 
-    skip = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.DEFAULT)
-    marked: Any = run
-    _eval_frame.set_code_exec_strategy(marked.__code__, skip)
+    marked: Any = not_traced(run)
     marked._torchdynamo_disable = True
     marked._torchdynamo_disable_msg = "syncengine.Parallel.forward runs as it is; its module is compiled"
     return run

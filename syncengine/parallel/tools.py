@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from abc import ABCMeta
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
@@ -29,6 +30,7 @@ from syncengine.parallel.steps import Steps
 from syncengine.parallel.summary import stats_of, stragglers_of
 from syncengine.parallel.uneven import UnevenInputs
 from syncengine.stragglers import Stragglers
+from syncengine_autoload import SERVED_BY
 
 Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
@@ -41,6 +43,8 @@ _RETURN_ANNOTATIONS = (
     "Future[torch.Tensor]",
 )
 
+_no_sync = DistributedDataParallel.no_sync
+
 
 def _of(part: str, name: str) -> Any:
     """The attribute ``name`` of the wrapper's ``part``."""
@@ -48,7 +52,15 @@ def _of(part: str, name: str) -> Any:
     return property(lambda self: value(self), lambda self, new: setattr(getattr(self, part), name, new))
 
 
-class ForTools(DistributedDataParallel):
+class _Kind(ABCMeta):
+    """The type of ``Parallel``: a DistributedDataParallel that is served by it is an instance, too. See patch.py."""
+
+    def __instancecheck__(cls, model: Any) -> bool:
+        served_by = getattr(model, "__dict__", {}).get(SERVED_BY)
+        return super().__instancecheck__(model) or (served_by is not None and issubclass(served_by, cls))
+
+
+class ForTools(DistributedDataParallel, metaclass=_Kind):
     """The base class of ``Parallel`` that has DDP's names."""
 
     communicator: Communicator
@@ -104,7 +116,7 @@ class ForTools(DistributedDataParallel):
         A context inside of the module's forward is about whole backwards in there, as in Lightning's manual
         optimization.
         """
-        with super().no_sync():
+        with _no_sync(self):
             if is_active(self):
                 self.reducer.begin_forward(False)
             yield

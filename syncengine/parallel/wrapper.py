@@ -55,10 +55,11 @@ from syncengine.parallel.sync_batch_norm import adopt_sync_batch_norm
 from syncengine.parallel.tools import ForTools
 from syncengine.parallel.uneven import UnevenInputs
 from syncengine.parallel.watchers import common, forward_watchers, register
+from syncengine_autoload import SERVED_BY
 
 # Attributes that are made anew for a copy of the wrapper.
 _PARTS = {"reducer", "_model", "_options", "_planning", "_buffer_sync", "_uneven", "_steps"}
-_PARTS |= {"process_group", "communicator", "logger", "_optimizers"}
+_PARTS |= {"process_group", "communicator", "logger", "_optimizers", SERVED_BY}
 
 
 class Parallel(ForTools):

@@ -20,7 +20,7 @@ BIN = Path(sys.executable).parent
 
 
 def run(*command: object, home: Path, timeout: float = 300) -> str:
-    """What a command says, which must succeed; it finds its home in `home`."""
+    """What a command says, which must succeed; it finds its home in `home`. Under SYNCENGINE_PATCH=1 it must say so."""
     settings = {
         "HOME": str(home),
         "HF_HUB_OFFLINE": "1",
@@ -38,6 +38,8 @@ def run(*command: object, home: Path, timeout: float = 300) -> str:
         text=True,
     )
     assert finished.returncode == 0, f"{finished.stdout}\n{finished.stderr}"
+    told = "DistributedDataParallel is syncengine.Parallel, since" in finished.stdout + finished.stderr
+    assert told == (os.environ.get("SYNCENGINE_PATCH") == "1")
     return finished.stdout
 
 

@@ -61,4 +61,4 @@ def test_no_line_changed(
 ):
     """Its processes have the variable of the one that starts them."""
     monkeypatch.setenv("SYNCENGINE_PATCH", "1")
-    same(trained(tmp_path, without_its_import, "Parallel over gloo", "--ddp"), over_ddp)
+    same(trained(tmp_path, without_its_import, "DistributedDataParallel over gloo", "--ddp"), over_ddp)

@@ -67,7 +67,7 @@ def test_scripts_train_to_the_bits_of_ddp(pool: RankPool, tmp_path: Path, script
     theirs, said = weights(pool, unused_port, tmp_path, script, patched=False)
     assert "wrapped by DistributedDataParallel True" in said
     ours, said = weights(pool, unused_port, tmp_path, script, patched=True)
-    assert "wrapped by Parallel True" in said  # isinstance(model, DDP) holds
+    assert "wrapped by DistributedDataParallel True" in said
     assert said.count("syncengine: ") == 1
     assert list(ours) == list(theirs)
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
@@ -81,20 +81,24 @@ def on_patched_ranks(function, *args):
     return function(*args)
 
 
+def is_served(model: nn.Module) -> bool:
+    return type(model) is DistributedDataParallel and isinstance(model, syncengine.Parallel)
+
+
 class Own(DistributedDataParallel):
     pass
 
 
 def names_and_instances() -> None:
     for cls in NAMES.values():
-        assert type(cls(nn.Linear(2, 2))) is syncengine.Parallel
-        assert type(cls(module=nn.Linear(2, 2))) is syncengine.Parallel
+        assert is_served(cls(nn.Linear(2, 2)))
+        assert is_served(cls(module=nn.Linear(2, 2)))
     model = DistributedDataParallel(nn.Linear(2, 2), broadcast_buffers=None, find_unused_parameters=True)
     assert isinstance(model, DistributedDataParallel)
     assert model.find_unused_parameters
     assert model.process_group is dist.group.WORLD
-    pickle.loads(pickle.dumps(model))
-    copy.deepcopy(model)
+    assert is_served(pickle.loads(pickle.dumps(model)))
+    assert is_served(copy.deepcopy(model))
     with pytest.raises(TypeError, match="unexpected keyword argument 'no_such'"):
         DistributedDataParallel(nn.Linear(2, 2), no_such=1)
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'module'"):
@@ -119,6 +123,99 @@ def test_every_name_of_ddp_makes_a_parallel(pool: RankPool):
     assert told[1].startswith("syncengine: SYNCENGINE_PATCH=1 has no effect on Own: it is a subclass")
 
 
+class OwnParallel(syncengine.Parallel):
+    pass
+
+
+def what_programs_ask() -> None:
+    """One model that Parallel serves and one that stays torch's: what is asked of one is heard of the other."""
+    DistributedDataParallel.reset = lambda model, n=1: (model.module.in_features, n)  # as fastai does
+    served = DistributedDataParallel(nn.Linear(3, 2))
+    stays = DistributedDataParallel(nn.Linear(3, 2), check_reduction="yes")  # of a kind that Parallel refuses
+    assert isinstance(served, syncengine.Parallel)
+    assert not isinstance(stays, syncengine.Parallel)
+    assert not isinstance(served, OwnParallel)
+    for model in (served, stays):
+        kind = type(model)
+        assert kind is model.__class__ is DistributedDataParallel
+        assert kind in (nn.parallel.DataParallel, nn.parallel.DistributedDataParallel)
+        assert (kind.__name__, kind.__module__) == ("DistributedDataParallel", "torch.nn.parallel.distributed")
+        assert repr(model).startswith("DistributedDataParallel(\n")
+        assert isinstance(model, DistributedDataParallel)
+        assert model.reset() == (3, 1)
+        assert model.reset(n=2) == (3, 2)
+        with pytest.raises(AttributeError, match="'DistributedDataParallel' object has no attribute 'no_such'"):
+            print(model.no_such)
+        assert list(model.state_dict()) == ["module.weight", "module.bias"]
+        assert [*inspect.signature(model.forward).parameters] == ["inputs", "kwargs"]
+        for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.copy(model)):
+            assert type(again) is DistributedDataParallel
+            assert isinstance(again, syncengine.Parallel) == (model is served)
+            assert torch.equal(again.module.weight, model.module.weight)
+            inputs = torch.full((1, 3), float(dist.get_rank()))
+            DistributedDataParallel.forward(again, inputs).sum().backward()  # called on the class
+            assert again.module.weight.grad.tolist() == [[0.5] * 3] * 2
+            again.zero_grad()
+            with DistributedDataParallel.no_sync(again):
+                assert not again.require_backward_grad_sync
+                again(inputs).sum().backward()
+            assert again.module.weight.grad.tolist() == [[float(dist.get_rank())] * 3] * 2
+            again.zero_grad()
+            again.require_backward_grad_sync = False
+            again(inputs).sum().backward()
+            assert again.module.weight.grad.tolist() == [[float(dist.get_rank())] * 3] * 2
+        assert model.require_backward_grad_sync
+    assert hasattr(served, "stragglers")
+    assert not hasattr(stays, "stragglers")
+    assert not hasattr(DistributedDataParallel, "stragglers")
+    with pytest.raises(AttributeError, match="has no attribute '_reduces'"):
+        print(stays._reduces)
+    del stays.require_backward_grad_sync
+    with pytest.raises(AttributeError, match="has no attribute 'require_backward_grad_sync'"):
+        print(stays.require_backward_grad_sync)
+
+
+def test_what_programs_ask_of_a_models_type(pool: RankPool):
+    with pool.spawn_ranks(on_patched_ranks, what_programs_ask, gloo=True, settings=None) as ranks:
+        for rank in ranks:
+            rank.result()
+
+
+def changed_classes() -> list[str]:
+    told: list[str] = []
+    ddp.tell = told.append
+    theirs = DistributedDataParallel._pre_forward
+    linear = nn.Linear(2, 2)
+    if dist.get_rank() == 1:  # on one rank alone
+        DistributedDataParallel._pre_forward = lambda model, *inputs, **kwargs: theirs(model, *inputs, **kwargs)
+    assert not isinstance(DistributedDataParallel(linear), syncengine.Parallel)
+    DistributedDataParallel._pre_forward = theirs
+    DistributedDataParallel.stats = lambda model: "the program's"
+    model = DistributedDataParallel(nn.Linear(2, 2))
+    assert model.stats() == "the program's"
+    model(torch.ones(1, 2)).sum().backward()
+    del DistributedDataParallel.stats
+    served = DistributedDataParallel(nn.Linear(2, 2))
+    assert is_served(served)
+    either = DistributedDataParallel.forward
+    DistributedDataParallel.forward = lambda model, *inputs: either(model, *inputs) * 2
+    assert not isinstance(DistributedDataParallel(nn.Linear(2, 2)), syncengine.Parallel)
+    assert torch.equal(served(torch.ones(1, 2)), served.module(torch.ones(1, 2)) * 2)
+    return told
+
+
+def test_a_class_that_a_program_has_changed(pool: RankPool):
+    with pool.spawn_ranks(on_patched_ranks, changed_classes, gloo=True, settings=None) as ranks:
+        told, _ = (rank.result() for rank in ranks)
+    changed = "the program has given DistributedDataParallel another"
+    assert [line.partition("torch's: ")[2] for line in told] == [
+        f"rank 1: {changed} '_pre_forward'",
+        f"{changed} 'stats'",
+        "",
+        f"{changed} 'forward'",
+    ]
+
+
 def what_stays() -> list[str]:
     told: list[str] = []
     ddp.tell = told.append
@@ -126,19 +223,19 @@ def what_stays() -> list[str]:
         sys.modules["syncengine.patch"] = None  # as where it can't be imported: on one rank alone
     for _ in range(2):
         model = DistributedDataParallel(nn.Linear(2, 2))
-        assert type(model) is DistributedDataParallel
+        assert not isinstance(model, syncengine.Parallel)
     model(torch.ones(1, 2)).sum().backward()
     sys.modules["syncengine.patch"] = patch
     again = copy.deepcopy(model.module)
-    assert type(DistributedDataParallel(again)) is syncengine.Parallel
+    assert is_served(DistributedDataParallel(again))
     from torch.distributed._composable.replicate import replicate
 
     net = replicate(nn.Linear(2, 2))
     net(torch.ones(1, 2) * dist.get_rank()).sum().backward()
     assert net.weight.grad.tolist() == [[0.5] * 2] * 2
-    for kind, place, cls in (("opaque", "frozen", syncengine.Parallel), ("opaque", "trained", DistributedDataParallel)):
+    for kind, place, served in (("opaque", "frozen", True), ("opaque", "trained", False)):
         model = DistributedDataParallel(Beside(kind, place, dist.get_rank()))
-        assert type(model) is cls
+        assert isinstance(model, syncengine.Parallel) == served
         model(torch.ones(1, 8) * dist.get_rank()).sum().backward()
     with pytest.raises(RuntimeError, match="DistributedDataParallel is not needed when a module doesn't have"):
         DistributedDataParallel(nn.ReLU())
@@ -172,7 +269,7 @@ def one_is_interrupted() -> None:
         with pytest.raises(RuntimeError, match="rank 1: KeyboardInterrupt"):
             DistributedDataParallel(nn.Linear(2, 2))
     dist.barrier()
-    assert type(DistributedDataParallel(nn.Linear(2, 2))) is syncengine.Parallel
+    assert is_served(DistributedDataParallel(nn.Linear(2, 2)))
 
 
 def test_who_waits_is_told_of_an_interrupt(pool: RankPool):
@@ -232,7 +329,7 @@ def subgroups() -> list[str]:
     pair, other = dist.new_group([0, 2]), dist.new_group([1])
     group = other if dist.get_rank() == 1 else pair
     model = DistributedDataParallel(nn.Linear(1, 1, bias=False), process_group=group)
-    assert type(model) is syncengine.Parallel
+    assert is_served(model)
     assert model.process_group is group
     model(torch.full((1, 1), float(dist.get_rank()))).backward()
     return model.module.weight.grad.item()
