@@ -1,4 +1,4 @@
-"""Training that goes on when ranks die: a function that is run again from the last step that is finished."""
+"""Elastic training: when ranks die, the others run the training function again, from the last finished step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _Result = TypeVar("_Result")
 def elastic(
     function: Callable[[Elastic], _Result], *, step: int = 0, at_least: int = 1, patience: float = 30.0, **state: Any
 ) -> _Result:
-    """Calls ``function``, and again on the ranks that are left when others have died; returns its result.
+    """Calls ``function``, and, when ranks have died, once more on those that are left. Returns its result.
 
     ``state`` names all that training changes: models, optimizers, schedulers, scalers, samplers, anything with
     ``state_dict`` and ``load_state_dict``. The function gets an ``Elastic`` and trains in the loop over its ``steps``:
@@ -48,27 +48,29 @@ def elastic(
         syncengine.elastic(train, model=model, optimizer=optimizer)
 
     If ranks die, the call in which the others notice it raises; the function is left, and called anew, with models
-    that average over those that are left. Each step has happened for all of them or for none: who is one behind gets
-    the state from one that is not; if nobody has finished the step, it is done again. With ``micro_batches`` the
-    weights are, bit for bit, those of a run in which nobody died. No copy of weights, or of what an optimizer keeps of
-    them, is made in a step in which nobody dies; of buffers, and of the state of all else, one is made in each.
+    that average over the ranks that are left. Each step has happened for all of them or for none: a rank that is one
+    step behind gets the state from one that is not; if no rank has finished the step, it is done again. With
+    ``micro_batches`` the weights are, bit for bit, those of a run in which nobody died.
 
-    Under ``syncengine run --keep-going --restart`` processes join in the place of those that have died: they get the
+    A step in which nobody dies makes no copy of weights, nor of an optimizer's state of them. It makes a copy of
+    buffers, and of the state of all other objects.
+
+    ``syncengine run --keep-going --restart`` lets processes join in the place of ranks that have died: they get the
     state from the others, between two steps.
 
     ``step``: the number of steps that are finished, if the state comes from a checkpoint. ``at_least``: how many ranks
     are enough. ``patience``: see ``syncengine.shrink``; a rank that is stopped is noticed after ``init(timeout=...)``.
     Models must be on the default communicator.
 
-    Raises ``PeerLost`` where fewer than ``at_least`` ranks are left, ``Aborted`` on a rank without which the others
-    have gone on, ``InvalidUsage`` for a state that can't be kept and after ``init(torch_group=True)``, and what else
-    the function raises.
+    Raises ``PeerLost`` if fewer than ``at_least`` ranks are left, ``Aborted`` on a rank without which the others
+    have gone on, ``InvalidUsage`` for a state that can't be kept and after ``init(torch_group=True)``, and any other
+    error of the function.
     """
     return Elastic(state, step, at_least, patience)._run(function)
 
 
 class Elastic:
-    """What ``syncengine.elastic`` gives to its function."""
+    """A run of elastic training, which ``syncengine.elastic`` gives to its function."""
 
     def __init__(self, state: dict[str, Any], step: int, at_least: int, patience: float) -> None:
         communicator = default_communicator() if is_initialized() else init()  # which may have failed by now
@@ -107,7 +109,7 @@ class Elastic:
                 self._recover()
 
     def steps(self, total: int) -> Iterator[int]:
-        """The numbers of those that are left of ``total``. One is finished when the loop's body is."""
+        """The numbers of the steps that are left of ``total``. A step is finished when the loop's body is."""
         while self.step < total:
             yield self.step
             self.step += 1
@@ -116,7 +118,7 @@ class Elastic:
                 self._door.look(default_communicator())
 
     def _run(self, function: Callable[[Any], _Result]) -> _Result:
-        """As `elastic` calls it."""
+        """Calls the function until it returns, and recovers in between."""
         while True:
             try:
                 with self._updates.counting():
@@ -130,7 +132,7 @@ class Elastic:
             self._recover()
 
     def _keep(self) -> None:
-        """What a step that nobody finishes may change."""
+        """Keeps copies of the state that a step changes, for the case that no rank finishes the step."""
         if self._checks > 0:
             self._checks -= 1
             self._contents()
@@ -144,7 +146,7 @@ class Elastic:
         self._before = self._updates.look()
 
     def _undo(self) -> None:
-        """What the step that has failed has changed here."""
+        """Undoes the changes of the step that has failed on this rank."""
         drop_open_step()
         try:
             self._part()
@@ -172,7 +174,7 @@ class Elastic:
                 value._per_optimizer_states.clear()  # whose gradients it has unscaled
 
     def _part(self, loads: bool = False) -> None:
-        """What this rank has in common with others becomes its own. Raises TornWeights, unless it ``loads`` others."""
+        """Makes shared weights and state this rank's own. Raises TornWeights, unless it ``loads`` others afterwards."""
         for value in self._state.values():
             if isinstance(value, ShardedOptimizer):
                 value.renew(loads)
@@ -202,7 +204,7 @@ class Elastic:
                 value._left_steps = dict(value._begun_steps)
 
     def _facts(self) -> str:
-        """What the states of all ranks have in common."""
+        """A text about the state that must be the same on all ranks: names, classes, and parameters."""
         parts = []
         for name, value in self._state.items():
             layout = ""
@@ -214,7 +216,7 @@ class Elastic:
         return "; ".join(parts)
 
     def _catch_up(self, communicator: Communicator) -> None:
-        """A rank that is behind gets the state from one that is not."""
+        """Gives ranks that are behind the state of one that is not. All ranks call it."""
         own = torch.tensor([self.step], dtype=torch.int64)
         told = torch.empty(communicator.size, dtype=torch.int64)
         communicator.all_gather(told, own)
@@ -239,7 +241,7 @@ class Elastic:
             self._keep()
 
     def _contents(self) -> dict[str, Any]:
-        """The states that a rank which is behind gets, and the buffers of models, since some are in no state."""
+        """The contents for a rank that is behind: states of all objects, and buffers, since some are in no state."""
         contents = {}
         models = [value for value in self._state.values() if isinstance(value, torch.nn.Module)]
         kept = {id(parameter) for model in models for parameter in model.parameters()}
@@ -267,7 +269,7 @@ class Elastic:
 
 
 def has_state(value: object) -> bool:
-    """Whether it is kept by its `state_dict`."""
+    """Whether the object is kept by its `state_dict`."""
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
@@ -277,7 +279,7 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_lost(error: Exception) -> bool:
-    """Whether it comes of ranks that are gone, and not of what this program does."""
+    """Whether the error comes of ranks that are gone, and not of this program."""
     if not isinstance(error, SyncError) or isinstance(error, InvalidUsage | Mismatch | Undecided):
         return False
     return default_communicator().exception() is not None

@@ -26,7 +26,7 @@ class Updates:
         self._parameters: dict[int, torch.nn.Parameter] = {}
 
     def look(self) -> tuple[int, int, int]:
-        """Numbers that are others after a change."""
+        """Numbers that differ from those before if the weights have changed."""
         state = self._state.values()
         models = [value for value in state if isinstance(value, torch.nn.Module)]
         self._parameters = own = {id(parameter): parameter for model in models for parameter in model.parameters()}
@@ -37,7 +37,7 @@ class Updates:
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        """Sees the steps of optimizers until the block ends."""
+        """A context in which the steps of optimizers are counted."""
         with contextlib.ExitStack() as hooks:
             hooks.callback(register_optimizer_step_pre_hook(self._begins).remove)
             hooks.callback(register_optimizer_step_post_hook(self._ends).remove)
@@ -45,8 +45,8 @@ class Updates:
 
     @not_compiled
     def _begins(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A step may have written from here on, if it has averages, else when its closure has brought them."""
-        # A ShardedOptimizer tells in its own way what it has written: it waits for others before.
+        """Counts a step that begins, if it has averages; otherwise when its closure has brought them."""
+        # A ShardedOptimizer says itself whether it has written, since it waits for other ranks before.
         if isinstance(optimizer, ShardedOptimizer) or not self._changes_state(optimizer):
             return None
         if any(parameter.grad is not None for parameter in parameters_of(optimizer)):
@@ -73,13 +73,13 @@ class Updates:
 
 
 def parameters_of(optimizer: Any) -> Iterator[torch.Tensor]:
-    """None of what is no optimizer of torch's."""
+    """The parameters of an optimizer of torch's; none of any other object."""
     groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else ()
     return (parameter for group in groups for parameter in group["params"])
 
 
 def _sum_of_bits(parameter: torch.Tensor) -> int:
-    """By words, which is as fast as memory can be read."""
+    """The sum of a parameter's bits, taken as words of 8 bytes, which is as fast as memory can be read."""
     if parameter.is_meta or is_freed(parameter):
         return 0
     flat = (plain_copy(parameter) if is_wrapper(parameter) else parameter).detach().reshape(-1).view(torch.uint8)

@@ -40,7 +40,7 @@ class Collector:
         self._rank = str(model.communicator.global_ranks[model.communicator.rank])
 
     def describe(self) -> list[GaugeMetricFamily]:
-        """Returns an empty list: the registry need not ask for numbers to learn their names."""
+        """Returns no metric: the registry need not ask the model to learn their names."""
         return []
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:

@@ -1,4 +1,4 @@
-"""The buffers of a model as a step begins: kept, put back, and given to ranks that have others."""
+"""Keeps the buffers of a model as a step begins, puts them back, and gives them to ranks that have others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from syncengine._sending import pack, unpack
 from syncengine.parallel.buffers import Buffers
 from syncengine.parallel.replication import broadcast_bytes, is_freed, is_wrapper
 
-# The buffers of a module, and the names of those that are in no state_dict; of all modules, by their paths.
+# The buffers of a module, with the names of those that are in no state_dict; and the same of all modules, by path.
 OfModule = tuple[dict[str, torch.Tensor | None], list[str]]
 OfModules = dict[str, OfModule]
 
@@ -26,9 +26,10 @@ _compare.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 class KeptBuffers:
     """The buffers of ``module`` that are not ``ignored``, and copies of their values.
 
-    Values and not versions tell what a forward has written, since ``batch_norm`` leaves versions as they are. ``most``:
-    if all have more bytes there are no copies, and none of a buffer without dense elements of its own in this machine's
-    memory. ``before``: what was kept before, whose copies serve again. Holds the module's tensors.
+    Values and not versions tell which buffers a forward has written, since ``batch_norm`` leaves versions as they are.
+    There are no copies if all buffers have more than ``most`` bytes, and none of a buffer without dense elements of its
+    own in this machine's memory. ``before``: buffers that were kept before, whose copies serve again. This object holds
+    the module's tensors.
     """
 
     def __init__(
@@ -50,17 +51,17 @@ class KeptBuffers:
         self._not_copied = [(name, b, _stamp(b)) for at, (name, b) in tensors.items() if at not in self._copies]
 
     def written(self) -> str:
-        """The name of one that has another version, and of which no copy is kept, or nothing."""
+        """The name of a buffer that has another version, and of which no copy is kept; or an empty text."""
         return next((name for name, buffer, stamp in self._not_copied if _stamp(buffer) != stamp), "")
 
     def put_back(self) -> None:
-        """Puts back all buffers and their values, but for what is ``written``."""
+        """Puts back all buffers and their values, but for those that ``written`` tells of."""
         for path, module, (named, not_saved) in self._kept:
             own = {key: _written(b, self._value_of(b)) for key, b in named.items()}
             _give(path, module, own, not_saved, self._ignored)
 
     def share(self, communicator: Communicator, buffers: Buffers) -> None:
-        """Behind a step: all ranks get what the last one has left, which had the last micro-batch. Collective."""
+        """Gives all ranks, behind a step, the buffers of the last one, which had the last micro-batch. All call it."""
         root = communicator.size - 1
         if communicator.rank != root:
             self.put_back()
@@ -71,7 +72,7 @@ class KeptBuffers:
             write_buffers(self._module, unpack(news), self._ignored)
 
     def _news(self) -> bytes:
-        """The news for ranks that have put theirs back: none, new values, or all, where there are other buffers."""
+        """The news for ranks that have put their buffers back: none, new values, or all buffers if they are others."""
         kept = [{key: self._value_of(b) for key, b in named.items()} for _, _, (named, _) in self._kept]
         now = [_buffers_of(path, module, self._ignored)[0] for path, module, _ in self._kept]
         if [*map(_forms, now)] != [*map(_forms, kept)]:
@@ -84,12 +85,12 @@ class KeptBuffers:
 
 
 def buffers_of(module: torch.nn.Module, ignored: Collection[str] = ()) -> OfModules:
-    """The buffers of each module, which are no copies."""
+    """The buffers of each module, by path. They are no copies."""
     return {path: _buffers_of(path, one, ignored) for path, one in module.named_modules()}
 
 
 def write_buffers(module: torch.nn.Module, values: OfModules, ignored: Collection[str] = ()) -> None:
-    """Gives each module copies of ``values`` and no other buffers: in its own, where these are of that form."""
+    """Gives each module copies of ``values``, in its own buffers if they have that form, and no other buffers."""
     for path, one in module.named_modules():
         named, not_saved = values.get(path, ({}, []))
         own = {key: _written(one._buffers.get(key), value) for key, value in named.items()}
@@ -124,7 +125,7 @@ def _written(buffer: torch.Tensor | None, value: torch.Tensor | None) -> torch.T
 
 
 def _copy_of(buffer: torch.Tensor, earlier: torch.Tensor | None) -> torch.Tensor:
-    """``earlier``, if it has the same bits."""
+    """A copy of ``buffer``: ``earlier``, if that has the same bits."""
     return earlier if earlier is not None and _same_bits(buffer, earlier) else buffer.detach().clone()
 
 

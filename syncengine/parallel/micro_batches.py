@@ -47,7 +47,8 @@ class MicroBatches:
     again. ``drop()`` leaves it without another one. ``state_dict()`` is the same on all ranks, and goes on at any
     number of them.
 
-    Raises ``InvalidUsage`` for what can't be the same at any number of ranks, and ``Mismatch`` where ranks differ.
+    Raises ``InvalidUsage`` for models and loaders that can't give the same bits at any number of ranks, and
+    ``Mismatch`` where ranks differ.
     """
 
     def __init__(self, model: ForTools, loader: DataLoader[Any], *, total: int, seed: int = 0) -> None:
@@ -83,12 +84,12 @@ class MicroBatches:
         self.step = 0
 
     def __len__(self) -> int:
-        """Steps in an epoch."""
+        """The number of steps in an epoch."""
         return int(self._facts["batches"]) // self._total
 
     @property
     def step(self) -> int:
-        """The number of the next one. Setting it seeds all generators as the end of the step before does."""
+        """The number of the next step. Setting it seeds all generators as the end of the step before does."""
         return self._number
 
     @step.setter
@@ -97,7 +98,7 @@ class MicroBatches:
         _seed(self._seed, number - 1, self._total)
 
     def state_dict(self) -> dict[str, int]:
-        """The number of the next step, and what has to be the same where it goes on."""
+        """The number of the next step, and the facts that have to be the same where training goes on."""
         return {"step": self.step, **self._facts}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -111,7 +112,7 @@ class MicroBatches:
         self.step = state["step"]
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
-        """One step, which begins where its first micro-batch is asked for."""
+        """Makes a step, which begins when its first micro-batch is asked for."""
         return Step(self)
 
     def drop(self) -> None:
@@ -164,7 +165,7 @@ class MicroBatches:
         self._fetched, self._fetches = iter(()), -1
 
     def _objection(self) -> str:
-        """Why there can be no steps, or nothing."""
+        """The reason why there can be no steps; or an empty text."""
         model = self._model
         size = model.communicator.size
         if self._total < size:
@@ -194,7 +195,7 @@ class MicroBatches:
         return ""
 
     def _look_at_loader(self) -> list[list[int]]:
-        """The batches of its first epoch, as indices."""
+        """The batches of the loader's first epoch, as indices."""
         _check_loader(self._loader)
         batches = _order(self._loader, self._seed, 0)
         if batches != _order(self._loader, self._seed, 0):
@@ -230,19 +231,19 @@ class _Places:
 
     def __init__(self, batches: MicroBatches) -> None:
         self._loader, self._seed, self._total = batches._loader, batches._seed, batches._total
-        self._own, self._steps, self._step = batches._own, len(batches), batches.step
+        self._own, self._steps_in_epoch, self._step = batches._own, len(batches), batches.step
         self._at = 0
         self._epoch, self._order = -1, [[0]]
 
     def __iter__(self) -> _Places:
-        """Itself."""
+        """Returns this sampler, which is its own iterator."""
         return self
 
     def __next__(self) -> list[Any]:
-        """Seed and indices of the next micro-batch."""
+        """Returns seed and indices of the next micro-batch."""
         if self._at == len(self._own):
             self._step, self._at = self._step + 1, 0
-        epoch, within = divmod(self._step, self._steps)
+        epoch, within = divmod(self._step, self._steps_in_epoch)
         if self._epoch != epoch:
             self._epoch, self._order = epoch, _order(self._loader, self._seed, epoch)
         i = self._own[self._at]

@@ -1,7 +1,7 @@
 """The step of ``micro_batches()`` that is open: from its first micro-batch to its end, or until it is dropped.
 
-There is one at most in a process, since it seeds the process' random numbers. It is held here, whoever still iterates,
-and changes by calls alone: what Python's collector takes, and when, has no part in it.
+A process has one at most, since a step seeds the process' random numbers. This module holds the step, whoever still
+iterates, and only calls change it: when Python's collector frees an object has no part in it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LEFT = (
 
 
 def refuse(communicator: Communicator, text: str) -> NoReturn:
-    """Raises ``InvalidUsage`` on all ranks; where the communicator has failed before, what it has failed by."""
+    """Raises ``InvalidUsage`` on all ranks, or the error by which the communicator has failed before."""
     if (failure := communicator.exception()) is not None:
         raise failure
     error = InvalidUsage(text)
@@ -36,7 +36,7 @@ def refuse(communicator: Communicator, text: str) -> NoReturn:
 
 
 class Step:
-    """A step of one ``Parallel``, which yields this rank's micro-batches. For the thread that iterates."""
+    """A step of one ``Parallel``, which yields this rank's micro-batches to the thread that iterates."""
 
     now: ClassVar[Step | None] = None  # the one that is open
 
@@ -45,11 +45,11 @@ class Step:
         self._begun, self._is_over = 0, False  # micro-batches
 
     def __iter__(self) -> Step:
-        """Itself."""
+        """Returns the step, which is its own iterator."""
         return self
 
     def __next__(self) -> tuple[int, Any]:
-        """Another micro-batch; behind the last one the step ends."""
+        """Returns the next micro-batch. The step ends behind the last one."""
         if self._is_over:
             raise StopIteration
         if not self._begun:
@@ -64,7 +64,7 @@ class Step:
         return self._begin(self._own[self._begun])
 
     def _open(self) -> None:
-        """Opens the step; another one that was left is dropped. Collective."""
+        """Opens the step, and drops another one that was left. All ranks call it."""
         drop_open_step()
         _follow_optimizers()
         model = self.model
@@ -80,7 +80,7 @@ class Step:
         Step.now = self
 
     def _begin(self, micro_batch: int) -> tuple[int, Any]:
-        """Fetches a micro-batch; the last of this rank brings what the others are waiting for, too."""
+        """Fetches a micro-batch. The last of this rank also brings the sums for which the others wait."""
         if self._begun:
             self._buffers.put_back()
         self._begun += 1
@@ -94,7 +94,7 @@ class Step:
         return micro_batch, self._batches._fetch(self.number, micro_batch)
 
     def _finish(self) -> None:
-        """Adds what the micro-batch has brought, or refuses it."""
+        """Adds the gradients of a micro-batch, or refuses it."""
         brought = self._reducer.end_step() if self._completes else self._sums.take(self._merges[self._begun - 1])
         which = f"micro-batch {self._micro_batch}"
         if self._versions != [p._version for p in self._trained]:
@@ -114,7 +114,7 @@ class Step:
             )
 
     def _end(self) -> None:
-        """All micro-batches are finished: averages are in ``.grad``."""
+        """Ends the step when all micro-batches are finished: averages are in ``.grad``."""
         if not self._reducer.reduces:
             self._sums.deliver(self._batches._total)
         if self._communicator.size > 1:

@@ -26,33 +26,36 @@ from syncengine.sharded.kinds import check_arguments, coupling, is_elementwise, 
 from syncengine.sharded.shard import Member, Shard, Slice, options_of
 from syncengine.sharded.sharing import Sharing
 
-# In the order in which they were made, which is the same on all ranks, as a set's is not: they bind by collectives.
+# The optimizers in the order in which they were made, which is the same on all ranks, unlike that of a set: they bind
+# models by collectives.
 _optimizers: weakref.WeakValueDictionary[int, ShardedOptimizer] = weakref.WeakValueDictionary()
-_numbers = itertools.count()
+_count = itertools.count()
 
 
 class ShardedOptimizer(torch.optim.Optimizer, Joinable):
-    """An optimizer of which each rank of a host does a part, over weights and state that are there once for all ranks.
+    """An optimizer of which each rank of a host does a part, over weights and state that the ranks share.
 
     ``params`` are parameters or groups of them, as for ``optimizer_class``, which gets ``defaults``. It may be made
     before or after the model is wrapped. At the first synchronized forward of a ``Parallel`` that has these parameters,
     or the first ``step()``, they move into memory that all ranks of the host share. Parameters that no ``Parallel``
-    has, or that are frozen, stay private, and each rank updates them by itself. Over several hosts, each has one copy.
+    has, or that are frozen, stay private, and each rank updates them by itself. Each of several hosts has one copy.
 
-    ``elements``: whether the optimizer treats each element by itself, so that parameters may be cut into slices; needed
-    where syncengine does not know the class. Without cutting (False), each parameter is updated whole, by one rank:
+    ``elements``: whether the optimizer treats each element by itself, so that parameters may be cut into slices. It is
+    needed if syncengine does not know the class. Without cutting (False), each parameter is updated whole, by one rank:
     right for optimizers that treat each parameter by itself, wrong for those in which one parameter's update depends on
     others (clipping by a norm of all gradients, Prodigy). Either is your promise, which is not checked before the first
-    update: where ``step()`` leaves other numbers in the groups on different ranks, the next one raises ``Mismatch``,
-    and the weights are void.
-    The others are those of torch's ``ZeroRedundancyOptimizer``: ``process_group`` must have the model's ranks, which
-    are what counts; ``parameters_as_bucket_view`` changes nothing, as parameters lie in shared memory either way.
+    update: if ``step()`` leaves other numbers in the groups on different ranks, the next one raises ``Mismatch``, and
+    the weights are void.
+
+    The other arguments are those of torch's ``ZeroRedundancyOptimizer``. ``process_group`` must have the model's ranks;
+    the model's group is used. ``parameters_as_bucket_view`` changes nothing, as parameters lie in shared memory.
 
     ``param_groups`` and ``state`` are those of the optimizer that it stands for, with the full shapes, and so is
     ``state_dict()``, which any rank may call alone. All ranks call ``step()`` and ``load_state_dict()``.
 
-    Raises ``InvalidUsage`` for what can't be sharded: CUDA parameters, ``LBFGS``, sparse gradients, classes that it
-    does not know (see ``elements``), ``overlap_with_ddp=True``, options that couple parameters (``max_grad_norm``).
+    Raises ``InvalidUsage`` for arguments that can't be sharded: CUDA parameters, ``LBFGS``, sparse gradients, classes
+    that it does not know (see ``elements``), ``overlap_with_ddp=True``, options that couple parameters
+    (``max_grad_norm``).
     """
 
     is_sharded = True
@@ -92,19 +95,19 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         plain.state, plain.param_groups = defaultdict(dict), []
         if _watch_forward not in forward_watchers:
             forward_watchers.append(_watch_forward)
-        self._made = next(_numbers)
+        self._made = next(_count)
         _optimizers[self._made] = self
 
     def _begin(self) -> None:
-        """Nothing is shared yet."""
+        """Begins with no shared parameters."""
         self._sharing = self._new_sharing()
         self._parting = weakref.finalize(self, part, self._sharing.memories, self._sharing.claims)
         self._parting.atexit = False
         self._private: Shard | None = None  # of what is not shared
-        self._numbers: weakref.WeakKeyDictionary[Parallel, int] = weakref.WeakKeyDictionary()
+        self._place_of: weakref.WeakKeyDictionary[Parallel, int] = weakref.WeakKeyDictionary()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's. The next forward or step moves these parameters into shared memory, too."""
+        """Adds a group, as torch does. The next forward or step moves its parameters into shared memory, too."""
         if problem := self._coupling([param_group]):
             raise InvalidUsage(problem)
         super().add_param_group(param_group)
@@ -114,18 +117,17 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         self._sharing.known.clear()
         self._private = None
 
-    # --- Step
+    # --- The optimizer's step
 
     @not_compiled
     @torch.optim.Optimizer.profile_hook_step  # which torch would do around not_compiled
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates the weights, on all ranks at once; ``closure`` is evaluated once, before.
+        """Updates the weights, on all ranks at once. ``closure`` is evaluated once, before that.
 
         Raises on all ranks, before anything is written, if a rank's gradients are its own (after ``no_sync``, or after
-        a backward that was given up), or if which of them are None, parameter groups or their options differ between
-        ranks.
-        ``TornWeights`` if a rank dies in the middle of it.
+        a backward that was given up), or if ranks differ in their parameter groups, options, or gradients that are
+        None. Raises ``TornWeights`` if a rank dies in the middle of it.
         """
         loss = None
         if closure is not None:
@@ -157,14 +159,14 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             self._private.write_back(self.param_groups)
 
     def _number(self, model: Parallel) -> int:
-        """Among the sharded optimizers of ``model``."""
-        if model not in self._numbers:
-            self._numbers[model] = take_part(model._model, self._follow)
-        return self._numbers[model]
+        """The number of this optimizer among the sharded optimizers of ``model``."""
+        if model not in self._place_of:
+            self._place_of[model] = take_part(model._model, self._follow)
+        return self._place_of[model]
 
     @torch.no_grad()
     def _follow(self, current: Round) -> None:
-        """A step of the others, on a rank that has no batch. Its gradients are what they were."""
+        """Takes part in a step of the others, on a rank that has no batch. Its gradients stay what they were."""
         before = [(parameter, parameter.grad) for group in self.param_groups for parameter in group["params"]]
         try:
             catch_up(self._sharing, self.param_groups, self.state, current)
@@ -175,17 +177,17 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
                 parameter.grad = grad
 
     def join_hook(self, **kwargs: Any) -> StepHook:
-        """For torch's ``Join([model, optimizer])``."""
+        """The hook for torch's ``Join([model, optimizer])``."""
         return StepHook(self._sharing, self._follow)
 
     @property
     def join_device(self) -> torch.device:
-        """As of the model."""
+        """The device for torch's ``Join``: the model's."""
         return torch.device("cpu")
 
     @property
     def join_process_group(self) -> Any:
-        """As of the model that is trained."""
+        """The process group for torch's ``Join``: that of the model that is trained."""
         self._bind_all()
         models = (known() for known in self._sharing.models)
         group = next((model.process_group for model in models if model is not None), None)
@@ -222,12 +224,12 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         self._private.update(self.param_groups)
 
     def _is_new(self, model: Parallel) -> bool:
-        """Whether its forward, which synchronizes, is the first that this sees."""
+        """Whether this forward of ``model`` synchronizes, and is the first that this optimizer sees."""
         synchronizes = torch.is_grad_enabled() and model._switches.synchronizes
         return synchronizes and not torch.is_inference_mode_enabled() and model not in self._sharing.known
 
     def _on_forward(self, model: Parallel) -> str:
-        """Why it is to be refused; or an empty text."""
+        """Binds a new model in its forward. Returns the reason to refuse the forward; or an empty text."""
         if self._sharing.is_over():
             check_not_torn(model.module.parameters())
             return ""  # the model says so
@@ -236,7 +238,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         return self._sharing.written()
 
     def _refuse(self, problem: str) -> NoReturn:
-        """Raises on all ranks: the others wait in the forward."""
+        """Raises on all ranks, since the others wait in the forward."""
         sharing = self._sharing
         assert sharing.host is not None
         text = f"{sharing.host.name(sharing.host.rank)}: {problem}"
@@ -244,20 +246,20 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         sharing.end(InvalidUsage(text))
         raise InvalidUsage(text)
 
-    # --- State
+    # --- The optimizer's state
 
     def state_dict(self) -> dict[str, Any]:
-        """As of the optimizer that it stands for, with full shapes. Any rank may call it alone, at any time."""
+        """The state dict of the plain optimizer, with full shapes. Any rank may call it alone, at any time."""
         self._sharing.is_over(raises=TornWeights)
         return super().state_dict()
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Nothing: ``state_dict()`` is whole on every rank. For scripts that call it before, as torch's needs it."""
+        """Does nothing, since ``state_dict()`` is whole on every rank. Scripts for torch's class call it before."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes what ``state_dict()`` of this or of the plain optimizer gives, on any number of ranks. On all ranks.
+        """Loads a state dict of this or of the plain optimizer, of any number of ranks. All ranks call it.
 
-        It does not change the argument. The next ``step()`` brings the state into shared memory, and raises on all
+        The argument is not changed. The next ``step()`` brings the state into shared memory, and raises on all
         ranks if they have not loaded the same.
         """
         super().load_state_dict(state_dict)
@@ -274,10 +276,10 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         raise InvalidUsage("a ShardedOptimizer can't be copied or pickled: use its state_dict()")
 
     def renew(self, loads: bool = False) -> None:
-        """After a failure: goes on with the weights and the state that this rank has, and shares them anew with those
-        that its models average with by then; ``Parallel.shrink`` moves these.
+        """Goes on, after a failure, with the weights and the state that this rank has.
 
-        Raises ``TornWeights`` where the weights are torn, unless the caller ``loads`` weights and state.
+        They are shared anew with the ranks over which its models average by then; ``Parallel.shrink`` moves the models.
+        Raises ``TornWeights`` if the weights are torn, unless the caller ``loads`` weights and state.
         """
         before = self._sharing
         if not before.is_over():
@@ -288,7 +290,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         self._begin()
 
     def release(self) -> None:
-        """Gives this rank private copies of weights and state, and ends this optimizer: for another one after it."""
+        """Gives this rank private copies of weights and state, and ends this optimizer. Another one may follow."""
         if self._sharing.over is None:
             self._sharing.end(InvalidUsage("this ShardedOptimizer was released"))
         _optimizers.pop(self._made, None)

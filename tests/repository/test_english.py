@@ -44,13 +44,8 @@ CLEAN = [
     "csrc/kernels",
     "csrc/streams",
     "csrc/transport",
-    "syncengine/bench",
-    "syncengine/doctor",
-    "syncengine/horovod",
-    "syncengine/interhost",
-    "syncengine/launch",
-    "syncengine/report",
-    "syncengine/tracing",
+    "syncengine",
+    "syncengine_autoload",
 ]
 
 HEADLESS = re.compile(r"(What|Who|Whose|Whom|Those|It|Its|They|Them|Ours|Theirs|Of|The same|The others?)\b")
