@@ -61,13 +61,13 @@ CODE = re.compile(
 )
 # The words of a reader who knows PyTorch and an operating system, beside those of the glossary.
 COMMON = (
-    "address allocator argument autograd backend backward buffer byte caller cgroup class collective connection "
-    "contribution core deadline descriptor destructor device dtype element error event exception exchange exponent "
-    "file fork forward frame function futex future gradient graph handshake hook host instruction integer "
-    "interpreter iterator kernel layer link lock loop machine mantissa mapping memory message model module "
-    "multicast mutex network node notice offset operand optimizer packet page parameter peer pointer process "
-    "processor program queue receive reducer scale send signal size socket storage stream stride struct sum symbol "
-    "tensor test thread time timeout trace transport type variable view weight wrapper "
+    "address allocator argument autograd backend backward buffer byte caller cgroup class collective command "
+    "connection contribution core deadline descriptor destructor device dtype element error event exception "
+    "exchange exponent extension file fork forward frame function futex future gradient graph handshake hook host "
+    "instruction integer interpreter iterator kernel layer link lock loop machine mantissa mapping memory message "
+    "model module multicast mutex network node notice offset operand optimizer packet page parameter peer pointer "
+    "process processor program queue receive reducer scale send signal size socket storage stream stride struct sum "
+    "symbol tensor test thread time timeout torch trace transport type variable view weight wrapper "
 )
 
 
