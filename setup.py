@@ -85,7 +85,7 @@ if CUDA is not None:
 OUT = Path("build", "extension" + ("-cuda" if CUDA is not None else "") + ("-test-hooks" if TEST_HOOKS else ""))
 BUILDER = _build.Builder(Path("csrc"), OUT, FLAGS, NVCC)
 if ONLY_CORE:
-    BUILDER.core()
+    BUILDER.build({})
     sys.exit()
 
 from setuptools import Extension, setup  # noqa: E402 (not needed for the core)

@@ -129,10 +129,6 @@ class Builder:
         self._csrc, self._out, self._nvcc = csrc, out, list(nvcc)
         self._command = [*COMPILER, *FLAGS, f"-I{csrc}", *flags]
 
-    def core(self) -> Path:
-        """Compiles the archive alone, for which no torch is needed."""
-        return self.build({})
-
     def build(self, targets: Mapping[Torch, Path], core: Path | None = None, link: Sequence[str] = ()) -> Path:
         """Compiles an extension for each torch, and the archive unless `core` names one; returns the archive."""
         compiled = {torch: self._for_torch(torch) for torch in targets}
@@ -193,13 +189,7 @@ def _write(path: Path, text: str) -> None:
 def _run_all(units: Sequence[tuple[Path, list[str]]]) -> None:
     jobs = int(os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0)))
     with ThreadPoolExecutor(jobs) as pool:
-        runs = [pool.submit(_run, unit.with_suffix(".o"), command) for unit, command in units]
-        try:
-            for run in runs:
-                run.result()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+        list(pool.map(lambda unit: _run(unit[0].with_suffix(".o"), unit[1]), units))  # an error cancels the others
 
 
 def _run(made: Path, command: list[str], needs: Sequence[Path] = ()) -> None:
@@ -212,17 +202,15 @@ def _run(made: Path, command: list[str], needs: Sequence[Path] = ()) -> None:
             path.stat().st_mtime_ns < made.stat().st_mtime_ns for path in needs
         ):
             return
-    said.unlink(missing_ok=True)
-    if command[0] == "ar":
-        made.unlink(missing_ok=True)
-    else:
-        print(f"compile {made.parent.name}/{made.stem}", flush=True)
+    for path in (said, made):  # an archive that is there would keep its old members
+        path.unlink(missing_ok=True)
+    print(f"make {made.parent.name}/{made.name}", flush=True)
     _check(subprocess.run(command, check=False), made)
     said.write_text(shlex.join(command))
 
 
 def _check(run: subprocess.CompletedProcess[bytes], made: Path) -> None:
-    if run.returncode != 0:
+    if run.returncode:
         raise BuildError(f"{made} could not be made: {run.args[0]} has said why")
 
 
