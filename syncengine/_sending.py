@@ -26,9 +26,9 @@ def pack(state: Any) -> bytes:
     return file.getvalue()
 
 
-def unpack(packed: bytes) -> Any:
-    """The state that ``pack`` has made bytes of. It calls no function that the sender names."""
-    return _changed(torch.load(io.BytesIO(packed), weights_only=True), _decoded)
+def unpack(packed: bytes, device: torch.device | None = None) -> Any:
+    """The state that ``pack`` has made bytes of, on ``device``. It calls no function that the sender names."""
+    return _changed(torch.load(io.BytesIO(packed), device, weights_only=True), _decoded)
 
 
 def refuse_unsendable(name: str, state: Any) -> None:

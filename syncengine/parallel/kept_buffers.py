@@ -69,7 +69,8 @@ class KeptBuffers:
         if news == _VALUES:
             buffers.synchronize(root)
         elif news and communicator.rank != root:
-            write_buffers(self._module, unpack(news), self._ignored)
+            device = next((parameter.device for parameter in self._module.parameters()), None)
+            write_buffers(self._module, unpack(news, device), self._ignored)
 
     def _news(self) -> bytes:
         """The news for ranks that have put their buffers back: none, new values, or all buffers if they are others."""
@@ -143,7 +144,8 @@ def _forms(named: dict[str, torch.Tensor | None]) -> list[Any]:
 
 def _is_plain(buffer: torch.Tensor) -> bool:
     """Whether its elements lie in memory of this machine, each in a place of its own."""
-    if not buffer.is_cpu or buffer.layout is not torch.strided or is_wrapper(buffer):
+    is_here = buffer.is_cpu or buffer.is_cuda
+    if not is_here or buffer.layout is not torch.strided or is_wrapper(buffer):
         return False
     if buffer.is_nested or buffer.is_quantized or buffer.is_conj() or buffer.is_neg() or is_freed(buffer):
         return False
@@ -157,5 +159,11 @@ def _same_bits(buffer: torch.Tensor | None, copy: torch.Tensor | None) -> bool:
         return False
     if buffer.stride() != copy.stride():  # it has gaps
         buffer = torch.empty_like(copy).copy_(buffer)
+    if buffer.is_cuda:
+        return torch.equal(_bytes_of(buffer), _bytes_of(copy))
     difference: int = _compare(buffer.data_ptr(), copy.data_ptr(), copy.nbytes)
     return difference == 0
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().flatten().view(torch.uint8)

@@ -173,8 +173,8 @@ class MicroBatches:
                 f"total={self._total} micro-batches are too few for {size} ranks: each needs one. Give more of them, "
                 "of fewer samples, or use fewer ranks"
             )
-        if model.device.type != "cpu":
-            return f"micro_batches() adds gradients on CPUs, but the model is on {model.device}"
+        if model.device.type not in ("cpu", "cuda"):
+            return f"micro_batches() adds gradients on CPUs and CUDA devices, but the model is on {model.device}"
         hooks = model._comm_hooks or getattr(model._switches, "buffer_hook", None)
         if model._join_config.enable or hooks or model._uneven.weight is not None:
             return "micro_batches() works neither in join() nor with a communication hook or weight()"
@@ -282,6 +282,8 @@ def _seed(*key: Any) -> None:
     """Seeds every generator by ``key``: the CRC-32 of its parts with blanks in between, so that anybody can."""
     number = zlib.crc32(" ".join(map(str, key)).encode())
     torch.default_generator.manual_seed(number)  # torch.manual_seed() formats a stack for each device that is not there
+    if torch.cuda.is_initialized():  # never so in a worker of the loader
+        torch.cuda.manual_seed(number)
     random.seed(number)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(number)
