@@ -123,7 +123,7 @@ def init(
     - `log_after` (5): seconds of waiting after which one line says for which ranks and for what.
     - `gradient_memory` ("arena"): where Parallel's large gradients lie: "arena", where peers reduce them in place, or
       "torch", wherever torch puts them; they are staged then. Never changes the bits.
-    - `summary` (True): whether rank 0 writes one line to stderr when a program that used Parallel ends: the number of
+    - `summary` (True): whether rank 0 logs one line when a program that used Parallel ends: the number of
       steps, how long one takes, and how much of that is synchronization.
 
     If the ranks are on several hosts, which `init` detects:

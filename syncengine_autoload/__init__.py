@@ -96,7 +96,7 @@ def patch() -> None:
 
 
 def tell(text: str) -> None:
-    """Writes a line to stderr if the process has one that is open."""
+    """Logs a line, or writes it to an open stderr if syncengine is not loaded."""
     if (lines := sys.modules.get("syncengine.lines")) is not None:
         lines.print_line(text, level=logging.WARNING)
     elif sys.stderr is not None:
