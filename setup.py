@@ -81,7 +81,7 @@ if CUDA is not None:
     # CUDA's runtime is linked statically and hidden: torch has a runtime of its own, maybe of another version.
     CUDA_LINK = [f"-L{libraries}", "-lcudart_static", "-ldl", "-lrt", "-Wl,--exclude-libs,libcudart_static.a"]
 
-# One folder a flavor.
+# Each flavor of the extension has an output folder of its own.
 OUT = Path("build", "extension" + ("-cuda" if CUDA is not None else "") + ("-test-hooks" if TEST_HOOKS else ""))
 BUILDER = _build.Builder(Path("csrc"), OUT, FLAGS, NVCC)
 if ONLY_CORE:

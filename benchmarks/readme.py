@@ -264,11 +264,12 @@ def micro_batches() -> str:
             row += [f"{ms['p50']:.1f}" for ms in result["ms"].values()]
     head = ["model", "of `rank_order`, 2 ranks", "4 ranks", "M = 8, ms: 1 rank", "2", "3 (4, 2, 2)", "4", "3, 3, 2"]
     caption = f"""
-        *Of `rank_order`*: a step of one micro-batch a rank, beside the same by `Parallel` alone, with bootstrap
-        intervals (95 %). *M = 8*: a step of eight micro-batches by the number of ranks, and what another deal to
-        three would cost, with two gradients a rank, which is not built: twelve micro-batches are dealt as 4, 4, 4.
-        2 cores, one thread a rank, medians of {document["options"]["steps"]} without the optimizer, all interleaved in
-        the same processes; what trained the same has the same bits. {measured_at(document)}"""
+        The columns *of `rank_order`* compare a step of one micro-batch a rank with a step of `Parallel` alone, with
+        bootstrap intervals (95 %). The columns of *M = 8* have a step of eight micro-batches by the number of ranks;
+        the last one another deal to three ranks, with two gradients a rank, which is not built. Twelve micro-batches
+        are dealt as 4, 4, 4. Medians of {document["options"]["steps"]} steps without the optimizer, interleaved in
+        the same processes, on 2 cores with one thread a rank; runs that trained the same have the same bits.
+        {measured_at(document)}"""
     return f"{markdown(head, rows.values())}\n\n{wrapped(caption)}"
 
 

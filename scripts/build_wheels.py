@@ -5,9 +5,9 @@
     make wheels                            for CPython 3.10 to 3.13 and torch 2.11 to 2.15, some of which are named by
     make wheels PYTHONS=python3.12 TORCHES="2.13 torch-2.15.0-cp313-cp313-manylinux_2_28_x86_64.whl"
 
-Of each release one package of torch is fetched (500 MB), or a file is named, whichever Python and CUDA it is for:
-headers, and the symbols that are used, are the same. What is needed of it stays in build/wheels. One extension takes
-150 s of a processor.
+The script fetches one package of torch for each release (500 MB), or takes a file that is named. Its Python and CUDA do
+not matter: headers, and the symbols that are used, are the same. The parts that are needed stay in build/wheels. One
+extension takes 150 s of a processor.
 """
 
 from __future__ import annotations

@@ -230,7 +230,7 @@ def put_sources(csrc: Path, core: Path, to: Path) -> None:
 
 
 def add_build(commands: Any) -> None:
-    """Adds the command to argparse's."""
+    """Adds the command `build` to those of argparse."""
     commands.add_parser("build", help="compile the extension for this PyTorch, if there is none").set_defaults(
         run=lambda *_: build_own()
     )
