@@ -79,7 +79,10 @@ def start(group: int, out: Path, lighthouse: str) -> list[subprocess.Popen]:
     host = {"SYNCENGINE_HOST_ID": f"host{group}", "SYNCENGINE_INTERFACE": "lo", "TORCHFT_LIGHTHOUSE": lighthouse}
     job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(RANKS), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__, f"--group={group}", f"--out={out}"]
-    return [subprocess.Popen(command, env=os.environ | host | job | {"RANK": str(rank)}) for rank in range(RANKS)]
+    with (out / f"group{group}.log").open("ab") as log:  # torchft says thousands of lines
+        output = {"stdout": log, "stderr": log}
+        environs = [os.environ | host | job | {"RANK": str(rank)} for rank in range(RANKS)]
+        return [subprocess.Popen(command, env=environ, **output) for environ in environs]
 
 
 def lines(out: Path, group: int) -> list[dict]:
@@ -109,7 +112,8 @@ if __name__ == "__main__":
         while any(line["groups"] < GROUPS for line in lines(options.out, 0)[-100:]):
             time.sleep(0.05)
         (options.out / "stop").touch()
-        assert not any(process.wait() for group in groups for process in group)
+        failed = any(process.wait() for group in groups for process in group)
+        assert not failed, f"a rank has failed: {options.out}/group*.log say how"
     finally:
         for process in (process for group in groups for process in group):
             process.kill()
