@@ -238,8 +238,9 @@ def test_what_is_kept_of_a_step():
         assert updates.look() == before
         module.odd.values.add_(1)
         assert updates.look() != before
-        module = Beside(kind, "buffer", 0)
-        kept = KeptBuffers(module, (), KeptBuffers(module, (), None))
-        kept.put_back()
-        assert content(module.odd) == content(tensor_of(kind, 0))
-        assert isinstance(module.odd, Quantized) == (kind != "opaque")
+        for most in (None, 1 << 20):
+            module = Beside(kind, "buffer", 0)
+            kept = KeptBuffers(module, KeptBuffers(module, most=most), most=most)
+            kept.put_back()
+            assert content(module.odd) == content(tensor_of(kind, 0))
+            assert isinstance(module.odd, Quantized) == (kind != "opaque")
