@@ -49,3 +49,17 @@ def test_every_public_name_is_on_the_site(tmp_path):
     subprocess.run([MKDOCS, "build", "--strict", "--quiet", "--site-dir", tmp_path], cwd=ROOT, check=True)
     built = "".join(page.read_text() for page in tmp_path.glob("api*/index.html"))
     assert public_names() - set(re.findall(r'id="([\w.]+)"', built)) == set()
+
+
+def test_messages_that_the_page_explains_exist():
+    """Parts of messages in the first column of docs/messages.md are in the sources, or among the examples of errors."""
+    sources = [
+        path for folder in ("csrc", "syncengine", "syncengine_autoload") for path in (ROOT / folder).rglob("*.*")
+    ]
+    code = "".join(path.read_text() for path in sources if path.suffix in (".cpp", ".h", ".cu", ".py"))
+    code = re.sub(r'"\s*f?"', "", code)  # a literal over several lines
+    code += re.sub(r"\s+", " ", (DOCS / "errors.md").read_text())
+    rows = re.findall(r"^\| (`[^|]*) \|", (DOCS / "messages.md").read_text(), re.MULTILINE)
+    parts = {part for row in rows for text in re.findall(r"`([^`]+)`", row) for part in text.split(" ... ")}
+    assert len(parts) > 30
+    assert {part for part in parts if part.strip(" .") not in code} == set()
