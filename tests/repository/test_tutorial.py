@@ -74,7 +74,7 @@ def test_each_script_has_a_test_and_a_page():
         assert f'--8<-- "examples/tutorial/{script}.py"' in page.read_text()
 
 
-NEED_RANKS = ["hybrid", "local_updates", *(f"tutorial/{script}" for script in sorted(SCRIPTS - {"several_machines"}))]
+NEED_RANKS = ["hybrid", *(f"tutorial/{script}" for script in sorted(SCRIPTS - {"several_machines"}))]
 
 
 @pytest.mark.thorough
