@@ -80,7 +80,7 @@ class MicroBatches:
         self._kept: KeptBuffers | None = None  # of the last step
         self._own = range(0)
         self._fetched: Iterator[Any] = iter(())
-        self._fetches = -1  # the step that comes next from there
+        self._fetched_step = -1  # the step whose batches come next from there
         self.step = 0
 
     def __len__(self) -> int:
@@ -141,11 +141,11 @@ class MicroBatches:
         model._begun_steps[self._order_text] = self.step
         begins, _ = cut_tree(self._total, model.communicator.size)
         own = range(begins[model.communicator.rank], begins[model.communicator.rank + 1])
-        if (self._own, self._fetches) != (own, self.step):
+        if (self._own, self._fetched_step) != (own, self.step):
             self._stop_fetching()
             self._own = own
             self._fetched = iter(self._fetcher())
-        self._fetches = -1
+        self._fetched_step = -1
         return self.step, own, cut_tree(len(own), len(own))[1]
 
     def _fetch(self, number: int, micro_batch: int) -> Any:
@@ -157,12 +157,12 @@ class MicroBatches:
     def _go_on(self, number: int) -> None:
         """Makes step ``number`` the next one, behind the one before."""
         _seed(self._seed, number - 1, self._total)  # for what comes after the step, the same on all ranks
-        self._number = self._fetches = number
+        self._number = self._fetched_step = number
 
     def _stop_fetching(self) -> None:
         """Ends the loader's workers, also where somebody holds an error out of the loader, and so its iterator."""
         getattr(self._fetched, "_shutdown_workers", lambda: None)()
-        self._fetched, self._fetches = iter(()), -1
+        self._fetched, self._fetched_step = iter(()), -1
 
     def _objection(self) -> str:
         """The reason why there can be no steps; or an empty text."""

@@ -144,11 +144,11 @@ class Parallel(ForTools):
         self.dim = dim
         self.static_graph = static_graph
         self.mixed_precision = mixed_precision
-        self._mixed_precision = None
+        self._precision = None
         part_from_others(module)
         if mixed_precision is not None:
-            self._mixed_precision = MixedPrecision(mixed_precision, module)
-            self._mixed_precision.go_with(self)
+            self._precision = MixedPrecision(mixed_precision, module)
+            self._precision.go_with(self)
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.batched_grad_copy = batched_grad_copy
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
@@ -183,8 +183,8 @@ class Parallel(ForTools):
         if Step.now is not None and Step.now.model is self:
             Step.now.drop()
         register(self)
-        if not hooks and self._mixed_precision is not None and self._mixed_precision.compress is not None:
-            hooks = [(self._mixed_precision.compress, None)]
+        if not hooks and self._precision is not None and self._precision.compress is not None:
+            hooks = [(self._precision.compress, None)]
         self._model = model = Model.of(self.module, self.communicator, self.device, self.parameters_to_ignore)
         if model.parameters and self.device_type == "cuda":
             check_buffers_on(self.device, not_ignored(self.module.named_buffers(), self.parameters_to_ignore))
@@ -258,7 +258,7 @@ class Parallel(ForTools):
                 "Parallel can only be pickled with the default communicator, or that of torch's default process group: "
                 "the copy would not know which one to use. Save model.module.state_dict() instead"
             )
-        if any(hook is not getattr(self._mixed_precision, "compress", None) for hook, _ in self._comm_hooks):
+        if any(hook is not getattr(self._precision, "compress", None) for hook, _ in self._comm_hooks):
             warnings.warn(
                 "the copy of a Parallel has no communication hook: register it again", UserWarning, stacklevel=2
             )
@@ -275,8 +275,8 @@ class Parallel(ForTools):
         torch.nn.Module.__setstate__(self, state)
         self.communicator, self.process_group = resolve_copy(of_torchs_default)
         self.logger = Logger(self)
-        if self._mixed_precision is not None:
-            self._mixed_precision.go_with(self)
+        if self._precision is not None:
+            self._precision.go_with(self)
         self._optimizers = BackwardOptimizers()
         self._compose(number=number)
 
@@ -287,10 +287,10 @@ class Parallel(ForTools):
         """Calls the module; whether its backward will synchronize is decided here, as in DDP."""
         if torch.autograd._profiler_enabled():
             with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):  # what tools look for
-                return self._forward(inputs, kwargs)
-        return self._forward(inputs, kwargs)
+                return self._run_forward(inputs, kwargs)
+        return self._run_forward(inputs, kwargs)
 
-    def _forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._switches.forwards += 1
         if self.device_type == "cuda" and torch.cuda.is_current_stream_capturing():
             self._switches.forwards = math.nan
@@ -302,12 +302,12 @@ class Parallel(ForTools):
             watcher(self)
         if self.device_ids and (inputs or kwargs):
             (inputs,), (kwargs,) = _to_kwargs(inputs, kwargs, self.device, False)
-        if self._mixed_precision is None:
+        if self._precision is None:
             call = partial(call_module, self, inputs, kwargs)
         else:
             # Inputs and keyword arguments are cast as two objects, since a keyword may be called `dtype`.
-            (inputs, kwargs), _ = _cast_forward_inputs(self._mixed_precision.dtype, inputs, kwargs)
-            call = partial(self._mixed_precision.around, partial(call_module, self, inputs, kwargs))
+            (inputs, kwargs), _ = _cast_forward_inputs(self._precision.dtype, inputs, kwargs)
+            call = partial(self._precision.around, partial(call_module, self, inputs, kwargs))
         return self._steps.forward(call, self) if self.reducer.reduces else call()
 
     def weight(self, n: float) -> None:
