@@ -1,0 +1,32 @@
+"""Programs over libraries of others, at the versions of requirements-integrations.txt, end with the weights of DDP."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from commands import load, over_gloo, torchrun
+from lightning_ranks import same
+from repository import TESTS
+
+SCRIPT = TESTS / "scripts" / "others.py"
+# Programs that make no DistributedDataParallel have nothing to patch.
+MODULES = {"metric_learning": "pytorch_metric_learning", "geometric": "torch_geometric", "asks": "schedulefree"}
+WAYS = [("patch", name) for name in ("metric_learning", "keras", "geometric", "asks")]
+WAYS += [("backend", name) for name in ("fairscale", "metric_learning", "keras", "geometric", "asks")]
+
+
+def trained(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, way: str) -> dict[str, torch.Tensor]:
+    monkeypatch.setenv("BACKEND", "syncengine" if way == "backend" else "gloo")
+    monkeypatch.setenv("SYNCENGINE_PATCH", "1" if way == "patch" else "0")
+    out = folder / way
+    over_gloo(torchrun, SCRIPT, name, "--out", out, home=folder)
+    return load(Path(f"{out}.0")) | load(Path(f"{out}.1"))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("way", "name"), WAYS)
+def test_the_weights_of_ddp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, name: str):
+    pytest.importorskip(MODULES.get(name, name))
+    same(trained(tmp_path, monkeypatch, name, way), trained(tmp_path, monkeypatch, name, "ddp"))
