@@ -147,9 +147,9 @@ def digest(*objects):
 
 
 def leave(batches, model, whim):
-    """Leaves a step in one of this rank's first two micro-batches."""
-    places = ["forward", "backward"] + ["next"] * (syncengine.world_size() <= TOTAL // 2)
-    place = whim.random.choice(places)
+    """Leaves a step in one of this rank's first two micro-batches, before a forward that synchronizes."""
+    has_several = syncengine.world_size() <= TOTAL // 2
+    place = whim.random.choice(["forward", "backward", "next"] if has_several else ["forward"])
     try:
         for at, (_, (x, y)) in enumerate(batches):
             whim()
