@@ -6,6 +6,7 @@ import contextlib
 import copy
 import inspect
 import io
+import logging
 import math
 import os
 import pickle
@@ -396,15 +397,15 @@ def test_what_parallel_does_not_take(monkeypatch: pytest.MonkeyPatch):
     assert "buffer running_mean on cpu" in patch.refusal((normed,), {}, 2)
 
 
-def test_ranks_that_wrap_nothing_are_named(capfd: pytest.CaptureFixture[str]):
+def test_ranks_that_wrap_nothing_are_named(caplog: pytest.LogCaptureFixture):
     """Where only some ranks have the variable, say."""
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=0.05))
     meeting = Rendezvous(store, "patch", 0, [1, 3, 7])
     with pytest.raises(TimeoutError, match=r"ranks 3, 7 did not wrap .* all ranks .* with SYNCENGINE_PATCH=1"):
         ddp._wait_for(meeting, b"", [1, 3, 7], log_after=0.0)
-    (line,) = capfd.readouterr().err.splitlines()
-    assert re.match(r"syncengine: waiting since 0 s: ranks 3, 7 did .*; do they have SYNCENGINE_PATCH=1, too\?", line)
+    (line,) = caplog.messages
+    assert re.match(r"waiting since 0 s: ranks 3, 7 did .*; do they have SYNCENGINE_PATCH=1, too\?", line)
     store.set_timeout(timedelta(seconds=60))
     meetings = [Rendezvous(store, "patch", rank, [1, 3, 7]) for rank in range(3)]
     threads = [threading.Thread(target=ddp._wait_for, args=(meeting, b"", [1, 3, 7])) for meeting in meetings]
@@ -416,6 +417,7 @@ def test_ranks_that_wrap_nothing_are_named(capfd: pytest.CaptureFixture[str]):
 
 
 def test_a_stderr_that_is_not_there(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(logging.root, "handlers", [])  # pytest's, which would take the lines
     monkeypatch.setattr(sys, "stderr", None)
     syncengine_autoload.tell("nothing")
     monkeypatch.setattr(sys, "stderr", io.StringIO())
