@@ -379,7 +379,7 @@ class StepTimes:
 
     def __init__(self) -> None: ...
     def summary(self) -> tuple[int, int, NDArray[Any], list[list[int]]]:
-        """A tuple of two counts, a table of times, and stamps (csrc/reducer/backward/step_times.h).
+        """A tuple of two counts, a table of times, and stamps (csrc/steps/step_times.h).
 
         The counts are of synchronized backwards that have ended well, and of bytes that they have reduced. The table
         has a row for each of the last 1024 of these, in no order, of times by `trace_now()`: when the step before

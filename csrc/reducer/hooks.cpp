@@ -14,11 +14,11 @@
 #include <vector>
 
 #include "base/error.h"
-#include "reducer/backward/texts.h"
 #include "reducer/reducer.h"
 #include "reducer/torch/graph_tasks.h"
 #include "reducer/torch/python_error.h"
 #include "reducer/torch/python_objects.h"
+#include "steps/texts.h"
 
 namespace syncengine {
 

@@ -8,10 +8,10 @@
 #include "base/error.h"
 #include "base/trace.h"
 #include "reducer/backward/backward.h"
-#include "reducer/backward/texts.h"
 #include "reducer/parameters/hooks.h"
 #include "reducer/torch/graph_tasks.h"
 #include "reducer/torch/python_error.h"
+#include "steps/texts.h"
 
 namespace syncengine {
 
@@ -66,15 +66,15 @@ bool Reducer::begin_forward(bool synchronize) {
   if (!GraphTasks::inside()) ++forwards_;
   tasks_.wait_for_all(lock);
   if (phase_ == Phase::Syncing) {
-    const std::string text = unfinished_text(*model_);
+    const std::string text = unfinished();
     give_up(text);
     throw Error(ErrorKind::InvalidUsage, text);
   }
   if (hooks_removed_ && !synchronize) return false;
   if (synchronize) await_end(*model_, lock);
   if (hooks_removed_) {
-    give_up(removed_text(model_->parameters), Where::Forward);
-    throw Error(ErrorKind::InvalidUsage, removed_text(model_->parameters));
+    give_up(removed_text(names()), Where::Forward);
+    throw Error(ErrorKind::InvalidUsage, removed_text(names()));
   }
   model_->averaging.communicator->throw_if_failed();
   model_->forward.reset();
@@ -171,7 +171,7 @@ void Reducer::shadow_backward() {
   {
     std::unique_lock lock(mutex_);
     if (phase_ == Phase::Syncing || phase_ == Phase::Finalizing) {
-      throw Error(ErrorKind::InvalidUsage, unfinished_text(*model_));
+      throw Error(ErrorKind::InvalidUsage, unfinished());
     }
     await_end(*model_, lock);
     model_->averaging.communicator->throw_if_failed();
@@ -195,7 +195,7 @@ void Reducer::shadow_backward() {
 
 void Reducer::check_finalized() {
   std::lock_guard lock(mutex_);
-  if (phase_ == Phase::Syncing) throw Error(ErrorKind::InvalidUsage, unfinished_text(*model_));
+  if (phase_ == Phase::Syncing) throw Error(ErrorKind::InvalidUsage, unfinished());
 }
 
 void Reducer::drop_step() {
@@ -206,7 +206,7 @@ void Reducer::drop_step() {
 
 void Reducer::remove_hooks() {
   std::lock_guard lock(mutex_);
-  if (phase_ == Phase::Syncing) give_up(removed_text(model_->parameters));
+  if (phase_ == Phase::Syncing) give_up(removed_text(names()));
   hooks_removed_ = true;
   if (phase_ == Phase::Armed) phase_ = Phase::Local;
   model_->parameters.unhook(*this);
@@ -259,9 +259,16 @@ void Reducer::finalize() {
     if (!written.empty()) model_->parameters.run_user_hooks(written);
   } catch (...) {
     std::lock_guard lock(mutex_);
-    give_up(dropped_text(model_->parameters), Where::BehindAverages);
+    give_up(dropped_text(names()), Where::BehindAverages);
     throw;
   }
+}
+
+std::string Reducer::unfinished() const {
+  std::vector<Awaited> awaited;
+  for (size_t i = 0; i < model_->parameters.size(); ++i)
+    if (model_->plan.covers(i)) awaited.push_back({i, model_->parameters.gradients()[i].collected()});
+  return unfinished_text(names(), awaited, model_->averaging.rank(), model_->usage.is_static());
 }
 
 void Reducer::give_up(const std::string& text, Where where, bool keeps) {
@@ -281,7 +288,7 @@ void Reducer::give_up(const std::string& text, Where where, bool keeps) {
   } catch (const Error&) {
     is_told = true;  // the communicator has failed: nobody waits any more
   }
-  if (!is_told) tell_peers(communicator, text);
+  if (!is_told) model_->averaging.tell_peers(text);
   lose(text, keeps);
 }
 

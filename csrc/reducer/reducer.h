@@ -36,10 +36,10 @@
 #include <string>
 #include <vector>
 
-#include "reducer/backward/attribution.h"
 #include "reducer/backward/model.h"
 #include "reducer/parameters/hooks.h"
 #include "reducer/torch/graph_tasks.h"
+#include "steps/attribution.h"
 
 namespace syncengine {
 
@@ -119,6 +119,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void watch_this_backward();
   void begin_backward();
   void finalize();
+  const ModelNames& names() const { return *model_->parameters.names(); }
+  // The text for a backward that has begun and waits for gradients that did not come.
+  std::string unfinished() const;
   // An error on this rank, which the peers are told: the step is lost on all ranks. Under the lock. Behind averages, of
   // which the peers have theirs, does nothing if a step has been given up since.
   enum class Where : uint8_t { Forward, Backward, BehindAverages };

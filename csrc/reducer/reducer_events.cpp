@@ -11,9 +11,9 @@
 
 #include "base/error.h"
 #include "reducer/backward/backward.h"
-#include "reducer/backward/texts.h"
 #include "reducer/parameters/hooks.h"
 #include "reducer/reducer.h"
+#include "steps/texts.h"
 
 namespace syncengine {
 
@@ -73,10 +73,9 @@ void Reducer::on_output(Forward* forward) {
 }
 
 void Reducer::refuse_backward(const std::string& lost) {
-  const Error error(ErrorKind::InvalidUsage, consumed_text(model_->parameters, lost));
-  Communicator& communicator = *model_->averaging.communicator;
+  const Error error(ErrorKind::InvalidUsage, consumed_text(names(), lost));
   // No rank leaves a step of micro-batches alone. Where the forward was given up, the others know.
-  if (model_->step && lost.empty()) communicator.abort(error.kind(), said_here(communicator, error.what()));
+  if (model_->step && lost.empty()) model_->averaging.tell_peers(error.what(), error.kind());
   throw error;
 }
 
@@ -124,8 +123,8 @@ bool Reducer::takes(size_t index) {
       return true;
     case Attribution::Mine: watch_this_backward(); return true;
     case Attribution::TooLate:
-      tell_peers(*model_->averaging.communicator, collected_twice_text(parameters, index));
-      throw Error(ErrorKind::InvalidUsage, collected_twice_text(parameters, index));
+      model_->averaging.tell_peers(collected_twice_text(names(), index));
+      throw Error(ErrorKind::InvalidUsage, collected_twice_text(names(), index));
     case Attribution::GivenUp: throw Error(ErrorKind::Aborted, model_->outcome.last_error);
     case Attribution::Consumed: refuse_backward(model_->outcome.why_lost());
   }
@@ -186,7 +185,7 @@ void Reducer::on_task_failed(uint64_t backward, uint64_t forwards) noexcept {
     const bool is_later = forwards != forwards_;  // a task may be kept beyond its backward
     if (!is_later && (phase_ == Phase::Armed || phase_ == Phase::Syncing)) give_up("backward aborted");
     if (model_->outcome.has_ended_well(backward)) {
-      give_up(dropped_text(model_->parameters), Where::BehindAverages, /*keeps=*/is_later);
+      give_up(dropped_text(names()), Where::BehindAverages, /*keeps=*/is_later);
     }
   } catch (...) {
     // In a destructor, on the way of the error that ended this backward.
@@ -202,7 +201,7 @@ void Reducer::on_outer_task(TaskRole of_inner) noexcept {
       return;
     }
     if (phase_ == Phase::Consumed && !tasks_.any() && runs_forwards_graph())
-      fail_at_task_end(consumed_text(model_->parameters, model_->outcome.why_lost()));
+      fail_at_task_end(consumed_text(names(), model_->outcome.why_lost()));
   } catch (...) {
     // In a destructor, on the way of the error that ended the inner one.
   }

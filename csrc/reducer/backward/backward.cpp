@@ -7,10 +7,10 @@
 #include "base/error.h"
 #include "base/trace.h"
 #include "collectives/order.h"
-#include "reducer/backward/texts.h"
 #include "reducer/gradients/sparse.h"
 #include "reducer/parameters/hooks.h"
 #include "reducer/torch/python_error.h"
+#include "steps/texts.h"
 
 namespace syncengine {
 
@@ -43,8 +43,7 @@ void Backward::begin() {
       if (!bucket.layout->sparse) vote_ = &bucket;
   }
   if (model_.step && std::exchange(model_.step->begun, true)) {
-    throw Error(ErrorKind::InvalidUsage, "a second synchronized backward of " + model_.parameters.model() +
-                                             " in one micro-batch: call backward() once in each, of the sum of losses");
+    throw Error(ErrorKind::InvalidUsage, second_backward_text(names()));
   }
   step_ = model_.step;
   told_.weighting.divisor = step_ ? step_->total : model_.averaging.communicator->size();
@@ -86,14 +85,10 @@ bool Backward::bring(size_t index, const at::Tensor& incoming) {
   const bool watched = parameters.has_node_hooks(index);
   const UserHooks hooks = user_hooks_on(parameter);
   if (hooks == UserHooks::Postponed && parameters.another_has(index, Interest::Averages)) {
-    throw Error(ErrorKind::InvalidUsage, averaged_twice_text(parameters, index));
+    throw Error(ErrorKind::InvalidUsage, averaged_twice_text(names(), index));
   }
   if (hooks == UserHooks::Hasty || (watched && has_hasty_optimizer(parameter))) {
-    throw Error(ErrorKind::InvalidUsage,
-                "a hook was registered on parameter " + name(index) + " of " + parameters.model() +
-                    " (register_post_accumulate_grad_hook, or an optimizer in backward) after the forward, so it has "
-                    "seen this rank's gradient instead of the average: register it before the forward, and undo what "
-                    "it has done on this rank");
+    throw Error(ErrorKind::InvalidUsage, hasty_text(names(), index));
   }
   // By a part of two models: both reduce what this rank has.
   const bool kept = watched || parameters.another_has(index, Interest::Awaits);
@@ -104,10 +99,10 @@ bool Backward::bring(size_t index, const at::Tensor& incoming) {
     return plan_->fits(index, parameter) && (!grad.defined() || grad.sizes() == parameter.sizes());
   };
   if (!plan_->covers(index) || (parameters.any_retired() && !fits())) {
-    throw Error(ErrorKind::InvalidUsage, uncovered_text(parameters, index));
+    throw Error(ErrorKind::InvalidUsage, uncovered_text(names(), index));
   }
   if (gradient(index).collected()) {
-    throw Error(ErrorKind::InvalidUsage, collected_twice_text(parameters, index));
+    throw Error(ErrorKind::InvalidUsage, collected_twice_text(names(), index));
   }
   if (!is_static) gradient(index).note(incoming, kept);
   gradient(index).collect(name(index), model_.record.statistics);
@@ -121,12 +116,7 @@ bool Backward::is_last_fire(size_t index, const at::Tensor& incoming, bool kept)
   const bool observed = graph.observed();
   const auto fire = observed ? graph.fire(index) : StaticGraph::Fire::NotYet;
   if (fire == StaticGraph::Fire::Unexpected) {
-    throw Error(ErrorKind::InvalidUsage,
-                "Your training graph has changed in this iteration, e.g., one parameter is unused in first iteration, "
-                "but then got used in the second iteration. this is not compatible with static_graph set to True. "
-                "Parameter " +
-                    name(index) + " of " + model_.parameters.model() +
-                    " got more gradients than in the first iteration");
+    throw Error(ErrorKind::InvalidUsage, changed_graph_text(names(), index));
   }
   if (!observed) {
     graph.observe(index);
@@ -141,7 +131,7 @@ void Backward::collect_missing() {
   const bool observed = graph && graph->observed();
   if (observed) graph->begin_backward();
   if (const auto left = model_.parameters.left_by(*plan_)) {
-    throw Error(ErrorKind::InvalidUsage, left_text(model_.parameters, *left));
+    throw Error(ErrorKind::InvalidUsage, left_text(names(), *left));
   }
   if (!observed && !model_.usage.finds_unused()) return;
   for (size_t i = 0; i < model_.parameters.size(); ++i) {
@@ -249,9 +239,8 @@ void Backward::finish(std::mutex& mutex) {
   }
   if (!watch_ || !watch_->has_news()) return;
   if (model_.flat) model_.flat->wait();
-  const ModelNames& names = *model_.parameters.names();
-  watch_->tell(model_.averaging, names, step());
-  nonfinite_ = watch_->hear(communicator, names, model_.record.statistics.backwards);
+  watch_->tell(model_.averaging, names(), step());
+  nonfinite_ = watch_->hear(communicator, names(), model_.record.statistics.backwards);
 }
 
 void Backward::average_sparse_gradients() {
@@ -280,10 +269,7 @@ void Backward::check_skipped() const {
     if (bucket.state != Bucket::State::Skipped) continue;
     for (size_t i : bucket.layout->parameters) {
       if (!model_.usage.anywhere(i)) continue;
-      throw Error(ErrorKind::Mismatch,
-                  "parameter " + name(i) +
-                      " is used on some ranks and not on others, which skip_all_reduce_unused_params=True does not "
-                      "allow");
+      throw Error(ErrorKind::Mismatch, skipped_text(names(), i));
     }
   }
 }

@@ -100,6 +100,7 @@ class Backward {
   void check_skipped() const;
   void average_sparse_gradients();
   Gradient& gradient(size_t index) const { return model_.parameters.gradients()[index]; }
+  const ModelNames& names() const { return *model_.parameters.names(); }
   const std::string& name(size_t index) const { return model_.parameters.name(index); }
 
   Model& model_;

@@ -24,12 +24,12 @@
 #include "reducer/buckets/bucket_plan.h"
 #include "reducer/buckets/flat_buckets.h"
 #include "reducer/gradients/gradient_memory.h"
-#include "reducer/gradients/statistics.h"
 #include "reducer/parameters/forward.h"
 #include "reducer/parameters/hooks.h"
 #include "reducer/parameters/parameters.h"
 #include "reducer/parameters/usage.h"
 #include "reducer/torch/graph_tasks.h"
+#include "steps/statistics.h"
 #include "transport/shm/pool.h"
 
 namespace syncengine {

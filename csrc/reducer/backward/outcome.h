@@ -15,9 +15,9 @@
 
 #include "base/error.h"
 #include "engine/progress/work.h"
-#include "reducer/backward/texts.h"
 #include "reducer/buckets/averaging.h"
 #include "reducer/torch/python_error.h"
+#include "steps/texts.h"
 
 namespace syncengine {
 
@@ -55,7 +55,7 @@ class Outcome {
   // Tells the peers, and ends the step. `raised_in_forward`: .grad is what it was before, until all ranks have said how
   // the step has ended for them.
   void refuse(const std::string& text, bool raised_in_forward) {
-    averaging_.communicator->refuse(averaging_.slots, step_, said_here(*averaging_.communicator, text));
+    averaging_.communicator->refuse(averaging_.slots, step_, said_by(averaging_.rank(), text));
     end(raised_in_forward);
   }
   // Ends one that a peer has refused, or this rank. If the communicator has failed since, nobody waits for the end.

@@ -13,9 +13,9 @@
 
 #include "base/phase_clock.h"
 #include "base/trace.h"
-#include "reducer/backward/step_times.h"
 #include "reducer/buckets/nonfinite.h"
-#include "reducer/gradients/statistics.h"
+#include "steps/statistics.h"
+#include "steps/step_times.h"
 
 namespace syncengine {
 

@@ -13,13 +13,16 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
+#include "base/error.h"
 #include "collectives/operation.h"
 #include "engine/communicator/communicator.h"
 #include "reducer/buckets/bucket.h"
 #include "reducer/gradients/gradient.h"
 #include "reducer/torch/tensors.h"
+#include "steps/texts.h"
 
 namespace syncengine {
 
@@ -60,6 +63,13 @@ struct Averaging {
   // Float16 or BFloat16, to which gradients are cast, in which they are reduced, and from which they are cast back.
   std::optional<at::ScalarType> travels_as = {};
   std::shared_ptr<const Slots> slots = {};  // one for each bucket there may be, then these; from the first plan on
+
+  int rank() const { return communicator->global_ranks()[communicator->rank()]; }  // of this process, in the whole job
+  // The peers wait for gradients that this rank will not bring, and no step is there to be refused: ends the
+  // communicator.
+  void tell_peers(const std::string& text, ErrorKind kind = ErrorKind::Aborted) const {
+    communicator->abort(kind, said_by(rank(), text));
+  }
 
   size_t usage_slot() const { return parameters; }
   size_t vote_slot() const { return parameters + 1; }

@@ -12,8 +12,9 @@
 
 #include "base/dtype.h"
 #include "engine/progress/work.h"
-#include "reducer/gradients/statistics.h"
 #include "reducer/torch/profile.h"
+#include "steps/statistics.h"
+#include "steps/texts.h"
 #include "transport/shm/pool.h"
 
 namespace syncengine {
@@ -64,12 +65,6 @@ class SmallGradients {
   };
   std::shared_ptr<std::byte> block_;
   std::vector<Piece> pieces_;
-};
-
-// Who a message is about.
-struct ModelNames {
-  std::string model;                    // "Parallel(GPT)"
-  std::vector<std::string> parameters;  // by index
 };
 
 // What is fixed as long as the plan is. Shared with the operations that describe themselves by it.

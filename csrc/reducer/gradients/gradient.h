@@ -15,9 +15,9 @@
 #include <cstdint>
 #include <string>
 
-#include "reducer/gradients/statistics.h"
 #include "reducer/gradients/tree_sums.h"
 #include "reducer/torch/tensors.h"
+#include "steps/statistics.h"
 
 namespace syncengine {
 

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "steps/texts.h"
 
 namespace syncengine {
 
@@ -97,10 +98,7 @@ void Forwards::tell(Forward& all, const Parameters& parameters, bool looks_for_u
     all.has_shadows |= forward->has_shadows;
     if (forward->weighting.given) {
       if (all.weighting.given && all.weighting != forward->weighting) {
-        throw Error(ErrorKind::InvalidUsage,
-                    "this backward comes from several forwards of " + parameters.model() +
-                        " before which weight() was given different numbers: give it once before the first of them, "
-                        "with the number for all");
+        throw Error(ErrorKind::InvalidUsage, two_weights_text(*parameters.names()));
       }
       all.weighting = forward->weighting;
     }

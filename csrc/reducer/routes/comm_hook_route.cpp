@@ -13,10 +13,10 @@
 #include "base/error.h"
 #include "reducer/backward/backward.h"
 #include "reducer/backward/route.h"
-#include "reducer/backward/texts.h"
 #include "reducer/torch/python_error.h"
 #include "reducer/torch/python_objects.h"
 #include "reducer/torch/tensors.h"
+#include "steps/texts.h"
 
 namespace syncengine {
 
@@ -98,7 +98,7 @@ class CommHookRoute final : public Route {
       try {
         start(*layout, std::move(parameters), memory->gradients);
       } catch (...) {
-        tell_peers(*model_.averaging.communicator, "the communication hook raised " + current_error_text());
+        model_.averaging.tell_peers("the communication hook raised " + current_error_text());
         lock.lock();
         runs_ = false;
         throw;
@@ -117,7 +117,7 @@ class CommHookRoute final : public Route {
         if (model_.flat) model_.flat->keep(result);
       }
     } catch (...) {
-      tell_peers(*model_.averaging.communicator, "the communication hook's future failed: " + current_error_text());
+      model_.averaging.tell_peers("the communication hook's future failed: " + current_error_text());
       throw;
     }
   }

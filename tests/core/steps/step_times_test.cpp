@@ -1,4 +1,4 @@
-#include "reducer/backward/step_times.h"
+#include "steps/step_times.h"
 
 #include <algorithm>
 #include <cmath>

@@ -1,5 +1,5 @@
 // Every combination of what may be known where a gradient comes, against a table of rules, the first that fits.
-#include "reducer/backward/attribution.h"
+#include "steps/attribution.h"
 
 #include <optional>
 #include <string>

@@ -1,0 +1,46 @@
+// What is said when a backward goes wrong: here, and to the peers that wait for it.
+//
+// Ownership: none. Thread-safety: any thread. Failure: none.
+#pragma once
+
+#include <cstddef>
+#include <string>
+#include <vector>
+
+namespace syncengine {
+
+// The names that a message calls a model and its parameters by.
+struct ModelNames {
+  std::string model;                    // "Parallel(GPT)"
+  std::vector<std::string> parameters;  // by index
+};
+
+// "rank 1 raised in forward: ..." or "rank 1: the text". `rank`: of the whole job, here as below.
+std::string said_by(int rank, const std::string& text);
+
+// The text for the exception that is being handled: what an Error says; any other only ends the backward.
+std::string text_for_peers();
+
+// A parameter of the plan, and whether this backward has brought its gradient.
+struct Awaited {
+  size_t parameter;
+  bool came;
+};
+// Its backward waits for gradients that did not come. `awaited`: in the order in which they were registered.
+std::string unfinished_text(const ModelNames& names, const std::vector<Awaited>& awaited, int rank, bool is_static);
+
+std::string second_backward_text(const ModelNames& names);
+std::string two_weights_text(const ModelNames& names);
+std::string removed_text(const ModelNames& names);
+std::string dropped_text(const ModelNames& names);
+// `lost`: why the step of that forward was, if it was.
+std::string consumed_text(const ModelNames& names, const std::string& lost);
+std::string uncovered_text(const ModelNames& names, size_t index);
+std::string left_text(const ModelNames& names, size_t index);
+std::string averaged_twice_text(const ModelNames& names, size_t index);
+std::string hasty_text(const ModelNames& names, size_t index);
+std::string changed_graph_text(const ModelNames& names, size_t index);
+std::string collected_twice_text(const ModelNames& names, size_t index);
+std::string skipped_text(const ModelNames& names, size_t index);
+
+}  // namespace syncengine
