@@ -225,7 +225,7 @@ void bind_reducer(py::module_& module) {
           "can_refuse", [](Reducer& self) { return self.model()->can_refuse(); }, NoGil())
       .def("vote_on_forward", &Reducer::vote_on_forward, NoGil())
       .def(
-          "is_undecided", [](Reducer& self) { return self.model()->outcome.is_undecided(); }, NoGil())
+          "is_undecided", [](Reducer& self) { return self.model()->life.is_undecided(); }, NoGil())
       .def("decide", &Reducer::decide, NoGil())
       .def(
           "reserve_slots",

@@ -1,4 +1,4 @@
-// The Reducer's phases: a forward, and the end of a backward. What hooks tell in between is in reducer_events.cpp.
+// A forward, the end of a backward, and errors. What hooks tell in between is in reducer_events.cpp.
 #include "reducer/reducer.h"
 
 #include <pybind11/pybind11.h>
@@ -45,7 +45,7 @@ void say_nonfinite(const std::string& text, Model& model) {
 Reducer::~Reducer() {
   std::lock_guard lock(mutex_);
   try {
-    if (phase_ == Phase::Syncing) {
+    if (life().phase() == Phase::Syncing) {
       // Perhaps much later, when Python's collector comes by: .grad may be another step's, or another wrapper's.
       {
         const pybind11::gil_scoped_acquire gil;
@@ -63,23 +63,25 @@ Reducer::~Reducer() {
 bool Reducer::begin_forward(bool synchronize) {
   std::unique_lock lock(mutex_);
   if (recomputing()) return false;
-  if (!GraphTasks::inside()) ++forwards_;
+  life().forward_comes(Facts{*this});
   tasks_.wait_for_all(lock);
-  if (phase_ == Phase::Syncing) {
-    const std::string text = unfinished();
-    give_up(text);
-    throw Error(ErrorKind::InvalidUsage, text);
+  switch (life().begin_forward(synchronize)) {
+    case Lifecycle::Begin::Unfinished: {
+      const std::string text = unfinished();
+      give_up(text);
+      throw Error(ErrorKind::InvalidUsage, text);
+    }
+    case Lifecycle::Begin::Unwatched: return false;
+    case Lifecycle::Begin::Local: break;
+    case Lifecycle::Begin::Arm: await_end(*model_, lock); break;
   }
-  if (hooks_removed_ && !synchronize) return false;
-  if (synchronize) await_end(*model_, lock);
-  if (hooks_removed_) {
-    give_up(removed_text(names()), Where::Forward);
+  if (life().hooks_removed()) {
+    give_up_forward(removed_text(names()));
     throw Error(ErrorKind::InvalidUsage, removed_text(names()));
   }
   model_->averaging.communicator->throw_if_failed();
   model_->forward.reset();
-  claimed_ = false;
-  if (phase_ == Phase::Consumed && !synchronize) phase_ = Phase::Local;
+  life().forward_began(synchronize);
   if (synchronize)
     model_->record.begin_forward();
   else
@@ -94,7 +96,7 @@ bool Reducer::begin_forward(bool synchronize) {
 
 bool Reducer::follow_parameters() {
   std::lock_guard lock(mutex_);
-  if (recomputing() || hooks_removed_) return false;
+  if (recomputing() || life().hooks_removed()) return false;
   const bool changed = model_->parameters.follow(shared_from_this());
   return changed && model_->wants_plan(changed);
 }
@@ -105,7 +107,7 @@ std::vector<at::Tensor> Reducer::prepare_for_backward(const std::vector<at::Tens
   Forward& forward = model_->coming_forward();
   std::vector<at::Tensor> other_leaves;
   // A module whose parameters were replaced would train without ever being synchronized.
-  if (model_->usage.finds_unused() || model_->usage.observes() || model_->outcome.brought_nothing) {
+  if (model_->usage.finds_unused() || model_->usage.observes() || life().brought_nothing()) {
     other_leaves = forward.reach(outputs, model_->parameters);
     bool is_any_unused = false;
     for (size_t i = 0; i < model_->parameters.size(); ++i) {
@@ -124,23 +126,23 @@ std::vector<at::Tensor> Reducer::prepare_for_backward(const std::vector<at::Tens
 
 void Reducer::expect_backward() {
   Forward& forward = model_->coming_forward();
-  outputs_hooked_ = !forward.outputs.empty();
+  const bool outputs_hooked = !forward.outputs.empty();
   forward.plan = model_->plan.shared();
   model_->coming_backward().forwards.expect(std::exchange(model_->forward, nullptr));
-  phase_ = Phase::Armed;
+  life().forward_ended(outputs_hooked);
 }
 
 void Reducer::prepare_for_local_backward(const std::vector<at::Tensor>& outputs, const NodeNumber& began) {
   for (const auto& output : outputs) hook_output(weak_from_this(), output, nullptr, began);
 }
 
-// Checkpointing runs forward again in the middle of backward, which then fails itself.
 void Reducer::refuse_forward(const std::string& text) {
   std::lock_guard lock(mutex_);
-  if (phase_ == Phase::Syncing || phase_ == Phase::Finalizing || !model_->plan) return;
-  // All are frozen: no rank waits for what it would have brought.
-  if (model_->plan->buckets().empty()) return expect_backward();
-  give_up(text, Where::Forward);
+  switch (life().forward_raised(Facts{*this})) {
+    case Lifecycle::ForwardError::Recomputed: return;
+    case Lifecycle::ForwardError::Expected: return expect_backward();
+    case Lifecycle::ForwardError::GivesUp: return give_up_forward(text);
+  }
 }
 
 void Reducer::vote_on_forward() {
@@ -149,7 +151,7 @@ void Reducer::vote_on_forward() {
     std::unique_lock lock(mutex_);
     await_end(*model_, lock);
     if (!model_->can_refuse()) return;
-    model_->outcome.begin();
+    life().step_begins();
     vote = model_->vote(std::make_shared<std::vector<uint8_t>>(1));
   }
   try {
@@ -164,15 +166,13 @@ void Reducer::vote_on_forward() {
 
 void Reducer::decide() {
   std::unique_lock lock(mutex_);
-  if (model_->outcome.is_undecided() && !model_->averaging.communicator->is_closed()) await_end(*model_, lock);
+  if (life().is_undecided() && !model_->averaging.communicator->is_closed()) await_end(*model_, lock);
 }
 
 void Reducer::shadow_backward() {
   {
     std::unique_lock lock(mutex_);
-    if (phase_ == Phase::Syncing || phase_ == Phase::Finalizing) {
-      throw Error(ErrorKind::InvalidUsage, unfinished());
-    }
+    if (life().is_unfinished()) throw Error(ErrorKind::InvalidUsage, unfinished());
     await_end(*model_, lock);
     model_->averaging.communicator->throw_if_failed();
     model_->usage.clear();
@@ -184,7 +184,7 @@ void Reducer::shadow_backward() {
     model_->forward.reset();
     model_->backward->collect_absent();
     model_->record.begin_wait();
-    phase_ = Phase::Finalizing;
+    life().shadow_waits();
   }
   try {
     finalize();
@@ -195,25 +195,26 @@ void Reducer::shadow_backward() {
 
 void Reducer::check_finalized() {
   std::lock_guard lock(mutex_);
-  if (phase_ == Phase::Syncing) throw Error(ErrorKind::InvalidUsage, unfinished());
+  if (life().phase() == Phase::Syncing) throw Error(ErrorKind::InvalidUsage, unfinished());
 }
 
 void Reducer::drop_step() {
   std::lock_guard lock(mutex_);
   model_->end_step();
-  if (phase_ == Phase::Armed) end_backward();
+  if (!life().drop_step()) return;
+  drop_backward();
+  life().backward_ended();
 }
 
 void Reducer::remove_hooks() {
   std::lock_guard lock(mutex_);
-  if (phase_ == Phase::Syncing) give_up(removed_text(names()));
-  hooks_removed_ = true;
-  if (phase_ == Phase::Armed) phase_ = Phase::Local;
+  if (life().phase() == Phase::Syncing) give_up(removed_text(names()));
+  life().remove_hooks();
   model_->parameters.unhook(*this);
 }
 
 void Reducer::begin_backward() {
-  phase_ = Phase::Syncing;
+  life().backward_begins();
   ++model_->backwards;
   model_->coming_backward().begin();
 }
@@ -239,8 +240,9 @@ void Reducer::finalize() {
                      .text = trace::text(model_->parameters.model())});
     }
     model_->record.end_backward(model_->parameters.model());
-    model_->outcome.end_well(model_->record.statistics.backwards);
-    end_backward();
+    model_->outcome.not_averaged.clear();
+    drop_backward();
+    life().delivered(model_->record.statistics.backwards);
   } catch (const StepRefused& error) {
     std::lock_guard lock(mutex_);
     model_->outcome.end();
@@ -259,7 +261,7 @@ void Reducer::finalize() {
     if (!written.empty()) model_->parameters.run_user_hooks(written);
   } catch (...) {
     std::lock_guard lock(mutex_);
-    give_up(dropped_text(names()), Where::BehindAverages);
+    give_up(dropped_text(names()), Where::BehindAverages, /*keeps=*/false);
     throw;
   }
 }
@@ -272,23 +274,19 @@ std::string Reducer::unfinished() const {
 }
 
 void Reducer::give_up(const std::string& text, Where where, bool keeps) {
-  const bool in_forward = where == Where::Forward, has_begun = where == Where::BehindAverages;
-  if (has_begun && model_->outcome.is_ending()) return;
-  Communicator& communicator = *model_->averaging.communicator;
-  bool is_told = false;
-  try {
-    communicator.throw_if_failed();
-    try {
-      if (!has_begun && model_->plan && !model_->coming_backward().has_begun()) begin_backward();
-    } catch (const Error&) {
-      // Its forwards contradict each other: no matter.
-    }
-    if (model_->can_refuse()) model_->outcome.refuse(text, in_forward), is_told = true;
-    is_told |= model_->plan && model_->plan->buckets().empty();  // nobody waits
-  } catch (const Error&) {
-    is_told = true;  // the communicator has failed: nobody waits any more
+  switch (life().raised(where, Facts{*this})) {
+    case Lifecycle::Loss::Nothing: return;
+    case Lifecycle::Loss::Here: break;
+    case Lifecycle::Loss::BeginsStep: try { begin_backward();
+      } catch (const Error&) {
+        // Its forwards contradict each other: no matter.
+      }
   }
-  if (!is_told) model_->averaging.tell_peers(text);
+  switch (life().tell(Facts{*this})) {
+    case Lifecycle::Tell::Nobody: break;
+    case Lifecycle::Tell::Refuse: model_->outcome.refuse(text, /*raised_in_forward=*/where == Where::Forward); break;
+    case Lifecycle::Tell::Abort: model_->averaging.tell_peers(text); break;
+  }
   lose(text, keeps);
 }
 
@@ -303,14 +301,13 @@ void Reducer::lose(const std::string& text, bool keeps) {
     model_->backward->forwards.give_up(text);
     model_->backward->drop();
   }
-  end_backward();
+  drop_backward();
+  life().step_lost();
 }
 
-void Reducer::end_backward() {
+void Reducer::drop_backward() {
   model_->forward.reset();
-  claimed_ = false;
   model_->backward.reset();
-  phase_ = Phase::Consumed;
 }
 
 }  // namespace syncengine

@@ -1,19 +1,11 @@
-// Averages the gradients of one model while its backward still runs: the phases, and what autograd tells. What they
-// work on is the Model.
+// Averages the gradients of one model while its backward still runs: what autograd tells, and what is done then. What
+// this works on is the Model.
 //
 //   forward    begin_forward -> the model -> prepare_for_backward, or refuse_forward if it raised
 //   backward   on_output, on_gradient for each parameter: collect it; announce its bucket with the last one
 //   its end    on_backward_end: wait for the buckets, put the averages into .grad
 //
-//   phase        what has happened                                     what comes next
-//   Local        nothing yet, or the last forward was under no_sync    a synchronized forward: Armed
-//   Armed        a synchronized forward has run, perhaps several       the first hook of a backward: Syncing
-//   Syncing      their backward has begun                              its end, with all buckets there: Finalizing
-//   Finalizing   some thread waits for the averages                    they are in .grad: Consumed
-//   Consumed     it is over, well or not; no forward has run since     a forward: Armed, or Local
-//
-// From Armed to Consumed there is a Backward; any error on the way, here or on a rank that refuses the step, gives it
-// up, which also leads to Consumed. A rank without a batch goes from Consumed to Finalizing at once (shadow_backward).
+// What follows from that is decided by the Lifecycle, which knows no torch; here it is carried out.
 //
 // Python plans the buckets (Model::install_plan), from the order in which gradients became ready.
 //
@@ -28,7 +20,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -39,7 +30,7 @@
 #include "reducer/backward/model.h"
 #include "reducer/parameters/hooks.h"
 #include "reducer/torch/graph_tasks.h"
-#include "steps/attribution.h"
+#include "steps/lifecycle.h"
 
 namespace syncengine {
 
@@ -91,9 +82,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void on_output(Forward* forward);
   // Without the lock.
   bool has(Interest interest) const {
-    const Phase phase = phase_;
-    if (interest == Interest::Awaits) return phase == Phase::Armed || phase == Phase::Syncing;
-    return claimed_ || (interest == Interest::Averages && (phase == Phase::Syncing || phase == Phase::Finalizing));
+    if (interest == Interest::Awaits) return life().awaits();
+    return life().claimed() || (interest == Interest::Averages && life().is_unfinished());
   }
   void on_gradient(size_t index, const at::Tensor& incoming);
   void on_backward_end();
@@ -105,10 +95,30 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void on_outer_task(TaskRole of_inner) noexcept;
 
  private:
-  bool recomputing() const { return phase_ == Phase::Syncing && GraphTasks::inside(); }
-  // Whether one of the last forwards has made some of the graph that runs on this thread, as far as one can tell here;
-  // the task around it is looked at when this one has ended.
-  bool runs_forwards_graph();
+  // What Sees says of each, under the lock.
+  struct Facts {
+    bool in_task() const { return GraphTasks::inside(); }
+    bool in_our_task() const { return reducer.tasks_.any(); }
+    bool whole_graph() const;
+    bool accumulates() const;
+    bool is_outermost() const { return reducer.tasks_.is_outermost(); }
+    bool runs_forwards_nodes() const { return reducer.tasks_.runs_forwards_nodes(); }
+    bool runs_forwards_graph() const;
+    bool claimed_elsewhere(size_t index) const;
+    bool awaited_elsewhere(size_t index) const;
+    bool collected_all() const;
+    bool observes() const { return model().usage.observes(); }
+    bool has_failed() const;
+    bool has_plan() const { return static_cast<bool>(model().plan); }
+    bool all_frozen() const { return has_plan() && model().plan->buckets().empty(); }
+    bool can_refuse() const { return model().can_refuse(); }
+    Model& model() const { return *reducer.model_; }
+    Reducer& reducer;
+  };
+  static_assert(Sees<Facts>);
+
+  Lifecycle& life() const { return model_->life; }
+  bool recomputing() { return life().is_recomputed(Facts{*this}); }
   // Whether this gradient is of a backward that this model averages, which begins with the first; else nothing comes of
   // it. Throws where it is an error.
   bool takes(size_t index);
@@ -122,26 +132,19 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   const ModelNames& names() const { return *model_->parameters.names(); }
   // The text for a backward that has begun and waits for gradients that did not come.
   std::string unfinished() const;
-  // An error on this rank, which the peers are told: the step is lost on all ranks. Under the lock. Behind averages, of
-  // which the peers have theirs, does nothing if a step has been given up since.
-  enum class Where : uint8_t { Forward, Backward, BehindAverages };
-  void give_up(const std::string& text, Where where = Where::Backward) {
-    give_up(text, where, /*keeps=*/where == Where::Forward);
-  }
-  // `keeps`: see lose().
+  // An error on this rank, which the peers are told: the step is lost on all ranks. Under the lock. `keeps`: see
+  // lose().
+  using Where = Lifecycle::Where;
   void give_up(const std::string& text, Where where, bool keeps);
+  void give_up(const std::string& text) { give_up(text, Where::Backward, /*keeps=*/false); }
+  void give_up_forward(const std::string& text) { give_up(text, Where::Forward, /*keeps=*/true); }
   // The step is lost here, whoever has refused it. `keeps`: .grad stays as it is.
   void lose(const std::string& text, bool keeps);
-  void end_backward();
+  void drop_backward();
 
   std::mutex mutex_;
-  std::atomic<Phase> phase_{Phase::Local};  // written under mutex_
   const std::unique_ptr<Model> model_;
   GraphTasks tasks_;
-  std::atomic<bool> claimed_{false};  // a backward runs that comes from this model's outputs
-  uint64_t forwards_ = 0;             // that have begun, outside of backwards
-  bool outputs_hooked_ = false;       // on_output will tell of a backward through the last forward
-  bool hooks_removed_ = false;
 };
 
 }  // namespace syncengine

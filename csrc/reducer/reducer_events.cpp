@@ -34,31 +34,54 @@ bool accumulates(const torch::autograd::Node* node) {
   return found != chosen->end() && found->second.needed_;
 }
 
-// Whether this backward accumulates into one of `parameters`.
-bool accumulates_into(const Parameters& parameters) {
-  const auto& nodes = parameters.accumulators();
+}  // namespace
+
+bool Reducer::Facts::whole_graph() const { return whole_graph_runs(); }
+
+bool Reducer::Facts::accumulates() const {
+  const auto& nodes = model().parameters.accumulators();
   return whole_graph_runs() ||
-         std::any_of(nodes.begin(), nodes.end(), [](const auto& node) { return accumulates(node.first); });
+         std::any_of(nodes.begin(), nodes.end(), [](const auto& node) { return syncengine::accumulates(node.first); });
 }
 
-}  // namespace
+bool Reducer::Facts::runs_forwards_graph() const {
+  if (reducer.tasks_.is_new()) tell_of_outer_task(reducer.weak_from_this(), TaskRole::Foreign);
+  return reducer.tasks_.runs_forwards_nodes();
+}
+
+bool Reducer::Facts::claimed_elsewhere(size_t index) const {
+  return model().parameters.another_has(index, Interest::Claims);
+}
+
+bool Reducer::Facts::awaited_elsewhere(size_t index) const {
+  return model().parameters.another_has(index, Interest::Awaits);
+}
+
+bool Reducer::Facts::collected_all() const { return model().backward->collected_all(); }
+
+bool Reducer::Facts::has_failed() const {
+  try {
+    model().averaging.communicator->throw_if_failed();
+    return false;
+  } catch (const Error&) {
+    return true;
+  }
+}
 
 void Reducer::on_output(Forward* forward) {
   std::shared_ptr<Backward> backward;
   {
     std::lock_guard lock(mutex_);
-    if (forward == nullptr) {
-      if (!accumulates_into(model_->parameters)) return;
-      model_->outcome.not_averaged = "the last backward was this rank's own (no_sync)";
-      ++model_->backwards;
-      return model_->pool_gradients();
+    switch (life().output(/*own=*/forward == nullptr, Facts{*this})) {
+      case Lifecycle::Output::Ignore: return;
+      case Lifecycle::Output::Own:
+        model_->outcome.not_averaged = "the last backward was this rank's own (no_sync)";
+        ++model_->backwards;
+        return model_->pool_gradients();
+      case Lifecycle::Output::Spent: refuse_backward(forward->given_up);
+      case Lifecycle::Output::Claims: break;
     }
-    if (!whole_graph_runs()) return;
-    if (phase_ == Phase::Consumed) {
-      refuse_backward(forward->given_up);
-    }
-    if (phase_ != Phase::Armed) return;
-    forward->reached = claimed_ = true;
+    forward->reached = true;
     model_->pool_gradients();
     // From here on the peers expect us: an error anywhere in this backward must reach them.
     watch_this_backward();
@@ -81,35 +104,18 @@ void Reducer::refuse_backward(const std::string& lost) {
 
 void Reducer::watch_this_backward() {
   if (!tasks_.watch()) return;
-  queue_backward_end(shared_from_this(), model_->record.statistics.backwards + (phase_ == Phase::Armed), forwards_);
+  queue_backward_end(shared_from_this(), model_->record.statistics.backwards + (life().phase() == Phase::Armed),
+                     life().forwards());
   // Where on_output watches the outermost one, that is known already.
-  if (!outputs_hooked_) tell_of_outer_task(weak_from_this(), TaskRole::Ours);
-}
-
-bool Reducer::runs_forwards_graph() {
-  if (tasks_.is_new()) tell_of_outer_task(weak_from_this(), TaskRole::Foreign);
-  return tasks_.runs_forwards_nodes();
+  if (!life().outputs_hooked()) tell_of_outer_task(weak_from_this(), TaskRole::Ours);
 }
 
 bool Reducer::takes(size_t index) {
   const Parameters& parameters = model_->parameters;
   const at::Tensor& parameter = parameters.tensor(index);
   if (!parameter.requires_grad() && !model_->plan.covers(index)) return false;  // frozen: its node was run for nothing
-  const Phase phase = phase_;
-  Circumstances here{.phase = phase};
   if (model_->usage.finds_unused() && parameter.grad().defined()) model_->usage.note(index);
-  if (phase == Phase::Armed) {
-    here.claimed = claimed_;
-    here.claimed_elsewhere = !claimed_ && parameters.another_has(index, Interest::Claims);
-  } else if (phase == Phase::Consumed) {
-    here.in_our_task = tasks_.any();
-    here.given_up = model_->outcome.is_ending();
-    here.outputs_hooked = outputs_hooked_;
-    here.awaited_elsewhere = parameters.another_has(index, Interest::Awaits);
-    here.made_by_forward =
-        !here.in_our_task && !here.outputs_hooked && !here.awaited_elsewhere && runs_forwards_graph();
-  }
-  switch (attribute(here)) {
+  switch (life().gradient(index, Facts{*this})) {
     case Attribution::Foreign: return false;
     case Attribution::Local:
       PhaseClock::of_process().local_gradient();
@@ -132,7 +138,7 @@ bool Reducer::takes(size_t index) {
 }
 
 void Reducer::on_gradient(size_t index, const at::Tensor& incoming) {
-  if (phase_.load(std::memory_order_acquire) == Phase::Local && !model_->options.find_unused_parameters) {
+  if (life().phase() == Phase::Local && !model_->options.find_unused_parameters) {
     PhaseClock::of_process().local_gradient();
     return model_->parameters.accumulated(index);
   }
@@ -155,16 +161,10 @@ void Reducer::on_backward_end() {
   {
     std::lock_guard lock(mutex_);
     tasks_.ended();
-    model_->outcome.brought_nothing = phase_ == Phase::Armed;
-    if (phase_ == Phase::Armed) claimed_ = false;
-    // An inner task has finalized: this one may go on another stream.
-    if (model_->flat && phase_ == Phase::Consumed) model_->flat->join();
-    if (phase_ != Phase::Syncing) return;
-    // The outermost task ends last: only then all hooks have fired. It is the one that on_output watches.
-    const bool observed_now = model_->usage.observes() && !tasks_.any() && (outputs_hooked_ || tasks_.is_outermost());
-    if (!model_->backward->collected_all() && !observed_now) return;
+    const Lifecycle::End end = life().task_ended(Facts{*this});
+    if (end == Lifecycle::End::Join && model_->flat) model_->flat->join();  // this task may go on another stream
+    if (end != Lifecycle::End::Finalize) return;
     model_->record.begin_wait();
-    phase_ = Phase::Finalizing;
   }
   finalize();
 }
@@ -172,7 +172,7 @@ void Reducer::on_backward_end() {
 void Reducer::on_backward_failed(const std::string& text) noexcept {
   try {
     std::lock_guard lock(mutex_);
-    if (phase_ == Phase::Armed || phase_ == Phase::Syncing) give_up(text);
+    if (life().awaits()) give_up(text);
   } catch (...) {
     // The error that is on its way says more.
   }
@@ -182,11 +182,9 @@ void Reducer::on_task_failed(uint64_t backward, uint64_t forwards) noexcept {
   try {
     std::lock_guard lock(mutex_);
     tasks_.ended();
-    const bool is_later = forwards != forwards_;  // a task may be kept beyond its backward
-    if (!is_later && (phase_ == Phase::Armed || phase_ == Phase::Syncing)) give_up("backward aborted");
-    if (model_->outcome.has_ended_well(backward)) {
-      give_up(dropped_text(names()), Where::BehindAverages, /*keeps=*/is_later);
-    }
+    const Lifecycle::TaskLoss loss = life().task_failed(backward, forwards);
+    if (loss.step) give_up("backward aborted");
+    if (loss.averages) give_up(dropped_text(names()), Where::BehindAverages, loss.keeps);
   } catch (...) {
     // In a destructor, on the way of the error that ended this backward.
   }
@@ -195,13 +193,11 @@ void Reducer::on_task_failed(uint64_t backward, uint64_t forwards) noexcept {
 void Reducer::on_outer_task(TaskRole of_inner) noexcept {
   try {
     std::lock_guard lock(mutex_);
-    if (of_inner == TaskRole::Ours) {
-      // The average may have been delivered, and the task around it be one that only happens to run a backward.
-      if (phase_ == Phase::Syncing || tasks_.runs_forwards_nodes()) watch_this_backward();
-      return;
+    switch (life().outer_task(of_inner == TaskRole::Ours, Facts{*this})) {
+      case Lifecycle::Outer::Leave: return;
+      case Lifecycle::Outer::Watch: return watch_this_backward();
+      case Lifecycle::Outer::Fail: return fail_at_task_end(consumed_text(names(), model_->outcome.why_lost()));
     }
-    if (phase_ == Phase::Consumed && !tasks_.any() && runs_forwards_graph())
-      fail_at_task_end(consumed_text(names(), model_->outcome.why_lost()));
   } catch (...) {
     // In a destructor, on the way of the error that ended the inner one.
   }

@@ -1,25 +1,23 @@
-// Whose a gradient is that has come to one of a model's parameters: a pure function of what is known there. Autograd
-// does not say from which forward a backward comes, so this is decided by the phase that the model is in, and by hooks
-// on outputs, as far as these were found.
+// Whose a gradient is that has come to one of a model's parameters. Autograd does not say from which forward a backward
+// comes, so this is decided by the phase that the model is in, and by hooks on outputs, as far as these were found.
+//
+// Ownership: none. Thread-safety: none. Failure: none.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 namespace syncengine {
 
-// Of a model, see Reducer.
+// Of a model, see Lifecycle.
 enum class Phase : uint8_t { Local, Armed, Syncing, Finalizing, Consumed };
 
-// Each is asked for only in the phases that it names.
-struct Circumstances {
+// The reducer's own part of what decides.
+struct Standing {
   Phase phase;
-  bool claimed = false;            // Armed: the backward that runs comes from an output of this model
-  bool claimed_elsewhere = false;  // Armed: from an output of another wrapper that has the parameter
-  bool in_our_task = false;        // Consumed: a graph task of the last backward has not ended
-  bool given_up = false;           // Consumed: that backward was, here
-  bool outputs_hooked = false;     // Consumed: a backward from an output of the last forward would have been heard of
-  bool awaited_elsewhere = false;  // Consumed: another wrapper that has the parameter waits for gradients
-  bool made_by_forward = false;    // Consumed: one of the last forwards has made some of the graph that is run
+  bool claimed = false;         // Armed: the backward that runs comes from an output of this model
+  bool given_up = false;        // Consumed: the last backward was, here
+  bool outputs_hooked = false;  // Consumed: a backward from an output of the last forward would have been heard of
 };
 
 enum class Attribution : uint8_t {
@@ -32,17 +30,20 @@ enum class Attribution : uint8_t {
   Consumed,  // refused: the forward's backward has been averaged, or lost, before
 };
 
-constexpr Attribution attribute(const Circumstances& here) {
+// Asks nothing in Local, Syncing and Finalizing, and elsewhere what still matters: the last question is dear, see Sees.
+template <class S>
+constexpr Attribution attribute(const Standing& here, size_t parameter, S&& sees) {
   switch (here.phase) {
     case Phase::Local: return Attribution::Local;
-    case Phase::Armed: return here.claimed_elsewhere && !here.claimed ? Attribution::Foreign : Attribution::First;
+    case Phase::Armed:
+      return !here.claimed && sees.claimed_elsewhere(parameter) ? Attribution::Foreign : Attribution::First;
     case Phase::Syncing: return Attribution::Mine;
     case Phase::Finalizing: return Attribution::TooLate;
     case Phase::Consumed: break;
   }
-  if (here.in_our_task) return here.given_up ? Attribution::GivenUp : Attribution::TooLate;
-  if (here.outputs_hooked || here.awaited_elsewhere || !here.made_by_forward) return Attribution::Foreign;
-  return Attribution::Consumed;
+  if (sees.in_our_task()) return here.given_up ? Attribution::GivenUp : Attribution::TooLate;
+  if (here.outputs_hooked || sees.awaited_elsewhere(parameter)) return Attribution::Foreign;
+  return sees.runs_forwards_graph() ? Attribution::Consumed : Attribution::Foreign;
 }
 
 }  // namespace syncengine

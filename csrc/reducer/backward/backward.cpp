@@ -21,7 +21,7 @@ void Backward::begin() {
   }
   // The first iteration of a static graph says nothing about the order in which gradients are ready.
   plan_ = model_.plan.use(/*shows_order=*/!usage.observes());
-  if (!plan_->buckets().empty()) model_.outcome.begin();
+  if (!plan_->buckets().empty()) model_.life.step_begins();
   model_.record.begin_backward(model_.parameters.size(), plan_->buckets().size());
   if (usage.observes()) usage.static_graph()->begin_observation();
   if (model_.flat) model_.flat->begin();

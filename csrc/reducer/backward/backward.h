@@ -83,7 +83,7 @@ class Backward {
 
   std::vector<Bucket>& buckets() { return buckets_; }
   const Weighting& weighting() const { return told_.weighting; }
-  uint64_t step() const { return model_.outcome.step(); }
+  uint64_t step() const { return model_.life.step(); }
   // Null: it is not asked for.
   const NonfiniteWatch* watch() const { return watch_ ? &*watch_ : nullptr; }
   // Without memory; added in the order that this backward's sums have.

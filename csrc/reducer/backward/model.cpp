@@ -21,7 +21,7 @@ Model::Model(std::vector<at::Tensor> tensors, ModelNames names, const std::share
       flat(lane ? std::make_unique<FlatBuckets>(std::move(lane)) : nullptr),
       pooled(options.gradients_in_arena ? communicator->gradient_pool() : nullptr),
       route(flat ? make_flat_route(*this) : make_in_place_route(*this)),
-      outcome(averaging) {
+      outcome(averaging, life) {
   parameters.keep_trained(usage.finds_unused());
   keep_gradients();
 }
@@ -147,7 +147,7 @@ std::shared_ptr<Work> Model::announce(size_t slot, std::shared_ptr<std::vector<u
   operation.input = operation.output;
   operation.describe = [names = parameters.names(), what] { return what + std::string(" of ") + names->model; };
   operation.keepalive = std::move(bytes);
-  return averaging.communicator->announce(averaging.slots, slot, outcome.step(), std::move(operation));
+  return averaging.communicator->announce(averaging.slots, slot, life.step(), std::move(operation));
 }
 
 std::shared_ptr<Work> Model::vote(std::shared_ptr<std::vector<uint8_t>> bytes) const {

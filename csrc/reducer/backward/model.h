@@ -29,6 +29,7 @@
 #include "reducer/parameters/parameters.h"
 #include "reducer/parameters/usage.h"
 #include "reducer/torch/graph_tasks.h"
+#include "steps/lifecycle.h"
 #include "steps/statistics.h"
 #include "transport/shm/pool.h"
 
@@ -150,6 +151,7 @@ struct Model {
   CurrentPlan plan;
   std::unique_ptr<Route> route;
   // From one step to the next.
+  Lifecycle life;
   Outcome outcome;
   // As long as a forward, and a backward.
   std::shared_ptr<Forward> forward;    // has begun, and not ended

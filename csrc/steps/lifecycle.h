@@ -1,0 +1,260 @@
+// The steps of one model on one rank: which phase they are in, and what follows when something happens to them.
+//
+//   phase        what has happened                                     what comes next
+//   Local        nothing yet, or the last forward was under no_sync    a synchronized forward: Armed
+//   Armed        a synchronized forward has run, perhaps several       the first hook of a backward: Syncing
+//   Syncing      their backward has begun                              its end, with all buckets there: Finalizing
+//   Finalizing   some thread waits for the averages                    they are in .grad: Consumed
+//   Consumed     it is over, well or not; no forward has run since     a forward: Armed, or Local
+//
+// From Armed to Consumed there is a backward; any error on the way, here or on a rank that refuses the step, gives it
+// up, which also leads to Consumed. A rank without a batch goes from Consumed to Finalizing at once.
+//
+// A method either answers a question, from this state and from facts that it asks for (Sees), or tells what has been
+// done. Whoever calls carries the answer out before the next call. Where something is to be waited for in between,
+// there is one call before the wait and one behind it, since all may have changed meanwhile.
+//
+// Ownership: none; a copy goes on by itself, so that a test can walk all that may happen. Thread-safety: the reducer's
+// lock; phase() and claimed() may be read without it. Failure: none.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+#include "steps/attribution.h"
+
+namespace syncengine {
+
+// Facts that autograd, other wrappers and the engine know, as they are at that moment. Each is asked only where a
+// decision needs it, since some cost more than the decision.
+template <class S>
+concept Sees = requires(S& sees, size_t parameter) {
+  sees.in_task();                     // a graph task runs on this thread
+  sees.in_our_task();                 // a graph task that takes part in the last backward has not ended
+  sees.whole_graph();                 // the task on this thread accumulates into every leaf: it has no `inputs`
+  sees.accumulates();                 // it accumulates into some parameter of this model
+  sees.is_outermost();                // no task is around it that has to do with the last forward
+  sees.runs_forwards_nodes();         // one of the last forwards has made some of its graph
+  sees.runs_forwards_graph();         // the same; the task around it will be looked at, too, when this one has ended
+  sees.claimed_elsewhere(parameter);  // another wrapper that has the parameter says that the backward is its own
+  sees.awaited_elsewhere(parameter);  // another wrapper that has the parameter waits for gradients
+  sees.collected_all();               // the backward has all gradients
+  sees.observes();                    // it is the one that shows a static graph, and so the order says nothing
+  sees.has_failed();                  // the communicator has
+  sees.has_plan();                    // there are buckets, or none since all parameters are frozen
+  sees.all_frozen();                  // the latter
+  sees.can_refuse();                  // peers wait for nothing but announced buckets, of which there are some
+};
+
+// Written under a lock, and read at any time by any thread.
+template <class T>
+class Published {
+ public:
+  Published(T value) : value_(value) {}
+  Published(const Published& other) : value_(other.value_.load()) {}
+  Published& operator=(const Published& other) { return *this = other.value_.load(); }
+  Published& operator=(T value) {
+    value_ = value;
+    return *this;
+  }
+  operator T() const { return value_.load(std::memory_order_acquire); }
+
+ private:
+  std::atomic<T> value_;
+};
+
+class Lifecycle {
+ public:
+  Phase phase() const { return phase_; }
+  bool claimed() const { return claimed_; }
+  // Gradients are awaited; a backward has begun that has not ended.
+  bool awaits() const { return is(Phase::Armed, Phase::Syncing); }
+  bool is_unfinished() const { return is(Phase::Syncing, Phase::Finalizing); }
+  // The number of steps so far, which all ranks count alike; and of forwards, outside of backwards.
+  uint64_t step() const { return step_; }
+  uint64_t forwards() const { return forwards_; }
+  bool hooks_removed() const { return hooks_removed_; }
+  bool outputs_hooked() const { return outputs_hooked_; }
+  bool lost() const { return lost_; }                        // the last step was
+  bool brought_nothing() const { return brought_nothing_; }  // the last backward, though it came from our outputs
+
+  // --- A forward
+
+  // Whether this one is a part of a backward: a checkpoint computes anew what it has not kept.
+  template <Sees S>
+  bool is_recomputed(S&& sees) const {
+    return phase_ == Phase::Syncing && sees.in_task();
+  }
+  template <Sees S>
+  void forward_comes(S&& sees) {
+    if (!sees.in_task()) ++forwards_;
+  }
+  enum class Begin : uint8_t {
+    Unfinished,  // an error: a backward still waits for gradients
+    Unwatched,   // nothing is to be done: hooks were removed, and its backward is this rank's own
+    Local,       // its backward is this rank's own
+    Arm,         // its backward averages; the end of a refused step comes before
+  };
+  Begin begin_forward(bool synchronize) const {
+    if (phase_ == Phase::Syncing) return Begin::Unfinished;
+    if (synchronize) return Begin::Arm;
+    return hooks_removed_ ? Begin::Unwatched : Begin::Local;
+  }
+  void forward_began(bool synchronize) {
+    claimed_ = false;
+    if (phase_ == Phase::Consumed && !synchronize) phase_ = Phase::Local;
+  }
+  // `outputs_hooked`: output() will be asked when a backward comes through it.
+  void forward_ended(bool outputs_hooked) {
+    outputs_hooked_ = outputs_hooked;
+    phase_ = Phase::Armed;
+  }
+  enum class ForwardError : uint8_t {
+    Recomputed,  // its backward will say so
+    Expected,    // all parameters are frozen: no rank waits for what it would have brought
+    GivesUp,     // see raised()
+  };
+  template <Sees S>
+  ForwardError forward_raised(S&& sees) const {
+    if (is_unfinished() || !sees.has_plan()) return ForwardError::Recomputed;
+    return sees.all_frozen() ? ForwardError::Expected : ForwardError::GivesUp;
+  }
+
+  // --- A backward
+
+  enum class Output : uint8_t {
+    Ignore,
+    Own,     // this backward is this rank's own
+    Spent,   // an error: the forward's backward has been averaged, or lost, before
+    Claims,  // it is the one that is expected
+  };
+  // A backward reaches an output; `own`: of a forward under no_sync.
+  template <Sees S>
+  Output output(bool own, S&& sees) {
+    if (own) return sees.accumulates() ? Output::Own : Output::Ignore;
+    if (!sees.whole_graph()) return Output::Ignore;
+    if (phase_ == Phase::Consumed) return Output::Spent;
+    if (phase_ != Phase::Armed) return Output::Ignore;
+    claimed_ = true;
+    return Output::Claims;
+  }
+  template <Sees S>
+  Attribution gradient(size_t parameter, S&& sees) const {
+    return attribute({phase_, claimed_, is_ending(), outputs_hooked_}, parameter, sees);
+  }
+  void backward_begins() { phase_ = Phase::Syncing; }
+  // It has buckets, or what takes their place: all ranks will announce or refuse something of it.
+  void step_begins() { ++step_; }
+
+  enum class End : uint8_t { Wait, Join, Finalize };
+  // A graph task has ended. Wait: another one will bring what is missing. Join: an inner one has finalized.
+  template <Sees S>
+  End task_ended(S&& sees) {
+    brought_nothing_ = phase_ == Phase::Armed;
+    if (phase_ == Phase::Armed) claimed_ = false;
+    if (phase_ == Phase::Consumed) return End::Join;
+    if (phase_ != Phase::Syncing) return End::Wait;
+    // The outermost task ends last: only then all hooks have fired. It is the one in which output() is asked.
+    const bool observed = sees.observes() && !sees.in_our_task() && (outputs_hooked_ || sees.is_outermost());
+    if (!sees.collected_all() && !observed) return End::Wait;
+    phase_ = Phase::Finalizing;
+    return End::Finalize;
+  }
+  // This rank has no batch, and has brought what stands in for all gradients.
+  void shadow_waits() { phase_ = Phase::Finalizing; }
+
+  // A graph task has been dropped without its end. It is known by the number of its backward, and by how many forwards
+  // there had been when it began: what later ones have made is left alone.
+  struct TaskLoss {
+    bool step, averages, keeps;  // raised(Backward) is next; raised(BehindAverages) is; .grad stays as it is
+  };
+  TaskLoss task_failed(uint64_t backward, uint64_t forwards) const {
+    const bool is_later = forwards != forwards_;  // a task may be kept beyond its backward
+    return {!is_later && awaits(), backward == ended_well_, is_later};
+  }
+  enum class Outer : uint8_t { Leave, Watch, Fail };
+  // An inner task has ended on this thread, which took part in the backward (`ours`), or whose gradients were none of
+  // this model's, as far as could be known there.
+  template <Sees S>
+  Outer outer_task(bool ours, S&& sees) const {
+    // The average may have been delivered, and the task around it be one that only happens to run a backward.
+    if (ours) return phase_ == Phase::Syncing || sees.runs_forwards_nodes() ? Outer::Watch : Outer::Leave;
+    const bool spent = phase_ == Phase::Consumed && !sees.in_our_task() && sees.runs_forwards_graph();
+    return spent ? Outer::Fail : Outer::Leave;
+  }
+
+  // --- Its end
+
+  // `backward`: its number.
+  void delivered(uint64_t backward) {
+    ended_well_ = backward;
+    lost_ = false;
+    backward_ended();
+  }
+  void backward_ended() {
+    claimed_ = false;
+    phase_ = Phase::Consumed;
+  }
+  // A step of several micro-batches is dropped. Whether a backward was expected that does not come.
+  bool drop_step() const { return phase_ == Phase::Armed; }
+  void remove_hooks() {
+    hooks_removed_ = true;
+    if (phase_ == Phase::Armed) phase_ = Phase::Local;
+  }
+
+  // --- An error on this rank, which loses the step on all ranks
+
+  enum class Where : uint8_t { Forward, Backward, BehindAverages };
+  enum class Loss : uint8_t {
+    Nothing,  // behind averages, when a step has been given up since
+    Here,
+    BeginsStep,  // the backward has not begun: the step gets its number first, as on the ranks whose backward has
+  };
+  template <Sees S>
+  Loss raised(Where where, S&& sees) const {
+    if (where == Where::BehindAverages) return is_ending() ? Loss::Nothing : Loss::Here;
+    return !is_unfinished() && sees.has_plan() && !sees.has_failed() ? Loss::BeginsStep : Loss::Here;
+  }
+  // How the peers learn of it, asked when the step has begun: its plan may be another forward's than the last.
+  enum class Tell : uint8_t {
+    Nobody,  // nobody waits: the communicator has failed, or there are no buckets
+    Refuse,  // the step is refused, and all go on
+    Abort,   // they wait for more than announced buckets: the communicator fails
+  };
+  template <Sees S>
+  Tell tell(S&& sees) const {
+    if (sees.has_failed()) return Tell::Nobody;
+    if (sees.can_refuse()) return Tell::Refuse;
+    return sees.all_frozen() ? Tell::Nobody : Tell::Abort;
+  }
+  // The step is lost here, whichever rank has refused it.
+  void step_lost() {
+    lost_ = true;
+    backward_ended();
+  }
+
+  // A refused step ends on all ranks before another one begins. `undecided`: it is decided there whether this rank
+  // keeps the gradients that it had, since the error came in forward.
+  void refusal_ends(bool undecided) { ending_ = undecided ? Ending::Undecided : Ending::Decided; }
+  void refusal_ended() { ending_ = Ending::No; }
+  bool is_ending() const { return ending_ != Ending::No; }
+  bool is_undecided() const { return ending_ == Ending::Undecided; }
+
+ private:
+  bool is(Phase one, Phase other) const {
+    const Phase now = phase_;
+    return now == one || now == other;
+  }
+
+  enum class Ending : uint8_t { No, Decided, Undecided };
+
+  Published<Phase> phase_{Phase::Local};
+  Published<bool> claimed_{false};  // a backward runs that comes from this model's outputs
+  bool outputs_hooked_ = false, hooks_removed_ = false, lost_ = false, brought_nothing_ = false;
+  Ending ending_ = Ending::No;
+  uint64_t forwards_ = 0, step_ = 0;
+  uint64_t ended_well_ = 0;  // the number of the last backward that did
+};
+
+}  // namespace syncengine
