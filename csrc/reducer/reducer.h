@@ -110,7 +110,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     bool observes() const { return model().usage.observes(); }
     bool has_failed() const;
     bool has_plan() const { return static_cast<bool>(model().plan); }
-    bool all_frozen() const { return has_plan() && model().plan->buckets().empty(); }
+    bool all_frozen() const { return model().plan.all_frozen(); }
     bool can_refuse() const { return model().can_refuse(); }
     Model& model() const { return *reducer.model_; }
     Reducer& reducer;

@@ -26,9 +26,11 @@ void Backward::begin() {
   if (usage.observes()) usage.static_graph()->begin_observation();
   if (model_.flat) model_.flat->begin();
   asks_usage_ = usage.finds_unused() || usage.observes();
+  // Where buckets may be skipped, none is announced in every step.
+  filling_.emplace(plan_, model_.route->can_be_refused() && !model_.options.skip_all_reduce_unused_params);
   buckets_.reserve(plan_->buckets().size());
   for (const auto& layout : plan_->buckets()) {
-    buckets_.push_back({.layout = layout, .missing = layout->parameters.size()});
+    buckets_.push_back({.layout = layout});
   }
   if (!model_.options.nonfinite.empty()) {
     const Communicator& communicator = *model_.averaging.communicator;
@@ -36,11 +38,6 @@ void Backward::begin() {
     watch_.emplace(plan_, model_.parameters.gradients(),
                    model_.flat ? model_.flat->words_for_nonfinite() : host_words_for_nonfinite(world), world,
                    model_.route->can_be_refused() && plan_->sparse().empty() && !communicator.spans_hosts());
-  }
-  missing_ = buckets_.size();
-  if (model_.route->can_be_refused() && !model_.options.skip_all_reduce_unused_params) {
-    for (Bucket& bucket : buckets_)
-      if (!bucket.layout->sparse) vote_ = &bucket;
   }
   if (model_.step && std::exchange(model_.step->begun, true)) {
     throw Error(ErrorKind::InvalidUsage, second_backward_text(names()));
@@ -54,7 +51,7 @@ void Backward::begin() {
 }
 
 void Backward::add_stamp(const Bucket& bucket, std::vector<uint64_t>& flags) const {
-  if (&bucket != vote_) return;
+  if (filling_->vote() != bucket.layout->index) return;
   const Communicator& communicator = *model_.averaging.communicator;
   flags.resize(communicator.size());
   flags[communicator.rank()] = model_.record.stamp;
@@ -96,7 +93,7 @@ bool Backward::bring(size_t index, const at::Tensor& incoming) {
   if (is_static && !is_last_fire(index, incoming, kept)) return false;
   auto fits = [&] {
     const at::Tensor& grad = parameter.grad();
-    return plan_->fits(index, parameter) && (!grad.defined() || grad.sizes() == parameter.sizes());
+    return plan_->fits(index, parameters.footprint(index)) && (!grad.defined() || grad.sizes() == parameter.sizes());
   };
   if (!plan_->covers(index) || (parameters.any_retired() && !fits())) {
     throw Error(ErrorKind::InvalidUsage, uncovered_text(names(), index));
@@ -164,12 +161,13 @@ void Backward::collect_absent() {
 }
 
 void Backward::count_collected(size_t index) {
-  Bucket& bucket = buckets_[plan_->bucket_of(index)];
-  if (bucket.missing == bucket.layout->parameters.size()) {
+  const auto [at, first, full] = filling_->count(index);
+  Bucket& bucket = buckets_[at];
+  if (first) {
     if (trace::is_on()) bucket.since = trace::now();
     model_.route->open(bucket);
   }
-  if (model_.flat) model_.flat->note(bucket.layout->index);
+  if (model_.flat) model_.flat->note(at);
   if (told_.weighting.weight != 1.0) gradient(index).weigh(told_.weighting.weight);
   if (step_) gradient(index).complete(*step_->sums, index);
   if (bucket.memory && bucket.memory->small) {
@@ -179,11 +177,9 @@ void Backward::count_collected(size_t index) {
                                    model_.record.statistics);
     }
   }
-  if (--bucket.missing > 0) return;
-  --missing_;
-  bucket.state = skips(bucket) ? Bucket::State::Skipped : Bucket::State::Ready;
-  if (&bucket != vote_) model_.route->ready(*this, bucket);
-  if (missing_ == 0 && asks_usage_)
+  if (!full) return;
+  if (filling_->filled(at, skips(*bucket.layout))) model_.route->ready(*this, bucket);
+  if (filling_->all() && asks_usage_)
     usage_work_ = model_.announce(model_.averaging.usage_slot(), model_.usage.share(), "used parameters");
 }
 
@@ -199,9 +195,9 @@ Operation Backward::operation_of(const BucketLayout& layout) const {
   return operation;
 }
 
-bool Backward::skips(const Bucket& bucket) const {
+bool Backward::skips(const BucketLayout& layout) const {
   if (!model_.options.skip_all_reduce_unused_params || told_.has_shadows) return false;
-  const auto& parameters = bucket.layout->parameters;
+  const auto& parameters = layout.parameters;
   return std::all_of(parameters.begin(), parameters.end(),
                      [&](size_t i) { return gradient(i).stands_in() && !model_.usage.here(i); });
 }
@@ -216,9 +212,9 @@ void Backward::finish(std::mutex& mutex) {
   std::vector<uint64_t> stamps(communicator.size());
   {
     std::lock_guard lock(mutex);
-    if (vote_) {
-      model_.route->ready(*this, *vote_);
-      vote = vote_->work;
+    if (const auto last = filling_->vote()) {
+      model_.route->ready(*this, buckets_[*last]);
+      vote = buckets_[*last].work;
     } else if (!buckets_.empty() && !model_.flat) {
       told = std::make_shared<std::vector<uint8_t>>(stamps.size() * sizeof(uint64_t));
       std::memcpy(told->data() + communicator.rank() * sizeof(uint64_t), &model_.record.stamp, sizeof(uint64_t));
@@ -266,7 +262,7 @@ void Backward::check_skipped() const {
   Communicator& communicator = *model_.averaging.communicator;
   if (usage_work_) communicator.wait(usage_work_, raise_pending_signal);
   for (const auto& bucket : buckets_) {
-    if (bucket.state != Bucket::State::Skipped) continue;
+    if (!filling_->is_skipped(bucket.layout->index)) continue;
     for (size_t i : bucket.layout->parameters) {
       if (!model_.usage.anywhere(i)) continue;
       throw Error(ErrorKind::Mismatch, skipped_text(names(), i));

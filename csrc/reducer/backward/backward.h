@@ -19,11 +19,12 @@
 
 #include "reducer/backward/model.h"
 #include "reducer/buckets/bucket.h"
-#include "reducer/buckets/bucket_plan.h"
 #include "reducer/buckets/nonfinite.h"
 #include "reducer/parameters/forward.h"
 #include "reducer/parameters/usage.h"
 #include "reducer/torch/python_objects.h"
+#include "steps/bucket_plan.h"
+#include "steps/filling.h"
 
 namespace syncengine {
 
@@ -42,7 +43,7 @@ class Backward {
   // Takes what the forwards say that it comes from, and goes by the model's plan and route. Throws InvalidUsage if two
   // forwards say different weights, or another backward has completed the step.
   void begin();
-  bool has_begun() const { return plan_ != nullptr; }
+  bool has_begun() const { return filling_.has_value(); }
 
   // A parameter's hook has fired. Returns whether that was its gradient: of a static graph only the last time is.
   // Throws InvalidUsage where it can't be averaged any more.
@@ -55,12 +56,11 @@ class Backward {
   void collect_observed();
   void collect_absent();  // of all: this rank has no batch
 
-  bool collected_all() const { return missing_ == 0; }
-  // Buckets in their order, the same on all ranks, each as soon as it and all before it are ready or skipped; null: not
-  // yet.
+  bool collected_all() const { return filling_->all(); }
+  // See Filling.
   Bucket* next_in_order() {
-    const bool ready = next_ < buckets_.size() && buckets_[next_].state >= Bucket::State::Ready;
-    return ready ? &buckets_[next_++] : nullptr;
+    const auto next = filling_->next_in_order();
+    return next ? &buckets_[*next] : nullptr;
   }
 
   // --- Its end
@@ -82,6 +82,7 @@ class Backward {
   // --- For routes
 
   std::vector<Bucket>& buckets() { return buckets_; }
+  Filling& filling() { return *filling_; }
   const Weighting& weighting() const { return told_.weighting; }
   uint64_t step() const { return model_.life.step(); }
   // Null: it is not asked for.
@@ -96,7 +97,7 @@ class Backward {
  private:
   bool is_last_fire(size_t index, const at::Tensor& incoming, bool kept);
   void count_collected(size_t index);
-  bool skips(const Bucket& bucket) const;
+  bool skips(const BucketLayout& layout) const;
   void check_skipped() const;
   void average_sparse_gradients();
   Gradient& gradient(size_t index) const { return model_.parameters.gradients()[index]; }
@@ -109,9 +110,7 @@ class Backward {
   std::optional<TreeStep> step_;
   bool asks_usage_ = false;
   std::vector<Bucket> buckets_;
-  size_t missing_ = 0;      // buckets that have not all gradients yet
-  size_t next_ = 0;         // bucket that next_in_order() comes to
-  Bucket* vote_ = nullptr;  // null: no bucket is announced in every step
+  std::optional<Filling> filling_;
   std::shared_ptr<Work> usage_work_;
   std::optional<NonfiniteWatch> watch_;
   std::string nonfinite_;

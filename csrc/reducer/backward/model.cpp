@@ -63,7 +63,7 @@ void Model::check_between_backwards(const char* what) const {
 
 bool Model::wants_plan(bool changed) {
   const bool wanted = plan.is_wanted();
-  if (!plan.is_outdated(parameters, changed)) return false;
+  if (!plan.is_outdated(changed, parameters)) return false;
   if (!wanted && plan) keep_gradients();
   return true;
 }
@@ -79,7 +79,7 @@ void Model::install_plan(const std::vector<std::vector<size_t>>& buckets, bool p
   if (!averaging.slots) {
     throw Error(ErrorKind::InvalidUsage, parameters.model() + ": reserve_slots() comes before the first plan");
   }
-  install(std::make_shared<const BucketPlan>(buckets, parameters.gradients(), parameters.names(), provisional));
+  install(std::make_shared<const BucketPlan>(buckets, parameters.facts(), parameters.names(), provisional));
   parameters.note_trained(*plan);
 }
 
@@ -164,7 +164,7 @@ void Model::let_go_of_gradients(bool keeps) {
 }
 
 void Model::pool_gradients() {
-  if (!plan || plan->buckets().empty()) return;
+  if (!plan || plan.all_frozen()) return;
   pooled.use_in_this_task(parameters.tensor(plan->buckets()[0]->parameters[0]).grad().defined());
 }
 

@@ -21,7 +21,6 @@
 #include "reducer/buckets/averaging.h"
 #include "reducer/buckets/bucket.h"
 #include "reducer/buckets/bucket_lane.h"
-#include "reducer/buckets/bucket_plan.h"
 #include "reducer/buckets/flat_buckets.h"
 #include "reducer/gradients/gradient_memory.h"
 #include "reducer/parameters/forward.h"
@@ -29,62 +28,12 @@
 #include "reducer/parameters/parameters.h"
 #include "reducer/parameters/usage.h"
 #include "reducer/torch/graph_tasks.h"
+#include "steps/bucket_plan.h"
 #include "steps/lifecycle.h"
 #include "steps/statistics.h"
 #include "transport/shm/pool.h"
 
 namespace syncengine {
-
-// The bucket plan that a model has, and whether it still does for the parameters as they are now. A backward shares the
-// plan that it goes by.
-
-class CurrentPlan {
- public:
-  // None until the first one is installed.
-  explicit operator bool() const { return plan_ != nullptr; }
-  const BucketPlan& operator*() const { return *plan_; }
-  const BucketPlan* operator->() const { return plan_.get(); }
-  const std::shared_ptr<const BucketPlan>& shared() const { return plan_; }
-  bool covers(size_t parameter) const { return plan_ && plan_->covers(parameter); }
-
-  // The last one for which not all parameters were frozen, while they are; null if there was none.
-  const std::shared_ptr<const BucketPlan>& before_frozen() const { return before_frozen_; }
-
-  void install(std::shared_ptr<const BucketPlan> plan) {
-    if (!plan->buckets().empty()) {
-      before_frozen_.reset();
-    } else if (plan_ && !plan_->buckets().empty()) {
-      before_frozen_ = std::move(plan_);
-    }
-    plan_ = std::move(plan);
-    used_ = wanted_ = is_known_ = false;
-  }
-  // A backward begins. `shows_order`: it brings gradients in the order in which later ones will.
-  std::shared_ptr<const BucketPlan> use(bool shows_order) {
-    used_ = shows_order;
-    return plan_;
-  }
-
-  // Whether another one is to be installed before the next backward: these parameters are not those that it covers, or
-  // it was provisional and the order in which gradients are ready is now known. `changed`: they have, since last asked.
-  bool is_outdated(const Parameters& parameters, bool changed) {
-    if (changed || !is_known_) covers_ = plan_ && parameters.are_covered_by(*plan_);
-    is_known_ = true;
-    wanted_ = !covers_ || knows_order();
-    return wanted_;
-  }
-  // The same on all ranks: whether it was provisional, and the order is known now.
-  bool knows_order() const { return plan_ && plan_->provisional() && used_; }
-  // Whether that was so when it was last asked.
-  bool is_wanted() const { return wanted_; }
-
- private:
-  std::shared_ptr<const BucketPlan> plan_, before_frozen_;
-  bool used_ = false;      // there was a backward since it was installed
-  bool wanted_ = false;    // another one
-  bool is_known_ = false;  // whether it covers the parameters, as they are now:
-  bool covers_ = false;
-};
 
 // Where a model's large gradients lie on CPUs: in the communicator's pool, as far as it has room. Empty on devices, and
 // where the user wants torch's memory. The pool is the communicator's and lives for ever.
@@ -192,9 +141,7 @@ struct Model {
 
   // Whether ranks can refuse a step: not where peers wait for something else than announced buckets,
   // or all parameters are frozen.
-  bool can_refuse() const {
-    return plan && !plan->buckets().empty() && route->can_be_refused() && !options.waits_in_between;
-  }
+  bool can_refuse() const { return plan && !plan.all_frozen() && route->can_be_refused() && !options.waits_in_between; }
   // Announces that a step of this rank has nothing more to say than these bytes, as announce() does; its end is waited
   // for.
   std::shared_ptr<Work> vote(std::shared_ptr<std::vector<uint8_t>> bytes) const;

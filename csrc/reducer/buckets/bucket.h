@@ -7,14 +7,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <string>
 #include <vector>
 
-#include "base/dtype.h"
 #include "engine/progress/work.h"
 #include "reducer/torch/profile.h"
+#include "steps/bucket_plan.h"
 #include "steps/statistics.h"
-#include "steps/texts.h"
 #include "transport/shm/pool.h"
 
 namespace syncengine {
@@ -25,13 +23,6 @@ namespace syncengine {
 //
 // Ownership: holds the block. Aliasing: the gradients outlive it. Thread-safety: none. Failure: none; where there is no
 // room, nothing is copied and they are staged.
-
-// Where in a bucket's block each of its gradients lies.
-struct SmallLayout {
-  static constexpr size_t kLarge = ~size_t{0};
-  std::vector<size_t> offsets;  // in the layout's order; kLarge: it lies elsewhere
-  size_t bytes = 0, count = 0;
-};
 
 class SmallGradients {
  public:
@@ -67,20 +58,6 @@ class SmallGradients {
   std::vector<Piece> pieces_;
 };
 
-// What is fixed as long as the plan is. Shared with the operations that describe themselves by it.
-struct BucketLayout : std::enable_shared_from_this<BucketLayout> {
-  std::shared_ptr<const ModelNames> names;
-  size_t index;
-  DType dtype;
-  std::vector<size_t> parameters;  // in the order in which they lie in the concatenation
-  bool sparse;                     // of one gradient of sparse layout
-  SmallLayout small;
-  uint64_t hash;  // of indices, sizes and dtype: equal on all ranks, or the reduction is a Mismatch
-
-  // "bucket 3 of Parallel(GPT) (layer.weight, layer.bias, ...)"
-  std::string describe() const;
-};
-
 // What the engine works on; it may hold it longer than the bucket, whose step may have been refused.
 struct BucketMemory {
   std::vector<at::Tensor> gradients;  // in the layout's order, those in `small` left out
@@ -88,19 +65,10 @@ struct BucketMemory {
   std::vector<uint64_t> flags;  // of the operation: see Backward::add_stamp
 };
 
-// A bucket in one backward.
+// A bucket in one backward; how far it is filled is Filling's.
 struct Bucket {
-  enum class State : uint8_t {
-    Filling,   // waits for gradients
-    Ready,     // has all of them
-    InFlight,  // announced to the peers, or handed to the communication hook
-    Skipped,   // nobody has a gradient in it
-  };
-
   std::shared_ptr<const BucketLayout> layout;
-  State state = State::Filling;
-  size_t missing = 0;  // gradients that this backward has not brought yet
-  int64_t since = 0;   // when the first came; while this rank is traced
+  int64_t since = 0;  // when the first gradient came; while this rank is traced
   std::shared_ptr<Work> work = {};
   std::shared_ptr<BucketMemory> memory = {};
   ProfilerRow row = {};  // from its announcement until its average is there

@@ -102,7 +102,8 @@ void FlatBuckets::all_reduce(Operation operation) {
   lane_->all_reduce(std::move(operation));
 }
 
-void FlatBuckets::finish(const std::vector<Bucket>& buckets, const std::vector<Gradient>& gradients) {
+void FlatBuckets::finish(const std::vector<Bucket>& buckets, const Filling& filling,
+                         const std::vector<Gradient>& gradients) {
   lane_->finish();
   // Backward may have queued kernels that still read what is going to be overwritten; the current stream knows of them
   // all.
@@ -112,7 +113,7 @@ void FlatBuckets::finish(const std::vector<Bucket>& buckets, const std::vector<G
     at::NoGradGuard no_grad;
     const c10::StreamGuard on(lane_->own());
     for (const Bucket& bucket : buckets) {
-      if (bucket.state != Bucket::State::InFlight) continue;
+      if (!filling.has_gone(bucket.layout->index)) continue;
       const Flat& flat = flats_[bucket.layout->index];
       const std::vector<at::Tensor> averages = memories(bucket, gradients);
       at::_foreach_copy_(averages, flat.views);

@@ -17,8 +17,9 @@
 
 #include "reducer/buckets/bucket.h"
 #include "reducer/buckets/bucket_lane.h"
-#include "reducer/buckets/bucket_plan.h"
 #include "reducer/gradients/gradient.h"
+#include "steps/bucket_plan.h"
+#include "steps/filling.h"
 
 namespace syncengine {
 
@@ -58,7 +59,7 @@ class FlatBuckets {
   void wait() { lane_->wait(); }
 
   // All that were reduced are copied back to the gradients' memory, before what the current stream gets from now on.
-  void finish(const std::vector<Bucket>& buckets, const std::vector<Gradient>& gradients);
+  void finish(const std::vector<Bucket>& buckets, const Filling& filling, const std::vector<Gradient>& gradients);
   // The current stream may read and write the gradients' memory from now on: it comes after all that have touched it.
   void take_over(const Bucket& bucket, const std::vector<Gradient>& gradients);
   // The current stream reads this memory, whoever made it: it is not given to others before that.

@@ -20,8 +20,8 @@
 #include "collectives/operation.h"
 #include "engine/progress/work.h"
 #include "reducer/buckets/averaging.h"
-#include "reducer/buckets/bucket_plan.h"
 #include "reducer/gradients/gradient.h"
+#include "steps/bucket_plan.h"
 
 namespace syncengine {
 

@@ -69,8 +69,8 @@ std::shared_ptr<const BucketPlan> Forwards::plan(const std::shared_ptr<const Buc
   for (const auto& weak : forwards_) {
     const auto forward = weak.lock();
     if (!forward || !forward->plan || forward->plan == plan) continue;
-    if (plan->contains(*forward->plan, parameters.gradients()) || !is_in_this_task(*forward)) continue;
-    if (forward->plan->contains(*plan, parameters.gradients())) plan = forward->plan;
+    if (plan->contains(*forward->plan, parameters) || !is_in_this_task(*forward)) continue;
+    if (forward->plan->contains(*plan, parameters)) plan = forward->plan;
   }
   return plan;
 }

@@ -11,8 +11,8 @@
 #include <string>
 #include <vector>
 
-#include "reducer/buckets/bucket_plan.h"
 #include "reducer/parameters/parameters.h"
+#include "steps/bucket_plan.h"
 
 namespace torch::autograd {
 struct Node;

@@ -19,6 +19,20 @@ Parameters::Parameters(std::vector<at::Tensor> tensors, ModelNames names, const 
   }
 }
 
+std::vector<Fact> Parameters::facts() const {
+  std::vector<Fact> facts;
+  facts.reserve(size());
+  for (const Gradient& gradient : gradients_) {
+    const at::ScalarType type = gradient.parameter().scalar_type();
+    facts.push_back({.footprint = footprint(facts.size()),
+                     .dtype = gradient_dtype(type),
+                     .type_name = c10::toString(type),
+                     .order = gradient.order().hash(),
+                     .sparse = gradient.sparse()});
+  }
+  return facts;
+}
+
 bool Parameters::follow(const std::shared_ptr<Reducer>& reducer) {
   constexpr size_t kSoon = 16, kNext = 8;
   bool news = false;
@@ -75,7 +89,7 @@ std::vector<size_t> Parameters::wanted() const {
 
 bool Parameters::are_covered_by(const BucketPlan& plan) const {
   for (size_t i = 0; i < size(); ++i) {
-    if (is_wanted(i) != plan.covers(i) || (plan.covers(i) && !plan.fits(i, tensor(i)))) return false;
+    if (is_wanted(i) != plan.covers(i) || (plan.covers(i) && !plan.fits(i, footprint(i)))) return false;
   }
   return true;
 }

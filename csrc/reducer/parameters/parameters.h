@@ -16,9 +16,9 @@
 #include <vector>
 
 #include "reducer/buckets/bucket.h"
-#include "reducer/buckets/bucket_plan.h"
 #include "reducer/gradients/gradient.h"
 #include "reducer/parameters/hooks.h"
+#include "steps/bucket_plan.h"
 
 namespace syncengine {
 
@@ -98,6 +98,13 @@ class Parameters {
   const at::Tensor& tensor(size_t index) const { return gradients_[index].parameter(); }
   // The AccumulateGrad nodes that are listened to.
   const std::unordered_map<const torch::autograd::Node*, size_t>& accumulators() const { return accumulators_; }
+
+  // As they are now, see BucketPlan.
+  Footprint footprint(size_t index) const {
+    return {tensor(index).nbytes(), static_cast<int>(tensor(index).scalar_type())};
+  }
+  bool is_trained(size_t index) const { return tensor(index).requires_grad(); }
+  std::vector<Fact> facts() const;
 
   // Before a forward: `reducer` listens to each that requires a gradient, or has: a graph from before may bring one
   // when it does again. Returns whether anything was new.

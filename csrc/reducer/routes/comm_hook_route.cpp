@@ -79,8 +79,8 @@ class CommHookRoute final : public Route {
     const auto& gradients = model_.parameters.gradients();
     std::unique_lock lock(mutex);
     while (Bucket* bucket = runs_ || backward.is_over() ? nullptr : backward.next_in_order()) {
-      if (bucket->state == Bucket::State::Skipped) continue;
-      bucket->state = Bucket::State::InFlight;
+      if (backward.filling().is_skipped(bucket->layout->index)) continue;
+      backward.filling().went(bucket->layout->index);
       if (model_.flat) model_.flat->take_over(*bucket, gradients);
       auto memory = bucket->memory = std::make_shared<BucketMemory>();
       std::vector<at::Tensor> parameters;

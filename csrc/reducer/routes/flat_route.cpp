@@ -23,11 +23,13 @@ class FlatRoute final : public Route {
   // Sparse ones wait for backward's end.
   void ready(Backward& backward, Bucket& /*bucket*/) override {
     while (Bucket* next = backward.next_in_order()) {
-      if (next->state == Bucket::State::Ready && !next->layout->sparse) start(backward, *next);
+      if (backward.filling().is_ready(next->layout->index) && !next->layout->sparse) start(backward, *next);
     }
   }
 
-  void finish(Backward& backward) override { model_.flat->finish(backward.buckets(), model_.parameters.gradients()); }
+  void finish(Backward& backward) override {
+    model_.flat->finish(backward.buckets(), backward.filling(), model_.parameters.gradients());
+  }
 
  private:
   void start(Backward& backward, Bucket& bucket) {
@@ -55,7 +57,7 @@ class FlatRoute final : public Route {
     record.bucket();
     backward.trace_bucket(bucket, {});
     flat.all_reduce(std::move(operation));
-    bucket.state = Bucket::State::InFlight;
+    backward.filling().went(index);
   }
 };
 

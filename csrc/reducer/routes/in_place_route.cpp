@@ -34,7 +34,7 @@ class InPlaceRoute final : public Route {
   }
 
   void ready(Backward& backward, Bucket& bucket) override {
-    if (bucket.state == Bucket::State::Ready && !bucket.layout->sparse) announce(backward, bucket);
+    if (backward.filling().is_ready(bucket.layout->index) && !bucket.layout->sparse) announce(backward, bucket);
   }
 
   void finish(Backward& backward) override {
@@ -100,7 +100,7 @@ class InPlaceRoute final : public Route {
     bucket.work =
         averaging.communicator->announce(averaging.slots, layout.index, backward.step(), std::move(operation));
     waited_here() += trace::now() - since;  // what the engine does here for all ranks is not this one's own time
-    bucket.state = Bucket::State::InFlight;
+    backward.filling().went(layout.index);
     backward.trace_bucket(bucket, bucket.work->place);
   }
 

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "base/dtype.h"
+#include "collectives/operation.h"
 
 namespace syncengine {
 
@@ -61,9 +62,6 @@ inline void assign(const at::Tensor& target, const at::Tensor& value) {
 //
 // Thread-safety: none.
 
-// FNV-1a, a word at a time: told apart must be honest mistakes, not attacks.
-inline uint64_t mix(uint64_t hash, uint64_t value) { return (hash ^ value) * 1099511628211u; }
-
 // Strides of dimensions of one element say nothing.
 inline uint64_t mix_strides(uint64_t hash, const at::Tensor& tensor) {
   for (int64_t d = 0; d < tensor.dim(); ++d) {
@@ -82,8 +80,9 @@ class ElementOrder {
     strides_ = parameter.strides().vec();
   }
 
-  // Added to a hash that ranks compare: copies of a model are as each rank made them.
-  uint64_t mix_into(uint64_t hash) const {
+  // Ranks compare it: copies of a model are as each rank made them. 0 for the usual order.
+  uint64_t hash() const {
+    uint64_t hash = 0;
     for (size_t d = 0; d < strides_.size(); ++d)
       if (sizes_[d] != 1) hash = mix(mix(hash, sizes_[d]), strides_[d]);
     return hash;

@@ -1,0 +1,160 @@
+// Which gradients are reduced together: a pure function of indices and of facts about the parameters.
+//
+// Ownership: shared by the model and by the backward that runs by it. Immutable, so any thread may read it.
+// Failure: the constructor throws Error(InvalidUsage) if an index is out of range or occurs twice, or if a bucket is
+// empty or of several dtypes.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "base/dtype.h"
+#include "steps/texts.h"
+
+namespace syncengine {
+
+// A parameter, as it is when somebody asks.
+struct Footprint {
+  size_t bytes = 0;
+  int type = -1;  // its dtype, by torch's number
+  bool operator==(const Footprint&) const = default;
+};
+struct Fact {
+  Footprint footprint;
+  std::optional<DType> dtype;  // in which its gradients are reduced; none: they can't be
+  std::string type_name = {};
+  uint64_t order = 0;   // a hash of the order of its elements, 0 for the usual one
+  bool sparse = false;  // its gradients are of sparse layout
+};
+
+// Where in a bucket's block of small gradients each of its gradients lies.
+struct SmallLayout {
+  static constexpr size_t kLarge = ~size_t{0};
+  std::vector<size_t> offsets;  // in the layout's order; kLarge: it lies elsewhere
+  size_t bytes = 0, count = 0;
+};
+
+// What is fixed as long as the plan is. Shared with the operations that describe themselves by it.
+struct BucketLayout : std::enable_shared_from_this<BucketLayout> {
+  std::shared_ptr<const ModelNames> names;
+  size_t index;
+  DType dtype;
+  std::vector<size_t> parameters;  // in the order in which they lie in the concatenation
+  bool sparse;                     // of one gradient of sparse layout
+  SmallLayout small;
+  uint64_t hash;  // of indices, sizes and dtype: equal on all ranks, or the reduction is a Mismatch
+
+  // "bucket 3 of Parallel(GPT) (layer.weight, layer.bias, ...)"
+  std::string describe() const;
+};
+
+class BucketPlan {
+ public:
+  // One bucket for each list of parameter indices. `provisional`: to be replaced as soon as the order is known in which
+  // gradients are ready.
+  BucketPlan(const std::vector<std::vector<size_t>>& indices, const std::vector<Fact>& facts,
+             const std::shared_ptr<const ModelNames>& names, bool provisional);
+
+  const std::vector<std::shared_ptr<const BucketLayout>>& buckets() const { return buckets_; }
+  bool provisional() const { return provisional_; }
+
+  bool covers(size_t parameter) const { return places_[parameter].bucket != kNone; }
+  size_t parameters() const { return parameters_; }  // how many it covers
+  // Of a parameter that it covers.
+  size_t bucket_of(size_t parameter) const { return places_[parameter].bucket; }
+  size_t position_of(size_t parameter) const { return places_[parameter].position; }
+
+  // Whether a parameter that it covers is as large as then, and of the same dtype.
+  bool fits(size_t parameter, const Footprint& now) const { return places_[parameter].footprint == now; }
+
+  // Whether it covers, as they are now, all parameters that `other` covers and that still require a gradient.
+  template <class S>
+  bool contains(const BucketPlan& other, S&& sees) const {
+    for (size_t i = 0; i < places_.size(); ++i) {
+      if (!other.covers(i) || !sees.is_trained(i)) continue;
+      if (!covers(i) || !fits(i, sees.footprint(i))) return false;
+    }
+    return true;
+  }
+
+  // Parameters in buckets of sparse layout, in order.
+  const std::vector<size_t>& sparse() const { return sparse_; }
+  // Bytes of the gradients that belong into the pool.
+  const std::unordered_set<size_t>& pooled_sizes() const { return pooled_sizes_; }
+
+ private:
+  static constexpr uint32_t kNone = ~uint32_t{0};
+  struct Place {
+    uint32_t bucket = kNone, position = 0;
+    Footprint footprint = {};
+  };
+
+  std::vector<std::shared_ptr<const BucketLayout>> buckets_;
+  bool provisional_;
+  std::vector<Place> places_;  // by parameter
+  size_t parameters_ = 0;
+  std::vector<size_t> sparse_;
+  std::unordered_set<size_t> pooled_sizes_;
+};
+
+// The bucket plan that a model has, and whether it still does for the parameters as they are now. A backward shares the
+// plan that it goes by.
+//
+// Ownership: the model's. Thread-safety: the reducer's lock. Failure: none.
+class CurrentPlan {
+ public:
+  // None until the first one is installed.
+  explicit operator bool() const { return plan_ != nullptr; }
+  const BucketPlan& operator*() const { return *plan_; }
+  const BucketPlan* operator->() const { return plan_.get(); }
+  const std::shared_ptr<const BucketPlan>& shared() const { return plan_; }
+  bool covers(size_t parameter) const { return plan_ && plan_->covers(parameter); }
+  bool all_frozen() const { return plan_ && plan_->buckets().empty(); }
+
+  // The last one for which not all parameters were frozen, while they are; null if there was none.
+  const std::shared_ptr<const BucketPlan>& before_frozen() const { return before_frozen_; }
+
+  void install(std::shared_ptr<const BucketPlan> plan) {
+    if (!plan->buckets().empty()) {
+      before_frozen_.reset();
+    } else if (plan_ && !plan_->buckets().empty()) {
+      before_frozen_ = std::move(plan_);
+    }
+    plan_ = std::move(plan);
+    used_ = wanted_ = is_known_ = false;
+  }
+  // A backward begins. `shows_order`: it brings gradients in the order in which later ones will.
+  std::shared_ptr<const BucketPlan> use(bool shows_order) {
+    used_ = shows_order;
+    return plan_;
+  }
+
+  // Whether another one is to be installed before the next backward: the parameters are not those that it covers, or it
+  // was provisional and the order in which gradients are ready is now known. `changed`: they have, since last asked.
+  template <class S>
+  bool is_outdated(bool changed, S&& sees) {
+    if (changed || !is_known_) covers_ = plan_ && sees.are_covered_by(*plan_);
+    is_known_ = true;
+    wanted_ = !covers_ || knows_order();
+    return wanted_;
+  }
+  // The same on all ranks: whether it was provisional, and the order is known now.
+  bool knows_order() const { return plan_ && plan_->provisional() && used_; }
+  // What is_outdated() returned last.
+  bool is_wanted() const { return wanted_; }
+
+ private:
+  std::shared_ptr<const BucketPlan> plan_, before_frozen_;
+  bool used_ = false;      // there was a backward since it was installed
+  bool wanted_ = false;    // another one
+  bool is_known_ = false;  // whether it covers the parameters, as they are now:
+  bool covers_ = false;
+};
+
+}  // namespace syncengine
