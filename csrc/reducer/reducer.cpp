@@ -10,6 +10,7 @@
 #include "reducer/backward/backward.h"
 #include "reducer/parameters/hooks.h"
 #include "reducer/torch/graph_tasks.h"
+#include "reducer/torch/graph_walk.h"
 #include "reducer/torch/python_error.h"
 #include "steps/texts.h"
 
@@ -108,7 +109,8 @@ std::vector<at::Tensor> Reducer::prepare_for_backward(const std::vector<at::Tens
   std::vector<at::Tensor> other_leaves;
   // A module whose parameters were replaced would train without ever being synchronized.
   if (model_->usage.finds_unused() || model_->usage.observes() || life().brought_nothing()) {
-    other_leaves = forward.reach(outputs, model_->parameters);
+    forward.reachable.assign(model_->parameters.size(), false);
+    other_leaves = reach(outputs, model_->parameters.accumulators(), forward.reachable);
     bool is_any_unused = false;
     for (size_t i = 0; i < model_->parameters.size(); ++i) {
       is_any_unused |= model_->plan.covers(i) && !forward.reachable[i];

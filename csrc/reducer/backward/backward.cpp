@@ -44,7 +44,7 @@ void Backward::begin() {
   }
   step_ = model_.step;
   told_.weighting.divisor = step_ ? step_->total : model_.averaging.communicator->size();
-  forwards.tell(told_, model_.parameters, usage.finds_unused());
+  forwards.tell(told_, names(), usage.finds_unused(), model_.parameters);
   if (step_ && told_.weighting.given) {
     throw Error(ErrorKind::InvalidUsage, "weight() has no meaning within micro_batches(), which all count the same");
   }

@@ -20,11 +20,11 @@
 #include "reducer/backward/model.h"
 #include "reducer/buckets/bucket.h"
 #include "reducer/buckets/nonfinite.h"
-#include "reducer/parameters/forward.h"
-#include "reducer/parameters/usage.h"
 #include "reducer/torch/python_objects.h"
 #include "steps/bucket_plan.h"
 #include "steps/filling.h"
+#include "steps/forwards.h"
+#include "steps/usage.h"
 
 namespace syncengine {
 

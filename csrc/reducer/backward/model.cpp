@@ -17,7 +17,7 @@ Model::Model(std::vector<at::Tensor> tensors, ModelNames names, const std::share
                 .scaling = scaling_of(asked, communicator->numerics()),
                 .scales_first = communicator->numerics() == Numerics::Ring},
       parameters(std::move(tensors), std::move(names), sparse),
-      usage(parameters.size(), options),
+      usage(parameters.size(), options.find_unused_parameters, options.static_graph),
       flat(lane ? std::make_unique<FlatBuckets>(std::move(lane)) : nullptr),
       pooled(options.gradients_in_arena ? communicator->gradient_pool() : nullptr),
       route(flat ? make_flat_route(*this) : make_in_place_route(*this)),

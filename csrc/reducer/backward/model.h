@@ -23,14 +23,14 @@
 #include "reducer/buckets/bucket_lane.h"
 #include "reducer/buckets/flat_buckets.h"
 #include "reducer/gradients/gradient_memory.h"
-#include "reducer/parameters/forward.h"
 #include "reducer/parameters/hooks.h"
 #include "reducer/parameters/parameters.h"
-#include "reducer/parameters/usage.h"
 #include "reducer/torch/graph_tasks.h"
 #include "steps/bucket_plan.h"
+#include "steps/forwards.h"
 #include "steps/lifecycle.h"
 #include "steps/statistics.h"
+#include "steps/usage.h"
 #include "transport/shm/pool.h"
 
 namespace syncengine {

@@ -7,18 +7,20 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <memory>
 #include <optional>
 #include <string>
-#include <unordered_map>
 #include <vector>
 
 #include "reducer/buckets/bucket.h"
 #include "reducer/gradients/gradient.h"
 #include "reducer/parameters/hooks.h"
+#include "reducer/torch/graph_walk.h"
 #include "steps/bucket_plan.h"
+#include "steps/forwards.h"
 
 namespace syncengine {
 
@@ -96,14 +98,22 @@ class Parameters {
   std::vector<Gradient>& gradients() { return gradients_; }
   const std::vector<Gradient>& gradients() const { return gradients_; }
   const at::Tensor& tensor(size_t index) const { return gradients_[index].parameter(); }
-  // The AccumulateGrad nodes that are listened to.
-  const std::unordered_map<const torch::autograd::Node*, size_t>& accumulators() const { return accumulators_; }
+  // Of those that are listened to.
+  const Accumulators& accumulators() const { return accumulators_; }
 
-  // As they are now, see BucketPlan.
+  // As they are now, for BucketPlan and Forwards.
   Footprint footprint(size_t index) const {
     return {tensor(index).nbytes(), static_cast<int>(tensor(index).scalar_type())};
   }
   bool is_trained(size_t index) const { return tensor(index).requires_grad(); }
+  // Whether the graph task on this thread comes from `forward`; which parameters it reaches.
+  bool is_in_this_task(const Forward& forward) const {
+    return forward.reached || std::any_of(forward.outputs.begin(), forward.outputs.end(), syncengine::is_in_this_task);
+  }
+  void add_reached(std::vector<bool>& reachable) const {
+    for (const auto& [node, index] : accumulators_)
+      if (!reachable[index] && syncengine::is_in_this_task(node)) reachable[index] = true;
+  }
   std::vector<Fact> facts() const;
 
   // Before a forward: `reducer` listens to each that requires a gradient, or has: a graph from before may bring one
@@ -154,7 +164,7 @@ class Parameters {
   std::vector<Attributes> attributes_;
   std::vector<std::unique_ptr<GradientHook>> hooks_;    // none until it requires a gradient
   std::vector<std::unique_ptr<GradientHook>> retired_;  // on nodes that graphs hold, and parameters no longer
-  std::unordered_map<const torch::autograd::Node*, size_t> accumulators_;
+  Accumulators accumulators_;
   std::vector<bool> trained_;
   bool keeps_trained_ = false;
   std::vector<std::atomic<bool>> accumulated_;

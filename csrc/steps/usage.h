@@ -2,7 +2,7 @@
 // may be unused, in each backward or always. Under no_sync it goes on counting.
 //
 // Ownership: what is reduced is shared with its operation, which may outlive a backward that was given up.
-// Thread-safety: none.
+// Thread-safety: none. Failure: none.
 #pragma once
 
 #include <algorithm>
@@ -11,10 +11,6 @@
 #include <memory>
 #include <optional>
 #include <vector>
-
-#include "reducer/buckets/averaging.h"
-#include "reducer/buckets/bucket.h"
-
 namespace syncengine {
 
 // A graph that is the same in every iteration: the first synchronized backward shows how often each parameter's hook
@@ -46,11 +42,9 @@ class StaticGraph {
 
 class Usage {
  public:
-  Usage(size_t parameters, const ReducerOptions& options)
-      : find_unused_(options.find_unused_parameters),
-        here_(parameters),
-        anywhere_(std::make_shared<std::vector<uint8_t>>(parameters)) {
-    if (options.static_graph) set_static_graph();
+  Usage(size_t parameters, bool find_unused, bool static_graph)
+      : find_unused_(find_unused), here_(parameters), anywhere_(std::make_shared<std::vector<uint8_t>>(parameters)) {
+    if (static_graph) set_static_graph();
   }
   void set_static_graph() {
     if (!static_graph_) static_graph_.emplace(here_.size());

@@ -1,0 +1,44 @@
+#include "reducer/torch/graph_walk.h"
+
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <unordered_set>
+
+namespace syncengine {
+
+using torch::autograd::Node;
+
+bool is_in_this_task(const void* node) {
+  const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
+  return nodes != nullptr && nodes->count(static_cast<Node*>(const_cast<void*>(node))) > 0;
+}
+
+std::vector<at::Tensor> reach(const std::vector<at::Tensor>& outputs, const Accumulators& accumulators,
+                              std::vector<bool>& reachable) {
+  std::vector<at::Tensor> others;
+  std::unordered_set<const Node*> seen;
+  std::vector<Node*> pending;  // a stack of our own: graphs are deeper than the thread's
+  auto visit = [&](Node* node) {
+    if (node != nullptr && seen.insert(node).second) pending.push_back(node);
+  };
+  for (const auto& output : outputs) {
+    if (output.requires_grad()) visit(torch::autograd::impl::gradient_edge(output).function.get());
+  }
+  while (!pending.empty()) {
+    Node* node = pending.back();
+    pending.pop_back();
+    for (const auto& edge : node->next_edges()) visit(edge.function.get());
+    if (!node->next_edges().empty()) continue;
+    if (auto found = accumulators.find(node); found != accumulators.end()) {
+      reachable[found->second] = true;
+    } else if (auto* leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(node)) {
+      others.push_back(leaf->variable);
+    }
+  }
+  return others;
+}
+
+}  // namespace syncengine
