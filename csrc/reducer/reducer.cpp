@@ -278,6 +278,7 @@ std::string Reducer::unfinished() const {
 void Reducer::give_up(const std::string& text, Where where, bool keeps) {
   switch (life().raised(where, Facts{*this})) {
     case Lifecycle::Loss::Nothing: return;
+    case Lifecycle::Loss::Aborts: return model_->averaging.tell_peers(text);
     case Lifecycle::Loss::Here: break;
     case Lifecycle::Loss::BeginsStep: try { begin_backward();
       } catch (const Error&) {

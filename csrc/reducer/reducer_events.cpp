@@ -161,10 +161,14 @@ void Reducer::on_backward_end() {
   {
     std::lock_guard lock(mutex_);
     tasks_.ended();
-    const Lifecycle::End end = life().task_ended(Facts{*this});
-    if (end == Lifecycle::End::Join && model_->flat) model_->flat->join();  // this task may go on another stream
-    if (end != Lifecycle::End::Finalize) return;
-    model_->record.begin_wait();
+    switch (life().task_ended(Facts{*this})) {
+      case Lifecycle::End::Wait: return;
+      case Lifecycle::End::Join:
+        if (model_->flat) model_->flat->join();  // this task may go on another stream
+        return;
+      case Lifecycle::End::Lost: throw Error(ErrorKind::Aborted, model_->outcome.last_error);
+      case Lifecycle::End::Finalize: model_->record.begin_wait();
+    }
   }
   finalize();
 }

@@ -147,13 +147,17 @@ class Lifecycle {
   // It has buckets, or what takes their place: all ranks will announce or refuse something of it.
   void step_begins() { ++step_; }
 
-  enum class End : uint8_t { Wait, Join, Finalize };
-  // A graph task has ended. Wait: another one will bring what is missing. Join: an inner one has finalized.
+  enum class End : uint8_t {
+    Wait,  // another task will bring what is missing
+    Join,  // an inner one has finalized
+    Lost,  // an error: the step was lost meanwhile, by something outside of this task, which so has not heard of it
+    Finalize,
+  };
   template <Sees S>
   End task_ended(S&& sees) {
     brought_nothing_ = phase_ == Phase::Armed;
     if (phase_ == Phase::Armed) claimed_ = false;
-    if (phase_ == Phase::Consumed) return End::Join;
+    if (phase_ == Phase::Consumed) return lost_ ? End::Lost : End::Join;
     if (phase_ != Phase::Syncing) return End::Wait;
     // The outermost task ends last: only then all hooks have fired. It is the one in which output() is asked.
     const bool observed = sees.observes() && !sees.in_our_task() && (outputs_hooked_ || sees.is_outermost());
@@ -171,7 +175,8 @@ class Lifecycle {
   };
   TaskLoss task_failed(uint64_t backward, uint64_t forwards) const {
     const bool is_later = forwards != forwards_;  // a task may be kept beyond its backward
-    return {!is_later && awaits(), backward == ended_well_, is_later};
+    const bool ended_well = backward == ended_well_ && forwards == ended_well_behind_;
+    return {!is_later && awaits(), ended_well, is_later};
   }
   enum class Outer : uint8_t { Leave, Watch, Fail };
   // An inner task has ended on this thread, which took part in the backward (`ours`), or whose gradients were none of
@@ -189,6 +194,7 @@ class Lifecycle {
   // `backward`: its number.
   void delivered(uint64_t backward) {
     ended_well_ = backward;
+    ended_well_behind_ = forwards_;
     lost_ = false;
     backward_ended();
   }
@@ -208,12 +214,13 @@ class Lifecycle {
   enum class Where : uint8_t { Forward, Backward, BehindAverages };
   enum class Loss : uint8_t {
     Nothing,  // behind averages, when a step has been given up since
+    Aborts,   // behind averages, when a later backward runs: the communicator fails, and so does that backward
     Here,
     BeginsStep,  // the backward has not begun: the step gets its number first, as on the ranks whose backward has
   };
   template <Sees S>
   Loss raised(Where where, S&& sees) const {
-    if (where == Where::BehindAverages) return is_ending() ? Loss::Nothing : Loss::Here;
+    if (where == Where::BehindAverages) return lost_ ? Loss::Nothing : is_unfinished() ? Loss::Aborts : Loss::Here;
     return !is_unfinished() && sees.has_plan() && !sees.has_failed() ? Loss::BeginsStep : Loss::Here;
   }
   // How the peers learn of it, asked when the step has begun: its plan may be another forward's than the last.
@@ -254,7 +261,7 @@ class Lifecycle {
   bool outputs_hooked_ = false, hooks_removed_ = false, lost_ = false, brought_nothing_ = false;
   Ending ending_ = Ending::No;
   uint64_t forwards_ = 0, step_ = 0;
-  uint64_t ended_well_ = 0;  // the number of the last backward that did
+  uint64_t ended_well_ = 0, ended_well_behind_ = 0;  // the last backward that did: its number, and how many forwards
 };
 
 }  // namespace syncengine

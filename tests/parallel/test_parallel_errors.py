@@ -312,6 +312,19 @@ def test_removed_hooks_end_that_wrapper():
 
 
 @run_on_ranks()
+def test_a_step_that_is_lost_behind_its_last_gradient_is_an_error():
+    """All hooks have fired by then: the end of the backward alone can tell."""
+    model = syncengine.Parallel(nn.Linear(24, 2))
+    model(data()).sum().backward()
+    inputs = data().requires_grad_() * 1
+    inputs.register_hook(lambda _: model._remove_autograd_hooks())
+    with pytest.raises(SyncError, match=r"the hooks of Parallel\(Linear\) were removed"):
+        model(inputs).sum().backward()
+    assert model.module.weight.grad is None
+    syncengine.barrier()
+
+
+@run_on_ranks()
 def test_an_error_between_calls_that_others_wait_in_is_fatal_and_named():
     module = nn.Sequential(nn.Linear(24, 8), nn.SyncBatchNorm(8), RaisingBetween())
     model = syncengine.Parallel(module)
