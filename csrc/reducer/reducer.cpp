@@ -10,7 +10,6 @@
 #include "reducer/backward/backward.h"
 #include "reducer/parameters/hooks.h"
 #include "reducer/torch/graph_tasks.h"
-#include "reducer/torch/graph_walk.h"
 #include "reducer/torch/python_error.h"
 #include "steps/texts.h"
 
@@ -276,14 +275,13 @@ std::string Reducer::unfinished() const {
 }
 
 void Reducer::give_up(const std::string& text, Where where, bool keeps) {
-  switch (life().raised(where, Facts{*this})) {
-    case Lifecycle::Loss::Nothing: return;
-    case Lifecycle::Loss::Aborts: return model_->averaging.tell_peers(text);
-    case Lifecycle::Loss::Here: break;
-    case Lifecycle::Loss::BeginsStep: try { begin_backward();
-      } catch (const Error&) {
-        // Its forwards contradict each other: no matter.
-      }
+  const Lifecycle::Loss loss = life().raised(where, Facts{*this});
+  if (loss == Lifecycle::Loss::Nothing) return;
+  if (loss == Lifecycle::Loss::Aborts) return model_->averaging.tell_peers(text);
+  try {
+    if (loss == Lifecycle::Loss::BeginsStep) begin_backward();
+  } catch (const Error&) {
+    // The forwards contradict each other, which does not matter any more.
   }
   switch (life().tell(Facts{*this})) {
     case Lifecycle::Tell::Nobody: break;

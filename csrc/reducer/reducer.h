@@ -5,7 +5,7 @@
 //   backward   on_output, on_gradient for each parameter: collect it; announce its bucket with the last one
 //   its end    on_backward_end: wait for the buckets, put the averages into .grad
 //
-// What follows from that is decided by the Lifecycle, which knows no torch; here it is carried out.
+// The Lifecycle, which knows no torch, decides what follows from that; here it is carried out.
 //
 // Python plans the buckets (Model::install_plan), from the order in which gradients became ready.
 //
@@ -95,7 +95,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void on_outer_task(TaskRole of_inner) noexcept;
 
  private:
-  // What Sees says of each, under the lock.
+  // The facts that Sees names, under the lock.
   struct Facts {
     bool in_task() const { return GraphTasks::inside(); }
     bool in_our_task() const { return reducer.tasks_.any(); }
@@ -104,8 +104,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     bool is_outermost() const { return reducer.tasks_.is_outermost(); }
     bool runs_forwards_nodes() const { return reducer.tasks_.runs_forwards_nodes(); }
     bool runs_forwards_graph() const;
-    bool claimed_elsewhere(size_t index) const;
-    bool awaited_elsewhere(size_t index) const;
+    bool claimed_elsewhere(size_t index) const { return model().parameters.another_has(index, Interest::Claims); }
+    bool awaited_elsewhere(size_t index) const { return model().parameters.another_has(index, Interest::Awaits); }
     bool collected_all() const;
     bool observes() const { return model().usage.observes(); }
     bool has_failed() const;

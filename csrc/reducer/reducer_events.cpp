@@ -49,14 +49,6 @@ bool Reducer::Facts::runs_forwards_graph() const {
   return reducer.tasks_.runs_forwards_nodes();
 }
 
-bool Reducer::Facts::claimed_elsewhere(size_t index) const {
-  return model().parameters.another_has(index, Interest::Claims);
-}
-
-bool Reducer::Facts::awaited_elsewhere(size_t index) const {
-  return model().parameters.another_has(index, Interest::Awaits);
-}
-
 bool Reducer::Facts::collected_all() const { return model().backward->collected_all(); }
 
 bool Reducer::Facts::has_failed() const {

@@ -22,9 +22,9 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "steps/attribution.h"
-
 namespace syncengine {
+
+enum class Phase : uint8_t { Local, Armed, Syncing, Finalizing, Consumed };
 
 // Facts that autograd, other wrappers and the engine know, as they are at that moment. Each is asked only where a
 // decision needs it, since some cost more than the decision.
@@ -46,6 +46,41 @@ concept Sees = requires(S& sees, size_t parameter) {
   sees.all_frozen();                  // the latter
   sees.can_refuse();                  // peers wait for nothing but announced buckets, of which there are some
 };
+
+// The reducer's own part of the attribution of a gradient. Autograd does not say from which forward a backward comes,
+// so that is decided by the phase that the model is in, and by hooks on outputs, as far as these were found.
+struct Standing {
+  Phase phase;
+  bool claimed = false;         // Armed: the backward that runs comes from an output of this model
+  bool given_up = false;        // Consumed: the last backward was, here
+  bool outputs_hooked = false;  // Consumed: a backward from an output of the last forward would have been heard of
+};
+
+enum class Attribution : uint8_t {
+  Local,     // this rank's own, by no_sync
+  Foreign,   // of a backward that is none of this model's
+  First,     // mine: the first of its backward
+  Mine,      // mine, and not the first
+  TooLate,   // refused: the parameter's average is on its way, or there
+  GivenUp,   // refused: on another thread the backward was given up
+  Consumed,  // refused: the forward's backward has been averaged, or lost, before
+};
+
+// Asks nothing in Local, Syncing and Finalizing, and elsewhere what still matters: the last question is dear, see Sees.
+template <class S>
+constexpr Attribution attribute(const Standing& here, size_t parameter, S&& sees) {
+  switch (here.phase) {
+    case Phase::Local: return Attribution::Local;
+    case Phase::Armed:
+      return !here.claimed && sees.claimed_elsewhere(parameter) ? Attribution::Foreign : Attribution::First;
+    case Phase::Syncing: return Attribution::Mine;
+    case Phase::Finalizing: return Attribution::TooLate;
+    case Phase::Consumed: break;
+  }
+  if (sees.in_our_task()) return here.given_up ? Attribution::GivenUp : Attribution::TooLate;
+  if (here.outputs_hooked || sees.awaited_elsewhere(parameter)) return Attribution::Foreign;
+  return sees.runs_forwards_graph() ? Attribution::Consumed : Attribution::Foreign;
+}
 
 // Written under a lock, and read at any time by any thread.
 template <class T>
@@ -144,7 +179,7 @@ class Lifecycle {
     return attribute({phase_, claimed_, is_ending(), outputs_hooked_}, parameter, sees);
   }
   void backward_begins() { phase_ = Phase::Syncing; }
-  // It has buckets, or what takes their place: all ranks will announce or refuse something of it.
+  // The step has buckets, or a vote of its own: all ranks will announce or refuse something of it.
   void step_begins() { ++step_; }
 
   enum class End : uint8_t {

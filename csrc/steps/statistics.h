@@ -1,4 +1,4 @@
-// What the last synchronized backward moved.
+// The bytes that the last synchronized backward moved.
 #pragma once
 
 #include <array>

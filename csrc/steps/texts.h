@@ -1,4 +1,4 @@
-// What is said when a backward goes wrong: here, and to the peers that wait for it.
+// Texts for a backward that goes wrong: for errors here, and for the peers that wait for it.
 //
 // Ownership: none. Thread-safety: any thread. Failure: none.
 #pragma once
@@ -26,7 +26,7 @@ struct Awaited {
   size_t parameter;
   bool came;
 };
-// Its backward waits for gradients that did not come. `awaited`: in the order in which they were registered.
+// For a backward that waits for gradients that did not come. `awaited`: in the order in which they were registered.
 std::string unfinished_text(const ModelNames& names, const std::vector<Awaited>& awaited, int rank, bool is_static);
 
 std::string second_backward_text(const ModelNames& names);

@@ -22,9 +22,7 @@
 #include "reducer/buckets/nonfinite.h"
 #include "reducer/torch/python_objects.h"
 #include "steps/bucket_plan.h"
-#include "steps/filling.h"
 #include "steps/forwards.h"
-#include "steps/usage.h"
 
 namespace syncengine {
 
@@ -56,7 +54,7 @@ class Backward {
   void collect_observed();
   void collect_absent();  // of all: this rank has no batch
 
-  bool collected_all() const { return filling_->all(); }
+  bool collected_all() const { return !filling_ || filling_->all(); }
   // See Filling.
   Bucket* next_in_order() {
     const auto next = filling_->next_in_order();

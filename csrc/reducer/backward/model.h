@@ -30,7 +30,6 @@
 #include "steps/forwards.h"
 #include "steps/lifecycle.h"
 #include "steps/statistics.h"
-#include "steps/usage.h"
 #include "transport/shm/pool.h"
 
 namespace syncengine {

@@ -19,7 +19,6 @@
 #include "reducer/buckets/bucket_lane.h"
 #include "reducer/gradients/gradient.h"
 #include "steps/bucket_plan.h"
-#include "steps/filling.h"
 
 namespace syncengine {
 

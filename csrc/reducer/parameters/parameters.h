@@ -18,7 +18,7 @@
 #include "reducer/buckets/bucket.h"
 #include "reducer/gradients/gradient.h"
 #include "reducer/parameters/hooks.h"
-#include "reducer/torch/graph_walk.h"
+#include "reducer/torch/graph_tasks.h"
 #include "steps/bucket_plan.h"
 #include "steps/forwards.h"
 
@@ -101,7 +101,7 @@ class Parameters {
   // Of those that are listened to.
   const Accumulators& accumulators() const { return accumulators_; }
 
-  // As they are now, for BucketPlan and Forwards.
+  // The parameters as they are now, for BucketPlan and Forwards.
   Footprint footprint(size_t index) const {
     return {tensor(index).nbytes(), static_cast<int>(tensor(index).scalar_type())};
   }

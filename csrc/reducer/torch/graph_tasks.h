@@ -6,6 +6,7 @@
 #pragma once
 
 #include <ATen/SequenceNumber.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/record_function.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -17,7 +18,9 @@
 #include <cstdint>
 #include <deque>
 #include <mutex>
+#include <unordered_map>
 #include <utility>
+#include <vector>
 
 namespace syncengine {
 
@@ -110,5 +113,15 @@ class GraphTasks {
   int judged_ = -1;  // the last task that was judged
   bool forwards_nodes_ = false;
 };
+
+// By AccumulateGrad node: the index of its parameter.
+using Accumulators = std::unordered_map<const torch::autograd::Node*, size_t>;
+
+// Whether the graph task on this thread runs `node`; of the one that it starts from, perhaps not.
+bool is_in_this_task(const void* node);
+
+// Marks the parameters behind these outputs in `reachable`. Returns all other leaves that are.
+std::vector<at::Tensor> reach(const std::vector<at::Tensor>& outputs, const Accumulators& accumulators,
+                              std::vector<bool>& reachable);
 
 }  // namespace syncengine

@@ -1,4 +1,4 @@
-#include "reducer/torch/graph_walk.h"
+#include "reducer/torch/graph_tasks.h"
 
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>

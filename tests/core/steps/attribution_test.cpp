@@ -1,12 +1,11 @@
 // Every combination of what may be known where a gradient comes, against a table of rules, the first that fits; and
 // what is asked for that, since some facts are dear.
-#include "steps/attribution.h"
-
 #include <cstddef>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "steps/lifecycle.h"
 #include "test.h"
 
 namespace syncengine {

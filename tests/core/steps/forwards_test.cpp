@@ -1,4 +1,4 @@
-// What two forwards say about one backward, and the plan that it goes by: every combination of which of them lives, has
+// Two forwards of one backward, and the plan that it goes by: every combination of which of them lives, has
 // made some of the graph that runs, says a weight, was made for another plan; against rules in words of their own.
 #include "steps/forwards.h"
 
@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "steps/filling.h"
+#include "steps/bucket_plan.h"
 #include "test.h"
 
 namespace syncengine {
@@ -22,7 +22,7 @@ std::shared_ptr<const BucketPlan> plan_of(const std::vector<std::vector<size_t>>
   return std::make_shared<const BucketPlan>(buckets, std::vector<Fact>(3, float_of(4)), kNames, false);
 }
 
-// What autograd would say, and the parameters as they are now.
+// Autograd's answers, and the parameters as they are now.
 struct Seen {
   const Forward* running[2] = {};  // forwards that have made some of the graph
   bool trained[3] = {true, true, true};
@@ -38,7 +38,7 @@ bool bit(unsigned bits, unsigned n) { return (bits >> n & 1) != 0; }
 
 TEST(a_backward_comes_from_the_forwards_that_live_and_take_part) {
   for (unsigned bits = 0; bits < 1 << 10; ++bits) {
-    // Of each: lives, has outputs with hooks, takes part, and says a weight: none, 2 or 3.
+    // The bits of each: lives, has outputs with hooks, takes part, and says a weight: none, 2 or 3.
     std::vector<std::shared_ptr<Forward>> forwards;
     Forwards book;
     Seen seen;

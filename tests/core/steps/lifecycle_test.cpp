@@ -20,8 +20,8 @@ namespace {
 
 constexpr uint8_t kAll = (1 << kParameters) - 1;
 
-// Where a rank raises in an iteration, once; InBackward stands for each place there. Removes: a hook of the user takes
-// the model's hooks away there, and each later forward raises.
+// The place where a rank raises in an iteration, once; InBackward stands for each place there. Removes: a hook of the
+// user takes the model's hooks away there, and each later forward raises.
 enum class Place : uint8_t { Nowhere, InForward, InBackward, Behind, Removes };
 constexpr Place kAnywhere[] = {Place::Nowhere, Place::InForward, Place::InBackward, Place::Behind, Place::Removes};
 using Places = std::vector<std::vector<Place>>;  // by rank and iteration
@@ -176,7 +176,7 @@ class Explorer {
     auto& kept = next.ranks[me].model.kept;
     const Task task = kept.front();
     kept.erase(kept.begin());
-    // What a later forward has made is none of its business.
+    // A task leaves alone what a later forward has made.
     const auto before = next.ranks[me].model.life.step();
     const bool later = task.forwards != next.ranks[me].model.life.forwards();
     shell(next, me).task_failed(task);
@@ -356,7 +356,7 @@ class Explorer {
       rank.pc = Pc::Task;
       return push(next);
     }
-    // It has averaged all gradients, or each was this rank's own; else somebody had to raise.
+    // The backward has averaged all gradients, or each was this rank's own; else somebody had to raise.
     CHECK(!rank.again);
     if (rank.synchronize) {
       CHECK_EQ(int{rank.model.averaged}, int{kAll});

@@ -11,13 +11,13 @@
 #include <string>
 #include <vector>
 
-#include "steps/filling.h"
+#include "steps/bucket_plan.h"
 #include "steps/lifecycle.h"
 #include "test.h"
 
 namespace syncengine::walk {
 
-// What is done wrong, to see that a walk finds it.
+// A flaw that is planted, to see that a walk finds it.
 enum class Flaw : uint8_t {
   None,
   NoStepBegins,       // an error before backward does not begin the step, which has no number then
@@ -139,7 +139,7 @@ struct Model {
   }
 };
 
-// What one wrapper sees, and what the reducer does for it.
+// The facts that one wrapper sees, and the reducer's work for it.
 class Shell {
  public:
   Shell(Model& model, Engine& engine, size_t rank, uint8_t iteration, std::vector<Task>& tasks, Flaw flaw,
