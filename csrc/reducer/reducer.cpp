@@ -8,8 +8,8 @@
 #include "base/error.h"
 #include "base/trace.h"
 #include "reducer/backward/backward.h"
-#include "reducer/parameters/hooks.h"
 #include "reducer/torch/graph_tasks.h"
+#include "reducer/torch/hooks.h"
 #include "reducer/torch/python_error.h"
 #include "steps/texts.h"
 

@@ -28,13 +28,13 @@
 #include <vector>
 
 #include "reducer/backward/model.h"
-#include "reducer/parameters/hooks.h"
 #include "reducer/torch/graph_tasks.h"
+#include "reducer/torch/hooks.h"
 #include "steps/lifecycle.h"
 
 namespace syncengine {
 
-class Reducer : public std::enable_shared_from_this<Reducer> {
+class Reducer final : public Listener, public std::enable_shared_from_this<Reducer> {
  public:
   explicit Reducer(std::unique_ptr<Model> model) : model_(std::move(model)) {}
   ~Reducer();
@@ -77,29 +77,23 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   };
   LockedModel model() { return {std::unique_lock(mutex_), *model_}; }
 
-  // For hooks only.
-  // A backward reaches an output of `forward`; null: of one whose backward is this rank's own.
-  void on_output(Forward* forward);
-  // Without the lock.
-  bool has(Interest interest) const {
+  bool has(Interest interest) const override {
     if (interest == Interest::Awaits) return life().awaits();
     return life().claimed() || (interest == Interest::Averages && life().is_unfinished());
   }
-  void on_gradient(size_t index, const at::Tensor& incoming);
-  void on_backward_end();
-  void on_backward_failed(const std::string& text) noexcept;  // by an error of one of these hooks
-  // Its graph task has ended without on_backward_end, by anybody's error; when it began there had been so many
-  // forwards. What later ones have made is left alone.
-  void on_task_failed(uint64_t backward, uint64_t forwards) noexcept;
-  // A graph task has ended, and this thread is back in the one around it. See tell_of_outer_task.
-  void on_outer_task(TaskRole of_inner) noexcept;
+  void on_output(Forward* forward) override;
+  void on_gradient(size_t index, const at::Tensor& incoming) override;
+  void on_backward_end() override;
+  void on_backward_failed(const std::string& text) noexcept override;
+  void on_task_failed(uint64_t backward, uint64_t forwards) noexcept override;
+  void on_outer_task(TaskRole of_inner) noexcept override;
 
  private:
   // The facts that Sees names, under the lock.
   struct Facts {
     bool in_task() const { return GraphTasks::inside(); }
     bool in_our_task() const { return reducer.tasks_.any(); }
-    bool whole_graph() const;
+    bool whole_graph() const { return whole_graph_runs(); }
     bool accumulates() const;
     bool is_outermost() const { return reducer.tasks_.is_outermost(); }
     bool runs_forwards_nodes() const { return reducer.tasks_.runs_forwards_nodes(); }

@@ -4,44 +4,21 @@
 // may end before later hooks run or bring the last gradient itself. So each task that we see gets a callback, and the
 // first to find all buckets announced finalizes. That may be an inner task: nothing written here is read by an outer
 // one.
-#include <torch/csrc/autograd/graph_task.h>
-
 #include <algorithm>
 #include <utility>
 
 #include "base/error.h"
 #include "reducer/backward/backward.h"
-#include "reducer/parameters/hooks.h"
 #include "reducer/reducer.h"
+#include "reducer/torch/hooks.h"
 #include "steps/texts.h"
 
 namespace syncengine {
 
-namespace {
-
-// True in backward() without `inputs`: it accumulates into every leaf. autograd.grad() and backward(inputs=...) do not.
-bool whole_graph_runs() {
-  const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
-  return chosen == nullptr || chosen->empty();
-}
-
-// Whether what reaches this AccumulateGrad goes into .grad: in autograd.grad() it does not, nor in
-// backward(inputs=...) without this leaf.
-bool accumulates(const torch::autograd::Node* node) {
-  if (whole_graph_runs()) return true;
-  const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
-  const auto found = chosen->find(const_cast<torch::autograd::Node*>(node));
-  return found != chosen->end() && found->second.needed_;
-}
-
-}  // namespace
-
-bool Reducer::Facts::whole_graph() const { return whole_graph_runs(); }
-
 bool Reducer::Facts::accumulates() const {
   const auto& nodes = model().parameters.accumulators();
   return whole_graph_runs() ||
-         std::any_of(nodes.begin(), nodes.end(), [](const auto& node) { return syncengine::accumulates(node.first); });
+         std::any_of(nodes.begin(), nodes.end(), [](const auto& node) { return task_accumulates(node.first); });
 }
 
 bool Reducer::Facts::runs_forwards_graph() const {

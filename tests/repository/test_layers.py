@@ -30,6 +30,12 @@ SUBLAYERS = {
     "reducer": ["torch", "gradients", "buckets", "parameters", "backward", "routes", ""],
 }
 WITH_TORCH = {"streams", "reducer", "c10d", "bindings"}
+# What torch may change at any time, and where it is used alone.
+PRIVATE = {
+    "torch/csrc/autograd": "reducer/torch/",
+    "torch/csrc/distributed": ("reducer/backward/route.h", "c10d/", "bindings/"),
+    "torch/csrc/jit": "bindings/",
+}
 TORCH = re.compile(r"(torch|ATen|c10|caffe2|pybind11|Python\.h)\b")
 
 # Modules of the packages, bottom first; a folder counts as one.
@@ -73,6 +79,11 @@ def violations(path: str, text: str) -> list[str]:
         if TORCH.match(include):
             if layer not in WITH_TORCH:
                 wrong.append(f"{path} includes {include}: only {', '.join(WITH_TORCH)} may know torch")
+            wrong += [
+                f"{path} includes {include}: only {places} may"
+                for private, places in PRIVATE.items()
+                if include.startswith(private) and not path.startswith(places)
+            ]
         elif kind == '"':
             target = include.split("/")[0]
             if target not in LAYERS:
@@ -107,6 +118,8 @@ def test_includes_point_downwards(path):
         ("cuda/pieces.cpp", '"cuda/device/group.h"'),
         ("reducer/gradients/sparse.cpp", '"reducer/buckets/bucket.h"'),
         ("reducer/backward/model.cpp", '"reducer/reducer.h"'),
+        ("reducer/torch/hooks.cpp", '"reducer/reducer.h"'),
+        ("reducer/reducer_events.cpp", "<torch/csrc/autograd/engine.h>"),
     ],
 )
 def test_violations_are_found(path, include):

@@ -8,7 +8,7 @@
 #include "base/trace.h"
 #include "collectives/order.h"
 #include "reducer/gradients/sparse.h"
-#include "reducer/parameters/hooks.h"
+#include "reducer/torch/hooks.h"
 #include "reducer/torch/python_error.h"
 #include "steps/texts.h"
 

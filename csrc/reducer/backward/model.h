@@ -23,9 +23,9 @@
 #include "reducer/buckets/bucket_lane.h"
 #include "reducer/buckets/flat_buckets.h"
 #include "reducer/gradients/gradient_memory.h"
-#include "reducer/parameters/hooks.h"
 #include "reducer/parameters/parameters.h"
 #include "reducer/torch/graph_tasks.h"
+#include "reducer/torch/hooks.h"
 #include "steps/bucket_plan.h"
 #include "steps/forwards.h"
 #include "steps/lifecycle.h"
@@ -59,7 +59,14 @@ class PooledGradients {
   // already.
   void use_in_this_task(bool accumulates) {
     if (!pool_ || !habits_ || std::exchange(task_, GraphTasks::current()) == GraphTasks::current()) return;
-    syncengine::use_in_this_task(std::make_shared<gradient_memory::Grant>(*pool_, habits_, accumulates));
+    const auto grant = std::make_shared<gradient_memory::Grant>(*pool_, habits_, accumulates);
+    gradient_memory::use(grant);
+    at_task_end(
+        [grant] {
+          grant->revoke();
+          grant->learn();  // a task that has failed shows nothing
+        },
+        [grant](bool) { grant->revoke(); });
   }
   // A gradient's memory is about to be reduced. Returns why peers can't do it there, if they can't.
   std::optional<StageReason> note(const void* memory, size_t bytes) {

@@ -4,12 +4,12 @@
 #include <ATen/ops/_sparse_coo_tensor_unsafe.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
-#include <torch/csrc/autograd/utils/grad_layout_contract.h>
 
 #include <utility>
 
 #include "base/error.h"
 #include "reducer/gradients/gradient_memory.h"
+#include "reducer/torch/graph_tasks.h"
 
 namespace syncengine {
 
@@ -37,7 +37,7 @@ at::Tensor empty_rows(const at::Tensor& table) {
 bool follows_layout(const at::Tensor& grad, const at::Tensor& parameter) {
   if (grad.is_conj() || grad.is_neg()) return false;
   if (parameter.is_contiguous() && grad.is_contiguous()) return true;  // by far the most frequent case
-  return torch::autograd::utils::obeys_layout_contract(grad, parameter);
+  return has_expected_layout(grad, parameter);
 }
 
 void check_reducible(const at::Tensor& grad, const at::Tensor& parameter, c10::Device device, bool sparse,

@@ -2,14 +2,13 @@
 #include "reducer/gradients/gradient_memory.h"
 
 #include <c10/core/CPUAllocator.h>
-#include <torch/csrc/autograd/function_hook.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <memory>
 #include <mutex>
 #include <utility>
 #include <vector>
 
+#include "reducer/torch/hooks.h"
 #include "reducer/torch/python_objects.h"
 
 namespace syncengine::gradient_memory {
@@ -156,8 +155,6 @@ bool shares_storage(const at::TensorBase& a, const at::TensorBase& b) {
 
 namespace {
 
-using torch::autograd::variable_list;
-
 // Whether `tensor` is held by that many C++ references and by nothing in Python.
 bool has_holders(const at::TensorBase& tensor, size_t references) {
   return tensor.use_count() == references ||
@@ -178,31 +175,6 @@ bool took_over_exclusively(const at::Tensor& grad, const at::Tensor& incoming, s
   return storage.use_count() == known_holders && gradient_memory::is_tensor_memory(storage.data_ptr());
 }
 
-// Notes which gradient came. The note belongs to the parameter, which has one at most, and keeps nothing alive.
-class IncomingNote : public torch::autograd::FunctionPreHook {
- public:
-  variable_list operator()(const variable_list& gradients) override {
-    incoming_ = gradients[0].getIntrusivePtr();
-    return gradients;
-  }
-  // Does nothing under compiled autograd, where no gradient is noted.
-  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& /*args*/) const override {}
-  // The noted gradient; undefined if it has been destroyed.
-  at::Tensor incoming() const { return at::Tensor(incoming_.lock()); }
-
- private:
-  c10::weak_intrusive_ptr<at::TensorImpl, c10::UndefinedTensorImpl> incoming_{
-      c10::intrusive_ptr<at::TensorImpl, c10::UndefinedTensorImpl>()};
-};
-
-const IncomingNote* find_note(const at::Tensor& parameter) {
-  if (torch::autograd::impl::get_autograd_meta(parameter) == nullptr) return nullptr;
-  for (const auto& hook : torch::autograd::impl::hooks(parameter)) {
-    if (const auto* note = dynamic_cast<const IncomingNote*>(hook.get())) return note;
-  }
-  return nullptr;
-}
-
 }  // namespace
 
 bool is_shared(const at::Tensor& grad, const at::Tensor& incoming, size_t references) {
@@ -210,17 +182,12 @@ bool is_shared(const at::Tensor& grad, const at::Tensor& incoming, size_t refere
 }
 
 void note_incoming(const std::vector<at::Tensor>& parameters) {
-  for (const at::Tensor& parameter : parameters) {
-    if (find_note(parameter) != nullptr) continue;
-    torch::autograd::impl::materialize_autograd_meta(parameter);
-    torch::autograd::impl::hooks(parameter).push_back(std::make_unique<IncomingNote>());  // add_hook() takes only one
-  }
+  for (const at::Tensor& parameter : parameters) note_next_gradient(parameter);
 }
 
 bool owns_gradient(const at::Tensor& parameter) {
   const at::Tensor& grad = parameter.grad();
-  const auto* note = find_note(parameter);
-  const at::Tensor incoming = note != nullptr ? note->incoming() : at::Tensor();
+  const at::Tensor incoming = noted_gradient(parameter);
   if (shares_storage(grad, incoming)) return !is_shared(grad, incoming, /*references=*/2);
   return grad.storage().use_count() == 1;
 }

@@ -33,7 +33,7 @@ std::vector<Fact> Parameters::facts() const {
   return facts;
 }
 
-bool Parameters::follow(const std::shared_ptr<Reducer>& reducer) {
+bool Parameters::follow(const std::shared_ptr<Listener>& reducer) {
   constexpr size_t kSoon = 16, kNext = 8;
   bool news = false;
   std::erase_if(retired_,
@@ -52,7 +52,7 @@ bool Parameters::follow(const std::shared_ptr<Reducer>& reducer) {
 // A parameter has an AccumulateGrad node when it requires a gradient, and torch may put another in its place: when
 // `.data` changes its dtype, say, also if that changes back (model.bfloat16(), model.float()). Of another size it is of
 // no use. Graphs from before go on with the old one, so a node that is retired is never a parameter's again.
-void Parameters::follow(const std::shared_ptr<Reducer>& reducer, size_t index) {
+void Parameters::follow(const std::shared_ptr<Listener>& reducer, size_t index) {
   const at::Tensor& parameter = tensor(index);
   auto& hook = hooks_[index];
   const bool wanted = parameter.requires_grad();
@@ -130,7 +130,7 @@ void Parameters::let_go_of_nodes() {
   }
 }
 
-void Parameters::unhook(const Reducer& reducer) {
+void Parameters::unhook(const Listener& reducer) {
   accumulators_.clear();
   retired_.clear();
   for (size_t i = 0; i < hooks_.size(); ++i) {

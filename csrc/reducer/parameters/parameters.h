@@ -5,11 +5,9 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <atomic>
-#include <cstring>
 #include <memory>
 #include <optional>
 #include <string>
@@ -17,74 +15,13 @@
 
 #include "reducer/buckets/bucket.h"
 #include "reducer/gradients/gradient.h"
-#include "reducer/parameters/hooks.h"
+#include "reducer/torch/attributes.h"
 #include "reducer/torch/graph_tasks.h"
+#include "reducer/torch/hooks.h"
 #include "steps/bucket_plan.h"
 #include "steps/forwards.h"
 
 namespace syncengine {
-
-// What the reducer follows of each parameter from forward to forward: whether it requires a gradient, its dtype and
-// size, its AccumulateGrad node (torch makes a new one when `.data` changes dtype, which would have no hook), the
-// user's hooks. Asked of ten thousand parameters in a row, so it must be cheap where nothing has changed: what costs is
-// that neither a tensor nor its autograd data is in the cache.
-//
-// Ownership: views; the parameters outlive them. Thread-safety: as a parameter's.
-
-class Attributes {
- public:
-  explicit Attributes(const at::Tensor& parameter) : tensor_(parameter.unsafeGetTensorImpl()) {}
-
-  // Of what is looked at soon, and then of what is looked at next.
-  void prefetch_tensor() const {
-    __builtin_prefetch(tensor_);
-    __builtin_prefetch(reinterpret_cast<const char*>(tensor_) + kDtypeAt);
-  }
-  void prefetch_autograd() const {
-    const auto* meta = reinterpret_cast<const char*>(tensor_->autograd_meta());
-    __builtin_prefetch(meta + kNodeAt);
-    __builtin_prefetch(meta + kFlagsAt);
-  }
-
-  // Whether they are other than when it was last asked; true the first time.
-  bool changed() {
-    auto* meta = static_cast<const torch::autograd::AutogradMeta*>(tensor_->autograd_meta());
-    Values now{.dtype = tensor_->dtype(),
-               .elements = tensor_->numel(),
-               .node = meta ? address(meta->grad_accumulator_) : nullptr,
-               .hooks = meta ? meta->post_acc_grad_hooks_.get() : nullptr,
-               .requires_grad = meta && meta->requires_grad_};
-    if (now == last_) return false;
-    last_ = now;
-    return true;
-  }
-  // Changed, whatever they are.
-  void forget() { last_ = {}; }
-
- private:
-  static constexpr size_t kDtypeAt = 128, kNodeAt = 64,
-                          kFlagsAt = 128;  // where these lie in torch's objects, by cache lines; a guess does no harm
-  struct Values {
-    caffe2::TypeMeta dtype;
-    int64_t elements = -1;
-    const void* node = nullptr;
-    const void* hooks = nullptr;
-    bool requires_grad = false;
-    bool operator==(const Values&) const = default;
-  };
-
-  // Of what a weak pointer points to, which may be gone; to be compared only. lock() would take an atomic exchange. A
-  // weak_intrusive_ptr since torch 2.13, a weak_ptr before: in both the pointer comes first.
-  template <class Weak>
-  static const void* address(const Weak& weak) {
-    const void* pointer;
-    std::memcpy(&pointer, &weak, sizeof pointer);
-    return pointer;
-  }
-
-  c10::TensorImpl* tensor_;
-  Values last_;
-};
 
 class Parameters {
  public:
@@ -118,7 +55,7 @@ class Parameters {
 
   // Before a forward: `reducer` listens to each that requires a gradient, or has: a graph from before may bring one
   // when it does again. Returns whether anything was new.
-  bool follow(const std::shared_ptr<Reducer>& reducer);
+  bool follow(const std::shared_ptr<Listener>& reducer);
   // Which are to be in a plan. All ranks find the same, so nothing counts that only one may know.
   std::vector<size_t> wanted() const;
   // Whether exactly these are in buckets of `plan`, as they were then.
@@ -137,7 +74,7 @@ class Parameters {
   // Forgets AccumulateGrad nodes that nobody else holds, so that follow() has them made anew.
   void let_go_of_nodes();
   // Listens to none, and lets users' hooks run by themselves again.
-  void unhook(const Reducer& reducer);
+  void unhook(const Listener& reducer);
 
   // Whether graphs from before a change of dtype or size may bring gradients.
   bool any_retired() const { return !retired_.empty(); }
@@ -154,7 +91,7 @@ class Parameters {
   }
 
  private:
-  void follow(const std::shared_ptr<Reducer>& reducer, size_t index);
+  void follow(const std::shared_ptr<Listener>& reducer, size_t index);
   void retire(size_t index);
   void unhook(size_t index);
   bool is_wanted(size_t index) const;

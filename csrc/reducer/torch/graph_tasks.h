@@ -124,4 +124,13 @@ bool is_in_this_task(const void* node);
 std::vector<at::Tensor> reach(const std::vector<at::Tensor>& outputs, const Accumulators& accumulators,
                               std::vector<bool>& reachable);
 
+// Whether the task on this thread accumulates into every leaf: that of backward() without `inputs`, but not those of
+// autograd.grad() and backward(inputs=...).
+bool whole_graph_runs();
+// Whether what reaches this AccumulateGrad there goes into .grad.
+bool task_accumulates(const torch::autograd::Node* node);
+
+// Whether the strides of `grad` are those that autograd gives a new gradient of `parameter`.
+bool has_expected_layout(const at::Tensor& grad, const at::Tensor& parameter);
+
 }  // namespace syncengine

@@ -3,6 +3,7 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/utils/grad_layout_contract.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <unordered_set>
@@ -39,6 +40,22 @@ std::vector<at::Tensor> reach(const std::vector<at::Tensor>& outputs, const Accu
     }
   }
   return others;
+}
+
+bool whole_graph_runs() {
+  const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
+  return chosen == nullptr || chosen->empty();
+}
+
+bool task_accumulates(const Node* node) {
+  if (whole_graph_runs()) return true;
+  const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
+  const auto found = chosen->find(const_cast<Node*>(node));
+  return found != chosen->end() && found->second.needed_;
+}
+
+bool has_expected_layout(const at::Tensor& grad, const at::Tensor& parameter) {
+  return torch::autograd::utils::obeys_layout_contract(grad, parameter);
 }
 
 }  // namespace syncengine

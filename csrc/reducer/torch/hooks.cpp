@@ -1,4 +1,4 @@
-#include "reducer/parameters/hooks.h"
+#include "reducer/torch/hooks.h"
 
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function_hook.h>
@@ -14,8 +14,6 @@
 #include <vector>
 
 #include "base/error.h"
-#include "reducer/reducer.h"
-#include "reducer/torch/graph_tasks.h"
 #include "reducer/torch/python_error.h"
 #include "reducer/torch/python_objects.h"
 #include "steps/texts.h"
@@ -28,11 +26,11 @@ using torch::autograd::variable_list;
 
 // For hooks in a backward that averages: what it has collected is let go before anyone learns of the error.
 template <class Call>
-void call_in_backward(Reducer& reducer, Call&& call) {
+void call_in_backward(Listener& listener, Call&& call) {
   try {
     call();
   } catch (...) {
-    reducer.on_backward_failed(text_for_peers());
+    listener.on_backward_failed(text_for_peers());
     rethrow_for_autograd();
   }
 }
@@ -48,54 +46,60 @@ void call_in_backward(Reducer& reducer, Call&& call) {
 
 class AfterAccumulate : public torch::autograd::FunctionPostHook {
  public:
-  AfterAccumulate(Reducer& reducer, size_t index) : reducer_(reducer), index_(index) {}
+  AfterAccumulate(Listener& listener, size_t index) : listener_(listener), index_(index) {}
 
   variable_list operator()(const variable_list& outputs, const variable_list& inputs) override {
-    call_in_backward(reducer_, [&] { reducer_.on_gradient(index_, inputs[0]); });
+    call_in_backward(listener_, [&] { listener_.on_gradient(index_, inputs[0]); });
     return outputs;
   }
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& /*args*/) const override { refuse_compiled_autograd(); }
-  const Reducer& reducer() const { return reducer_; }
+  const Listener& listener() const { return listener_; }
 
  private:
-  Reducer& reducer_;
+  Listener& listener_;
   size_t index_;
 };
 
 class BeforeOutput : public torch::autograd::FunctionPreHook {
  public:
-  BeforeOutput(std::weak_ptr<Reducer> reducer, std::shared_ptr<Forward> forward)
-      : reducer_(std::move(reducer)), forward_(std::move(forward)) {}
+  BeforeOutput(std::weak_ptr<Listener> listener, std::shared_ptr<Forward> forward)
+      : listener_(std::move(listener)), forward_(std::move(forward)) {}
 
   variable_list operator()(const variable_list& grads) override {
-    if (auto reducer = reducer_.lock()) {
-      call_in_backward(*reducer, [&] { reducer->on_output(forward_.get()); });
+    if (auto listener = listener_.lock()) {
+      call_in_backward(*listener, [&] { listener->on_output(forward_.get()); });
     }
     return grads;
   }
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& /*args*/) const override { refuse_compiled_autograd(); }
 
  private:
-  std::weak_ptr<Reducer> reducer_;
+  std::weak_ptr<Listener> listener_;
   std::shared_ptr<Forward> forward_;
 };
 
-// At the end of the graph task on this thread calls `reached`. The task drops its callbacks when it ends, also when it
-// fails: then calls `gone`, with whether `reached` was called before.
-template <class Reached, class Gone>
-void at_task_end(Reached reached, Gone gone) {
-  struct End {
-    End(Reached reached, Gone gone) : reached(std::move(reached)), gone(std::move(gone)) {}
-    ~End() { gone(was_reached); }
-    Reached reached;
-    Gone gone;
-    bool was_reached = false;
-  };
-  auto end = std::make_shared<End>(std::move(reached), std::move(gone));
-  torch::autograd::Engine::get_default_engine().queue_callback([end] {
-    end->was_reached = true;
-    end->reached();
-  });
+// Notes which gradient came. The note belongs to the parameter, which has one at most, and keeps nothing alive.
+class IncomingNote : public torch::autograd::FunctionPreHook {
+ public:
+  variable_list operator()(const variable_list& gradients) override {
+    incoming_ = gradients[0].getIntrusivePtr();
+    return gradients;
+  }
+  // Does nothing under compiled autograd, where no gradient is noted.
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& /*args*/) const override {}
+  at::Tensor incoming() const { return at::Tensor(incoming_.lock()); }
+
+ private:
+  c10::weak_intrusive_ptr<at::TensorImpl, c10::UndefinedTensorImpl> incoming_{
+      c10::intrusive_ptr<at::TensorImpl, c10::UndefinedTensorImpl>()};
+};
+
+const IncomingNote* find_note(const at::Tensor& parameter) {
+  if (torch::autograd::impl::get_autograd_meta(parameter) == nullptr) return nullptr;
+  for (const auto& hook : torch::autograd::impl::hooks(parameter)) {
+    if (const auto* note = dynamic_cast<const IncomingNote*>(hook.get())) return note;
+  }
+  return nullptr;
 }
 
 // Stands before the user's hooks. A module that is wrapped twice has two reducers.
@@ -108,15 +112,15 @@ class PostponedHooks : public torch::autograd::PostAccumulateGradHook {
   }
   void run(const at::Tensor& parameter) { (*users_)(parameter); }
 
-  void add(const std::shared_ptr<Reducer>& reducer) {
-    remove(*reducer);
+  void add(const std::shared_ptr<Listener>& listener) {
+    remove(*listener);
     const std::lock_guard lock(mutex_);
-    owners_.push_back(reducer);
+    owners_.push_back(listener);
   }
   // Returns whether nobody is left.
-  bool remove(const Reducer& reducer) {
+  bool remove(const Listener& listener) {
     const std::lock_guard lock(mutex_);
-    std::erase_if(owners_, [&](const auto& owner) { return owner.expired() || owner.lock().get() == &reducer; });
+    std::erase_if(owners_, [&](const auto& owner) { return owner.expired() || owner.lock().get() == &listener; });
     return owners_.empty();
   }
   std::unique_ptr<PostAccumulateGradHook> release() { return std::move(users_); }
@@ -125,13 +129,13 @@ class PostponedHooks : public torch::autograd::PostAccumulateGradHook {
   bool any_awaits() {
     const std::lock_guard lock(mutex_);
     return std::any_of(owners_.begin(), owners_.end(), [](const auto& owner) {
-      const auto reducer = owner.lock();
-      return reducer && reducer->has(Interest::Awaits);
+      const auto listener = owner.lock();
+      return listener && listener->has(Interest::Awaits);
     });
   }
 
   std::mutex mutex_;
-  std::vector<std::weak_ptr<Reducer>> owners_;
+  std::vector<std::weak_ptr<Listener>> owners_;
   std::unique_ptr<PostAccumulateGradHook> users_;
 };
 
@@ -154,10 +158,10 @@ bool is_empty_python_hook(const torch::autograd::FunctionPostHook& hook) {
 
 }  // namespace
 
-GradientHook::GradientHook(Reducer& reducer, size_t index, const at::Tensor& parameter)
-    : reducer_(reducer),
+GradientHook::GradientHook(Listener& listener, size_t index, const at::Tensor& parameter)
+    : listener_(listener),
       node_(torch::autograd::impl::grad_accumulator(parameter)),
-      key_(node_->add_post_hook(std::make_unique<AfterAccumulate>(reducer, index))) {}
+      key_(node_->add_post_hook(std::make_unique<AfterAccumulate>(listener, index))) {}
 
 GradientHook::~GradientHook() { node_->del_post_hook(key_); }
 
@@ -194,47 +198,51 @@ bool GradientHook::any_other_has(Interest interest) const {
   const auto& hooks = node_->post_hooks();
   return hooks.size() > 1 && std::any_of(hooks.begin(), hooks.end(), [&](const auto& hook) {
            const auto* other = dynamic_cast<const AfterAccumulate*>(hook.get());
-           return other != nullptr && &other->reducer() != &reducer_ && other->reducer().has(interest);
+           return other != nullptr && &other->listener() != &listener_ && other->listener().has(interest);
          });
 }
 
-const torch::autograd::Node* hook_output(const std::weak_ptr<Reducer>& reducer, const at::Tensor& output,
+const torch::autograd::Node* hook_output(const std::weak_ptr<Listener>& listener, const at::Tensor& output,
                                          const std::shared_ptr<Forward>& forward, const NodeNumber& began) {
   const auto& node = output.grad_fn();
   if (node && began.is_after(*node)) return nullptr;
-  if (node) node->add_pre_hook(std::make_unique<BeforeOutput>(reducer, forward));
+  if (node) node->add_pre_hook(std::make_unique<BeforeOutput>(listener, forward));
   return node.get();
 }
 
-void use_in_this_task(const std::shared_ptr<gradient_memory::Grant>& grant) {
-  gradient_memory::use(grant);
-  at_task_end(
-      [grant] {
-        grant->revoke();
-        grant->learn();
-      },
-      [grant](bool) { grant->revoke(); });
+void at_task_end(std::function<void()> reached, std::function<void(bool)> gone) {
+  struct End {
+    ~End() { gone(was_reached); }
+    std::function<void()> reached;
+    std::function<void(bool)> gone;
+    bool was_reached = false;
+  };
+  const std::shared_ptr<End> end(new End{std::move(reached), std::move(gone)});
+  torch::autograd::Engine::get_default_engine().queue_callback([end] {
+    end->was_reached = true;
+    end->reached();
+  });
 }
 
-void queue_backward_end(std::shared_ptr<Reducer> reducer, uint64_t backward, uint64_t forwards) {
+void queue_backward_end(std::shared_ptr<Listener> listener, uint64_t backward, uint64_t forwards) {
   at_task_end(
-      [reducer] {
+      [listener] {
         try {
-          reducer->on_backward_end();
+          listener->on_backward_end();
         } catch (...) {
           rethrow_for_autograd();
         }
       },
-      [reducer, backward, forwards](bool reached) {
-        if (!reached) reducer->on_task_failed(backward, forwards);
+      [listener, backward, forwards](bool reached) {
+        if (!reached) listener->on_task_failed(backward, forwards);
       });
 }
 
-void tell_of_outer_task(std::weak_ptr<Reducer> reducer, TaskRole role) {
+void tell_of_outer_task(std::weak_ptr<Listener> listener, TaskRole role) {
   at_task_end([] {},
-              [reducer, role](bool) {
+              [listener, role](bool) {
                 if (!GraphTasks::inside()) return;
-                if (auto alive = reducer.lock()) alive->on_outer_task(role);
+                if (auto alive = listener.lock()) alive->on_outer_task(role);
               });
 }
 
@@ -243,11 +251,11 @@ void fail_at_task_end(const std::string& text) {
       [text] { throw_for_autograd(Error(ErrorKind::InvalidUsage, text)); });
 }
 
-bool postpone_user_hooks(const std::shared_ptr<Reducer>& reducer, const at::Tensor& parameter) {
+bool postpone_user_hooks(const std::shared_ptr<Listener>& listener, const at::Tensor& parameter) {
   auto* hooks = hooks_of(parameter);
   if (hooks == nullptr || !*hooks) return false;
   if (postponed_hooks(parameter) == nullptr) *hooks = std::make_unique<PostponedHooks>(std::move(*hooks));
-  postponed_hooks(parameter)->add(reducer);
+  postponed_hooks(parameter)->add(listener);
   return true;
 }
 
@@ -270,11 +278,22 @@ void run_user_hooks(const at::Tensor& parameter) {
   if (auto* hooks = postponed_hooks(parameter)) hooks->run(parameter);
 }
 
-void restore_user_hooks(const Reducer& reducer, const at::Tensor& parameter) {
+void restore_user_hooks(const Listener& listener, const at::Tensor& parameter) {
   auto* hooks = postponed_hooks(parameter);
-  if (hooks == nullptr || !hooks->remove(reducer)) return;
+  if (hooks == nullptr || !hooks->remove(listener)) return;
   auto users = hooks->release();
   torch::autograd::impl::post_acc_grad_hooks(parameter) = std::move(users);
+}
+
+void note_next_gradient(const at::Tensor& parameter) {
+  if (find_note(parameter) != nullptr) return;
+  torch::autograd::impl::materialize_autograd_meta(parameter);
+  torch::autograd::impl::hooks(parameter).push_back(std::make_unique<IncomingNote>());  // add_hook() takes only one
+}
+
+at::Tensor noted_gradient(const at::Tensor& parameter) {
+  const auto* note = find_note(parameter);
+  return note != nullptr ? note->incoming() : at::Tensor();
 }
 
 }  // namespace syncengine

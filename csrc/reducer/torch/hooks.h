@@ -1,5 +1,8 @@
-// The reducer's hooks on autograd, and what is known of other listeners there. A hook calls one method of Reducer, and
-// turns its errors into Python's.
+// The reducer's hooks on autograd, and what is known of other listeners there. A hook calls one method of a Listener,
+// and turns its errors into Python's.
+//
+// Ownership: as each part says. Thread-safety: a hook runs on the thread of its graph task. Failure: a hook throws what
+// its Listener does.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,15 +11,14 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 
-#include "reducer/gradients/gradient_memory.h"
 #include "reducer/torch/graph_tasks.h"
 
 namespace syncengine {
 
-class Reducer;
 struct Forward;
 
 // The interest of a reducer in the gradients that come now.
@@ -26,11 +28,35 @@ enum class Interest : uint8_t {
   Awaits,    // the reducer waits for gradients
 };
 
+// Whether a graph task's gradients belong to the synchronized backward, or are not averaged since they seem to come
+// from no forward of this model.
+enum class TaskRole : uint8_t { Ours, Foreign };
+
+// The reducer, as this folder calls it.
+class Listener {
+ public:
+  // Whether it has the interest now; asked without a lock.
+  virtual bool has(Interest interest) const = 0;
+  // A backward reaches an output of `forward`; null: of one whose backward is this rank's own.
+  virtual void on_output(Forward* forward) = 0;
+  virtual void on_gradient(size_t index, const at::Tensor& incoming) = 0;
+  virtual void on_backward_end() = 0;
+  virtual void on_backward_failed(const std::string& text) noexcept = 0;  // by an error of one of these hooks
+  // The graph task has ended without on_backward_end, by anybody's error. The numbers are those that
+  // queue_backward_end was given.
+  virtual void on_task_failed(uint64_t backward, uint64_t forwards) noexcept = 0;
+  // A graph task has ended, and this thread is back in the one around it. See tell_of_outer_task.
+  virtual void on_outer_task(TaskRole of_inner) noexcept = 0;
+
+ protected:
+  ~Listener() = default;
+};
+
 // Listens to a parameter as long as the hook lives: on its AccumulateGrad node, after the gradient has been
 // accumulated. Must not outlive the reducer, nor be destroyed while a backward runs through the parameter.
 class GradientHook {
  public:
-  GradientHook(Reducer& reducer, size_t index, const at::Tensor& parameter);
+  GradientHook(Listener& listener, size_t index, const at::Tensor& parameter);
   ~GradientHook();
   GradientHook(const GradientHook&) = delete;
   GradientHook& operator=(const GradientHook&) = delete;
@@ -49,38 +75,36 @@ class GradientHook {
   bool any_other_has(Interest interest) const;
 
  private:
-  const Reducer& reducer_;
+  const Listener& listener_;
   // An intrusive_ptr since torch 2.13, a shared_ptr before. The hook holds the node, which the parameter does only
   // weakly.
   decltype(torch::autograd::impl::grad_accumulator(at::Tensor())) node_;
   uintptr_t key_;
 };
 
-// Listens to the start of the backward that goes through `output`: calls Reducer::on_output with `forward`, which the
+// Listens to the start of the backward that goes through `output`: calls Listener::on_output with `forward`, which the
 // hook keeps alive as long as that graph. Returns the output's node; null if it has no graph, or one from before the
 // forward `began`, as an input that is returned has.
-const torch::autograd::Node* hook_output(const std::weak_ptr<Reducer>& reducer, const at::Tensor& output,
+const torch::autograd::Node* hook_output(const std::weak_ptr<Listener>& listener, const at::Tensor& output,
                                          const std::shared_ptr<Forward>& forward, const NodeNumber& began);
 
-// Makes the graph task on this thread use `grant` until it ends; if it ends well, the grant learns from it.
-void use_in_this_task(const std::shared_ptr<gradient_memory::Grant>& grant);
+// Calls `reached` at the end of the graph task on this thread. The task drops its callbacks when it ends, also when it
+// fails: then `gone` is called, with whether `reached` was before.
+void at_task_end(std::function<void()> reached, std::function<void(bool)> gone);
 
-// Queues Reducer::on_backward_end in the graph task that runs on this thread. If the task ends without it,
+// Queues Listener::on_backward_end in the graph task that runs on this thread. If the task ends without it,
 // on_task_failed is called instead, with the two numbers.
-void queue_backward_end(std::shared_ptr<Reducer> reducer, uint64_t backward, uint64_t forwards);
+void queue_backward_end(std::shared_ptr<Listener> listener, uint64_t backward, uint64_t forwards);
 
-// Whether a graph task's gradients belong to the synchronized backward, or are not averaged since they seem to come
-// from no forward of this model.
-enum class TaskRole : uint8_t { Ours, Foreign };
-// Calls Reducer::on_outer_task in the task around the one on this thread, if there is one, when this one is gone.
-void tell_of_outer_task(std::weak_ptr<Reducer> reducer, TaskRole role);
+// Calls Listener::on_outer_task in the task around the one on this thread, if there is one, when this one is gone.
+void tell_of_outer_task(std::weak_ptr<Listener> listener, TaskRole role);
 // Makes the graph task on this thread end with InvalidUsage.
 void fail_at_task_end(const std::string& text);
 
 // Postpones the user's post-accumulate-grad hooks (an optimizer in backward, say), which would otherwise run before
 // GradientHook, on the local gradient. None runs while any reducer of the parameter awaits gradients; the reducer that
 // delivers the average runs them. Returns false if there are none.
-bool postpone_user_hooks(const std::shared_ptr<Reducer>& reducer, const at::Tensor& parameter);
+bool postpone_user_hooks(const std::shared_ptr<Listener>& listener, const at::Tensor& parameter);
 // Whether the parameter has such hooks, and whether they wait: hooks that came after the last forward do not.
 enum class UserHooks : uint8_t { None, Postponed, Hasty };
 UserHooks user_hooks_on(const at::Tensor& parameter);
@@ -89,6 +113,11 @@ bool has_hasty_optimizer(const at::Tensor& parameter);
 // Runs the user's postponed hooks on `parameter`.
 void run_user_hooks(const at::Tensor& parameter);
 // Undoes postpone_user_hooks.
-void restore_user_hooks(const Reducer& reducer, const at::Tensor& parameter);
+void restore_user_hooks(const Listener& listener, const at::Tensor& parameter);
+
+// Makes each of these parameters note the gradient that comes, see note_incoming() of gradients/gradient_memory.h.
+void note_next_gradient(const at::Tensor& parameter);
+// The noted gradient; undefined if it has been destroyed, or none was noted.
+at::Tensor noted_gradient(const at::Tensor& parameter);
 
 }  // namespace syncengine

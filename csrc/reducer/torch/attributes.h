@@ -1,0 +1,73 @@
+// What the reducer follows of each parameter from forward to forward: whether it requires a gradient, its dtype and
+// size, its AccumulateGrad node (torch makes a new one when `.data` changes dtype, which would have no hook), the
+// user's hooks. Asked of ten thousand parameters in a row, so it must be cheap where nothing has changed: what costs is
+// that neither a tensor nor its autograd data is in the cache.
+//
+// Ownership: views; the parameters outlive them. Thread-safety: as a parameter's. Failure: none.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+namespace syncengine {
+
+class Attributes {
+ public:
+  explicit Attributes(const at::Tensor& parameter) : tensor_(parameter.unsafeGetTensorImpl()) {}
+
+  // Of what is looked at soon, and then of what is looked at next.
+  void prefetch_tensor() const {
+    __builtin_prefetch(tensor_);
+    __builtin_prefetch(reinterpret_cast<const char*>(tensor_) + kDtypeAt);
+  }
+  void prefetch_autograd() const {
+    const auto* meta = reinterpret_cast<const char*>(tensor_->autograd_meta());
+    __builtin_prefetch(meta + kNodeAt);
+    __builtin_prefetch(meta + kFlagsAt);
+  }
+
+  // Whether they are other than when it was last asked; true the first time.
+  bool changed() {
+    auto* meta = static_cast<const torch::autograd::AutogradMeta*>(tensor_->autograd_meta());
+    Values now{.dtype = tensor_->dtype(),
+               .elements = tensor_->numel(),
+               .node = meta ? address(meta->grad_accumulator_) : nullptr,
+               .hooks = meta ? meta->post_acc_grad_hooks_.get() : nullptr,
+               .requires_grad = meta && meta->requires_grad_};
+    if (now == last_) return false;
+    last_ = now;
+    return true;
+  }
+  // Changed, whatever they are.
+  void forget() { last_ = {}; }
+
+ private:
+  static constexpr size_t kDtypeAt = 128, kNodeAt = 64,
+                          kFlagsAt = 128;  // where these lie in torch's objects, by cache lines; a guess does no harm
+  struct Values {
+    caffe2::TypeMeta dtype;
+    int64_t elements = -1;
+    const void* node = nullptr;
+    const void* hooks = nullptr;
+    bool requires_grad = false;
+    bool operator==(const Values&) const = default;
+  };
+
+  // Of what a weak pointer points to, which may be gone; to be compared only. lock() would take an atomic exchange. A
+  // weak_intrusive_ptr since torch 2.13, a weak_ptr before: in both the pointer comes first.
+  template <class Weak>
+  static const void* address(const Weak& weak) {
+    const void* pointer;
+    std::memcpy(&pointer, &weak, sizeof pointer);
+    return pointer;
+  }
+
+  c10::TensorImpl* tensor_;
+  Values last_;
+};
+
+}  // namespace syncengine
