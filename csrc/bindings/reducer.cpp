@@ -1,4 +1,4 @@
-// syncengine._C.Reducer
+// syncengine._C.Reducer, and the communication hooks that it calls.
 
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
@@ -25,8 +25,8 @@ namespace syncengine {
 
 namespace {
 
-// A communication hook written in Python, as the reducer calls it. torch has the same (c10d::PythonCommHook), but
-// crashes on a hook that returns None.
+// A communication hook written in Python, as the reducer calls it. torch has such a class (c10d::PythonCommHook), but
+// it crashes on a hook that returns None.
 //
 // Thread-safety: the GIL is taken inside. Failure: Python's exceptions.
 class PythonHook final : public c10d::CommHookInterface {
@@ -75,14 +75,18 @@ class PythonHook final : public c10d::CommHookInterface {
 void bind_weights(py::module_& module) {
   py::class_<WatchedWeights>(module, "WatchedWeights", "Whether parameters were written to since this rank looked.")
       .def(py::init<std::vector<at::Tensor>>(), py::arg("parameters"),
-           "Notes where they lie, for good, and their versions.")
-      .def("note", &WatchedWeights::note, "Their versions are as they should be.")
-      .def("note_update", &WatchedWeights::note_update, "Raises their versions, and notes these.")
-      .def("moved", &WatchedWeights::moved, "The first that lies in other memory than at first.")
-      .def("written", &WatchedWeights::written, "The first that has another version than noted.")
+           "Notes where the parameters lie, for good, and their versions.")
+      .def("note", &WatchedWeights::note, "Notes the parameters' present versions as the right ones.")
+      .def("note_update", &WatchedWeights::note_update, "Raises the parameters' versions, and notes the new ones.")
+      .def("moved", &WatchedWeights::moved,
+           "The index of the first parameter that does not lie where it did, or "
+           "None.")
+      .def("written", &WatchedWeights::written,
+           "The index of the first parameter whose version is not the noted "
+           "one, or None.")
       .def(
           "gradients", [](const WatchedWeights& self) { return py::bytes(self.gradients()); },
-          "Of each parameter: 0, it has no gradient; 1, a dense one; 2, another.");
+          "A byte for each parameter: 0 if it has no gradient, 1 for a dense one, 2 for another.");
 
   py::class_<WeightSlices>(module, "WeightSlices", "Parts of parameters, which borrow their gradients.")
       .def(py::init([](const std::vector<std::tuple<at::Tensor, at::Tensor, int64_t>>& slices) {
@@ -90,9 +94,11 @@ void bind_weights(py::module_& module) {
              for (const auto& [parameter, tensor, begin] : slices) made.push_back({parameter, tensor, begin});
              return WeightSlices(std::move(made));
            }),
-           py::arg("slices"), "Each: a parameter, a tensor of its elements from `begin` on, and `begin`.")
+           py::arg("slices"), "A list of: a parameter, a tensor of its elements from `begin` on, and `begin`.")
       .def("take_gradients", &WeightSlices::take_gradients, "Each tensor gets its part of the parameter's gradient.")
-      .def("drop_gradients", &WeightSlices::drop_gradients, "They belong to the parameters alone.");
+      .def("drop_gradients", &WeightSlices::drop_gradients,
+           "Takes the gradients away from the tensors, so that "
+           "only the parameters have them.");
 }
 
 namespace {
@@ -164,7 +170,8 @@ py::dict statistics_dict(Reducer& reducer) {
                   "staged_bytes"_a = by_name(kStageReasons, statistics.staged_bytes), "shortage"_a = shortage);
 }
 
-// Steps and bytes so far; of the last steps a row of times for each; of those that are compared a row of stamps.
+// Returns the numbers of steps and bytes so far; for each of the last steps a row of times; for each of the compared
+// steps a row of stamps.
 py::tuple summary_tuple(const StepTimes& times) {
   const StepTimes::Summary summary = times.summary();
   constexpr size_t kTimes = sizeof(StepTimes::Step) / sizeof(int64_t);

@@ -1,4 +1,4 @@
-// A forward, the end of a backward, and errors. What hooks tell in between is in reducer_events.cpp.
+// The Reducer's forwards, the end of a backward, and errors. Events of hooks in between are in reducer_events.cpp.
 #include "reducer/reducer.h"
 
 #include <pybind11/pybind11.h>
@@ -17,7 +17,7 @@ namespace syncengine {
 
 namespace {
 
-// Until the last step has ended on all ranks.
+// Waits until the last step has ended on all ranks.
 void await_end(Model& model, std::unique_lock<std::mutex>& lock) {
   if (!model.outcome.await_end(lock)) return;
   const pybind11::gil_scoped_acquire gil;
@@ -46,7 +46,7 @@ Reducer::~Reducer() {
   std::lock_guard lock(mutex_);
   try {
     if (life().phase() == Phase::Syncing) {
-      // Perhaps much later, when Python's collector comes by: .grad may be another step's, or another wrapper's.
+      // The collector of Python may have come late: .grad may be another step's by now, or another wrapper's.
       {
         const pybind11::gil_scoped_acquire gil;
         for (Gradient& gradient : model_->parameters.gradients()) gradient.abandon();
@@ -55,7 +55,7 @@ Reducer::~Reducer() {
               Where::Backward, /*keeps=*/true);
     }
   } catch (...) {
-    // The peers hear of it by their deadline.
+    // The peers learn of it by their deadline.
   }
   model_->parameters.unhook(*this);
 }
@@ -87,7 +87,7 @@ bool Reducer::begin_forward(bool synchronize) {
   else
     PhaseClock::of_process().enter(PhaseClock::Forward);
   // An AccumulateGrad node runs on the stream that was current when it was made, and a graph can't be captured through
-  // one of another stream that is the default one. So all are made anew where nobody else holds them.
+  // a node of another stream that is the default one. So nodes that nobody else holds are made anew.
   if (model_->flat && model_->flat->current_changed()) model_->parameters.let_go_of_nodes();
   const bool changed = model_->parameters.follow(shared_from_this());
   if (!synchronize) model_->parameters.begin_accumulation();
@@ -106,7 +106,8 @@ std::vector<at::Tensor> Reducer::prepare_for_backward(const std::vector<at::Tens
   if (recomputing()) return {};
   Forward& forward = model_->coming_forward();
   std::vector<at::Tensor> other_leaves;
-  // A module whose parameters were replaced would train without ever being synchronized.
+  // A module whose parameters were replaced would train without ever being synchronized, so replacements are looked
+  // for.
   if (model_->usage.finds_unused() || model_->usage.observes() || life().brought_nothing()) {
     forward.reachable.assign(model_->parameters.size(), false);
     other_leaves = reach(outputs, model_->parameters.accumulators(), forward.reachable);
@@ -178,7 +179,7 @@ void Reducer::shadow_backward() {
     model_->averaging.communicator->throw_if_failed();
     model_->usage.clear();
     model_->coming_forward();
-    model_->backward.reset();  // a forward of its own that was dropped
+    model_->backward.reset();  // this rank's own forward was dropped
     model_->coming_backward().forwards.expect(model_->forward);
     model_->record.no_batch();
     begin_backward();
@@ -190,7 +191,7 @@ void Reducer::shadow_backward() {
   try {
     finalize();
   } catch (const StepRefused&) {
-    // It has lost nothing.
+    // A refusal by another rank costs a rank without gradients nothing.
   }
 }
 
@@ -250,13 +251,13 @@ void Reducer::finalize() {
     lose(error.what(), /*keeps=*/false);
     throw;
   } catch (...) {
-    // With what is on its way: an error of the communicator, of somebody's hook, or of a gradient that can't be
-    // reduced, or can't take its average.
+    // Includes operations under way: the error is the communicator's, or a hook's, or that of a gradient that can't be
+    // reduced or can't take its average.
     std::lock_guard lock(mutex_);
     give_up(text_for_peers());
     throw;
   }
-  // Averages are in .grad on all ranks, and all of them come here: each may go on as it likes.
+  // Averages are in .grad on all ranks, and all ranks come here, so each may handle an error by itself.
   if (!backward->nonfinite().empty()) say_nonfinite(backward->nonfinite(), *model_);
   try {
     if (!written.empty()) model_->parameters.run_user_hooks(written);
@@ -292,8 +293,8 @@ void Reducer::give_up(const std::string& text, Where where, bool keeps) {
 }
 
 void Reducer::lose(const std::string& text, bool keeps) {
-  // A device's thread of autograd may come here when whoever called backward() has its error and touches .grad, under
-  // the GIL.
+  // A device's thread of autograd may come here when the caller of backward() already has its error and touches .grad,
+  // under the GIL.
   const pybind11::gil_scoped_acquire gil;
   model_->let_go_of_gradients(keeps);
   model_->outcome.lose(text);

@@ -1,21 +1,19 @@
-// Averages the gradients of one model while its backward still runs: what autograd tells, and what is done then. What
-// this works on is the Model.
+// Averages the gradients of one model while its backward still runs: receives autograd's events, and acts on them. Its
+// state is the Model.
 //
-//   forward    begin_forward -> the model -> prepare_for_backward, or refuse_forward if it raised
-//   backward   on_output, on_gradient for each parameter: collect it; announce its bucket with the last one
-//   its end    on_backward_end: wait for the buckets, put the averages into .grad
+//     forward    begin_forward -> the model -> prepare_for_backward, or refuse_forward if it raised
+//     backward   on_output, on_gradient for each parameter: collect it; announce its bucket with the last one
+//     its end    on_backward_end: wait for the buckets, put the averages into .grad
 //
-// The Lifecycle, which knows no torch, decides what follows from that; here it is carried out.
+// The Lifecycle, which knows no torch, decides what follows from an event; the Reducer carries that out.
 //
 // Python plans the buckets (Model::install_plan), from the order in which gradients became ready.
 //
 // Ownership: shared by Python and by the graph tasks it takes part in; holds the model, and so the parameters and its
-// hooks on them.
-// Thread-safety: forward, and backward on any number of threads, one synchronized backward at a time. Blocks in
-// on_backward_end, and in begin_forward after a step that was refused. The lock may be held while the GIL is
-// taken, so callers must not hold the GIL.
-// Failure: throws Error; autograd's hooks turn it into Python's classes. After a failed backward no .grad is half
-// averaged: it is either the average or None.
+// hooks on them. Thread-safety: forward, and backward on any number of threads, one synchronized backward at a time.
+// Blocks in on_backward_end, and in begin_forward after a step that was refused. The lock may be held while the GIL is
+// taken, so callers must not hold the GIL. Failure: throws Error; autograd's hooks turn it into Python's classes. After
+// a failed backward no .grad is half averaged: it is either the average or None.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -41,35 +39,35 @@ class Reducer final : public Listener, public std::enable_shared_from_this<Reduc
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
 
-  // A forward with gradients enabled begins; `synchronize`: its backward will average. Returns true if a plan must be
-  // installed before such a forward runs, see CurrentPlan.
+  // Called when a forward with gradients enabled begins; `synchronize`: its backward will average. Returns true if a
+  // plan must be installed before such a forward runs, see CurrentPlan.
   bool begin_forward(bool synchronize);
-  // Its module was called. Returns true if another plan must be installed before its backward, since parameters were
-  // frozen, unfrozen or changed within it.
+  // Called when the forward's module has been called. Returns true if another plan must be installed before its
+  // backward, since parameters were frozen, unfrozen or changed within it.
   bool follow_parameters();
-  // It has ended with these outputs (needed in full only to find unused parameters); it `began` then, if that is known.
-  // Returns the leaves behind them that are no parameters of ours, if a parameter is unused and is looked for, or if
-  // the last backward has brought no gradient: its replacement may be one of them.
+  // Called when a forward has ended with these outputs (needed in full only to find unused parameters); it `began`
+  // then, if that is known. Returns the leaves behind the outputs that are no parameters of the model, if a parameter
+  // is unused and is looked for, or if the last backward has brought no gradient: its replacement may be one of them.
   std::vector<at::Tensor> prepare_for_backward(const std::vector<at::Tensor>& outputs, const NodeNumber& began);
-  // The same for one whose backward will not average: it accumulates where a later one does.
+  // Called instead for a forward whose backward will not average: it accumulates where a later one does.
   void prepare_for_local_backward(const std::vector<at::Tensor>& outputs, const NodeNumber& began);
-  // It raised, or is not to be averaged, and its backward would have been.
+  // Called when a forward has raised, or is not to be averaged, whose backward would have been.
   void refuse_forward(const std::string& text);
-  // Behind a forward, and before something else that all ranks do there: a step of its own, which those refuse that
-  // have raised. Blocks.
+  // Makes a step of its own after a forward, and before something else that all ranks do there; ranks whose forward
+  // raised refuse that step. Blocks.
   void vote_on_forward();
-  // Blocks until it is known what becomes of the gradients that this rank had when it refused a forward, and does it;
-  // nothing once this rank has closed the communicator.
+  // Blocks until it is known what becomes of the gradients that this rank had when it refused a forward, and does that;
+  // does nothing once this rank has closed the communicator.
   void decide();
   // Takes part in a synchronized backward of the others without a gradient of its own. Blocks.
   void shadow_backward();
   void check_finalized();
-  // A step of several micro-batches has not happened: a backward of its last forward, if there was one, does not come.
+  // Drops a step of several micro-batches: if there was a last forward, no backward of it will come.
   void drop_step();
-  // Backwards are this rank's own from then on; another synchronized forward raises.
+  // From then on backwards are this rank's own, and a synchronized forward raises.
   void remove_hooks();
 
-  // What is told, and asked, between these; the lock is held as long as that lives.
+  // The model, for reads and settings between these calls; the lock is held as long as this object lives.
   struct LockedModel {
     std::unique_lock<std::mutex> lock;
     Model& model;
@@ -89,7 +87,7 @@ class Reducer final : public Listener, public std::enable_shared_from_this<Reduc
   void on_outer_task(TaskRole of_inner) noexcept override;
 
  private:
-  // The facts that Sees names, under the lock.
+  // The facts that the concept Sees names, under the lock.
   struct Facts {
     bool in_task() const { return GraphTasks::inside(); }
     bool in_our_task() const { return reducer.tasks_.any(); }
@@ -113,12 +111,12 @@ class Reducer final : public Listener, public std::enable_shared_from_this<Reduc
 
   Lifecycle& life() const { return model_->life; }
   bool recomputing() { return life().is_recomputed(Facts{*this}); }
-  // Whether this gradient is of a backward that this model averages, which begins with the first; else nothing comes of
-  // it. Throws where it is an error.
+  // Whether this gradient belongs to a backward that this model averages, which begins with the first one. Throws if it
+  // is an error.
   bool takes(size_t index);
-  // That of the forward that has ended, or raised.
+  // Expects the backward of the forward that has ended, or raised.
   void expect_backward();
-  // Refuses a second backward through a forward; `lost`: why the first was given up, if it was.
+  // Refuses a second backward through a forward. `lost` says why the first was given up, if it was.
   [[noreturn]] void refuse_backward(const std::string& lost);
   void watch_this_backward();
   void begin_backward();
@@ -126,13 +124,13 @@ class Reducer final : public Listener, public std::enable_shared_from_this<Reduc
   const ModelNames& names() const { return *model_->parameters.names(); }
   // The text for a backward that has begun and waits for gradients that did not come.
   std::string unfinished() const;
-  // An error on this rank, which the peers are told: the step is lost on all ranks. Under the lock. `keeps`: see
-  // lose().
+  // Handles an error on this rank, of which the peers are told: the step is lost on all ranks. Called under the lock.
+  // `keeps`: see lose().
   using Where = Lifecycle::Where;
   void give_up(const std::string& text, Where where, bool keeps);
   void give_up(const std::string& text) { give_up(text, Where::Backward, /*keeps=*/false); }
   void give_up_forward(const std::string& text) { give_up(text, Where::Forward, /*keeps=*/true); }
-  // The step is lost here, whoever has refused it. `keeps`: .grad stays as it is.
+  // Loses the step here, whichever rank has refused it. `keeps`: .grad stays as it is.
   void lose(const std::string& text, bool keeps);
   void drop_backward();
 

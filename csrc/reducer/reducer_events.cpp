@@ -1,9 +1,9 @@
-// What autograd's hooks tell the Reducer while backward runs.
+// The Reducer's handling of events of autograd's hooks while backward runs.
 //
-// Callbacks run at the end of the graph task they were queued in. Reentrant checkpointing nests tasks, and an inner one
-// may end before later hooks run or bring the last gradient itself. So each task that we see gets a callback, and the
-// first to find all buckets announced finalizes. That may be an inner task: nothing written here is read by an outer
-// one.
+// Callbacks run at the end of the graph task in which they were queued. Reentrant checkpointing nests tasks, and an
+// inner task may end before later hooks run, or may itself bring the last gradient. So each task that brings gradients
+// gets a callback, and the first to find all buckets announced finalizes. That may be an inner task: no outer task
+// reads what is written here.
 #include <algorithm>
 #include <utility>
 
@@ -52,7 +52,7 @@ void Reducer::on_output(Forward* forward) {
     }
     forward->reached = true;
     model_->pool_gradients();
-    // From here on the peers expect us: an error anywhere in this backward must reach them.
+    // From here on the peers expect this rank: an error anywhere in this backward must reach them.
     watch_this_backward();
     // If no parameter at all is used here, no other hook will run.
     if (model_->usage.tracks()) {
@@ -75,7 +75,7 @@ void Reducer::watch_this_backward() {
   if (!tasks_.watch()) return;
   queue_backward_end(shared_from_this(), model_->record.statistics.backwards + (life().phase() == Phase::Armed),
                      life().forwards());
-  // Where on_output watches the outermost one, that is known already.
+  // If on_output watches, the outermost task is known already.
   if (!life().outputs_hooked()) tell_of_outer_task(weak_from_this(), TaskRole::Ours);
 }
 
@@ -147,7 +147,7 @@ void Reducer::on_backward_failed(const std::string& text) noexcept {
     std::lock_guard lock(mutex_);
     if (life().awaits()) give_up(text);
   } catch (...) {
-    // The error that is on its way says more.
+    // The error that is already on its way says more.
   }
 }
 
@@ -159,7 +159,7 @@ void Reducer::on_task_failed(uint64_t backward, uint64_t forwards) noexcept {
     if (loss.step) give_up("backward aborted");
     if (loss.averages) give_up(dropped_text(names()), Where::BehindAverages, loss.keeps);
   } catch (...) {
-    // In a destructor, on the way of the error that ended this backward.
+    // A destructor runs here because of the error that ended this backward, and must not throw another.
   }
 }
 
@@ -172,7 +172,7 @@ void Reducer::on_outer_task(TaskRole of_inner) noexcept {
       case Lifecycle::Outer::Fail: return fail_at_task_end(consumed_text(names(), model_->outcome.why_lost()));
     }
   } catch (...) {
-    // In a destructor, on the way of the error that ended the inner one.
+    // A destructor runs here because of the error that ended the inner task, and must not throw another.
   }
 }
 

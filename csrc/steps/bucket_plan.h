@@ -1,8 +1,8 @@
-// Which gradients are reduced together: a pure function of indices and of facts about the parameters.
+// The plan of which gradients are reduced together: a pure function of indices and of facts about the parameters.
 //
-// Ownership: shared by the model and by the backward that runs by it. Immutable, so any thread may read it.
-// Failure: the constructor throws Error(InvalidUsage) if an index is out of range or occurs twice, or if a bucket is
-// empty or of several dtypes.
+// Ownership: shared by the model and by the backward that runs by it. Immutable, so any thread may read it. Failure:
+// the constructor throws Error(InvalidUsage) if an index is out of range or occurs twice, or if a bucket is empty or of
+// several dtypes.
 #pragma once
 
 #include <cstddef>
@@ -19,7 +19,7 @@
 
 namespace syncengine {
 
-// A parameter, as it is when somebody asks.
+// The size and the dtype that a parameter has at the moment.
 struct Footprint {
   size_t bytes = 0;
   int type = -1;  // its dtype, by torch's number
@@ -50,14 +50,14 @@ struct BucketLayout : std::enable_shared_from_this<BucketLayout> {
   SmallLayout small;
   uint64_t hash;  // of indices, sizes and dtype: equal on all ranks, or the reduction is a Mismatch
 
-  // "bucket 3 of Parallel(GPT) (layer.weight, layer.bias, ...)"
+  // Names the bucket: "bucket 3 of Parallel(GPT) (layer.weight, layer.bias, ...)".
   std::string describe() const;
 };
 
 class BucketPlan {
  public:
-  // One bucket for each list of parameter indices. `provisional`: to be replaced as soon as the order is known in which
-  // gradients are ready.
+  // Makes one bucket of each list of parameter indices. A `provisional` plan is replaced as soon as the order is known
+  // in which gradients become ready.
   BucketPlan(const std::vector<std::vector<size_t>>& indices, const std::vector<Fact>& facts,
              const std::shared_ptr<const ModelNames>& names, bool provisional);
 
@@ -70,10 +70,10 @@ class BucketPlan {
   size_t bucket_of(size_t parameter) const { return places_[parameter].bucket; }
   size_t position_of(size_t parameter) const { return places_[parameter].position; }
 
-  // Whether a parameter that it covers is as large as then, and of the same dtype.
+  // Whether a covered parameter has the size and the dtype that it had when the plan was made.
   bool fits(size_t parameter, const Footprint& now) const { return places_[parameter].footprint == now; }
 
-  // Whether it covers, as they are now, all parameters that `other` covers and that still require a gradient.
+  // Whether this plan covers, as they are now, all parameters that `other` covers and that still require a gradient.
   template <class S>
   bool contains(const BucketPlan& other, S&& sees) const {
     for (size_t i = 0; i < places_.size(); ++i) {
@@ -109,7 +109,7 @@ class BucketPlan {
 // Ownership: the model's. Thread-safety: the reducer's lock. Failure: none.
 class CurrentPlan {
  public:
-  // None until the first one is installed.
+  // False until the first plan is installed.
   explicit operator bool() const { return plan_ != nullptr; }
   const BucketPlan& operator*() const { return *plan_; }
   const BucketPlan* operator->() const { return plan_.get(); }
@@ -117,7 +117,7 @@ class CurrentPlan {
   bool covers(size_t parameter) const { return plan_ && plan_->covers(parameter); }
   bool all_frozen() const { return plan_ && plan_->buckets().empty(); }
 
-  // The last one for which not all parameters were frozen, while they are; null if there was none.
+  // While all parameters are frozen: the last plan before they were; null if there was none.
   const std::shared_ptr<const BucketPlan>& before_frozen() const { return before_frozen_; }
 
   void install(std::shared_ptr<const BucketPlan> plan) {
@@ -129,14 +129,15 @@ class CurrentPlan {
     plan_ = std::move(plan);
     used_ = wanted_ = is_known_ = false;
   }
-  // A backward begins. `shows_order`: it brings gradients in the order in which later ones will.
+  // Called when a backward begins. `shows_order`: it brings gradients in the order in which later ones will.
   std::shared_ptr<const BucketPlan> use(bool shows_order) {
     used_ = shows_order;
     return plan_;
   }
 
-  // Whether another one is to be installed before the next backward: the parameters are not those that it covers, or it
-  // was provisional and the order in which gradients are ready is now known. `changed`: they have, since last asked.
+  // Whether another plan must be installed before the next backward: the parameters are not those that this plan
+  // covers, or the plan is provisional and the order in which gradients become ready is now known. `changed`: some
+  // parameter has changed since the last call.
   template <class S>
   bool is_outdated(bool changed, S&& sees) {
     if (changed || !is_known_) covers_ = plan_ && sees.are_covered_by(*plan_);
@@ -144,7 +145,7 @@ class CurrentPlan {
     wanted_ = !covers_ || knows_order();
     return wanted_;
   }
-  // Whether the plan was provisional, and the order is known now: on all ranks or on none.
+  // Whether the plan is provisional and the order is known now. All ranks give the same answer.
   bool knows_order() const { return plan_ && plan_->provisional() && used_; }
   // The last answer of is_outdated().
   bool is_wanted() const { return wanted_; }
@@ -163,7 +164,7 @@ class CurrentPlan {
 // look-ups, and no allocation.
 class Filling {
  public:
-  // `votes`: the last bucket that is not sparse is the vote, which is announced when this rank's backward has run.
+  // With `votes`, the last bucket that is not sparse is the vote, which is announced when this rank's backward has run.
   Filling(std::shared_ptr<const BucketPlan> plan, bool votes) : plan_(std::move(plan)) {
     buckets_.reserve(plan_->buckets().size());
     for (const auto& layout : plan_->buckets()) {
@@ -177,15 +178,15 @@ class Filling {
     size_t bucket;
     bool first, full;  // it is the first gradient of its bucket; the last one
   };
-  // The gradient of a parameter that the plan covers has come, or what stands in for it.
+  // Notes that the gradient of a covered parameter has come, or a substitute for it.
   Counted count(size_t parameter) {
     const size_t at = plan_->bucket_of(parameter);
     Bucket& bucket = buckets_[at];
     const bool first = std::exchange(bucket.begun, true) == false;
     return {at, first, --bucket.missing == 0};
   }
-  // A bucket is full, and nobody has a gradient in it, if it is `skipped`. Returns whether it goes its way now: the
-  // vote waits for the end.
+  // Notes that a bucket is full, or `skipped` because no rank has a gradient in it. Returns whether it is reduced now:
+  // the vote waits for the end.
   bool filled(size_t bucket, bool skipped) {
     --missing_;
     buckets_[bucket].state = skipped ? State::Skipped : State::Ready;
@@ -200,7 +201,8 @@ class Filling {
   bool all() const { return missing_ == 0; }
   std::optional<size_t> vote() const { return vote_; }
 
-  // Buckets in their order, the same on all ranks, each as soon as it and all before it are full; none: not yet.
+  // Buckets in their order, which is the same on all ranks: each one as soon as it and all before it are full, else
+  // none.
   std::optional<size_t> next_in_order() {
     const bool full = next_ < buckets_.size() && buckets_[next_].state != State::Filling;
     return full ? std::optional(next_++) : std::nullopt;

@@ -1,7 +1,7 @@
 // The words of synchronized forwards about the backward through them; and which parameters are used.
 //
-// Ownership: a Forward is held by the hooks on its outputs, so it is destroyed with the graph, at any time: what a
-// dropped one has said has no effect. Thread-safety: the reducer's lock, but for that. Failure: tell() throws
+// Ownership: the hooks on its outputs hold a Forward, so it is destroyed with the graph, at any time: a Forward that is
+// gone says nothing any more. Thread-safety: the reducer's lock, but for that destruction. Failure: tell() throws
 // Error(InvalidUsage).
 #pragma once
 
@@ -19,7 +19,7 @@
 
 namespace syncengine {
 
-// Which mean a backward makes: the sum of weight * gradient over all ranks, divided by `divisor`.
+// The mean that a backward makes: the sum of weight * gradient over all ranks, divided by `divisor`.
 struct Weighting {
   double divisor;       // the same on all ranks
   double weight = 1.0;  // of this rank's gradients
@@ -40,15 +40,15 @@ struct Forward {
 // The forwards that a backward may come from.
 class Forwards {
  public:
-  // Keeps `forward` itself if none of its outputs does.
+  // Expects a backward from `forward`. Holds the Forward if none of its outputs does.
   void expect(const std::shared_ptr<Forward>& forward) {
     std::erase_if(forwards_, [](const auto& weak) { return weak.expired(); });
     forwards_.push_back(forward);
     if (forward->outputs.empty()) kept_ = forward;
   }
 
-  // In the backward's first graph task: the plan to go by, the same on all ranks. The `current` one, unless parameters
-  // were frozen or changed for a later forward than this backward comes from.
+  // The plan for a backward, the same on all ranks, asked in its first graph task: the `current` one, unless parameters
+  // were frozen or changed for a later forward than the one from which this backward comes.
   template <class S>
   std::shared_ptr<const BucketPlan> plan(const std::shared_ptr<const BucketPlan>& current, S&& sees) const {
     auto plan = current;
@@ -60,19 +60,19 @@ class Forwards {
     return plan;
   }
 
-  // No backward comes from them any more.
+  // Notes that no backward of these forwards will average any more.
   void give_up(const std::string& reason) const {
     for (const auto& forward : alive()) forward->given_up = reason;
   }
 
-  // In the backward's first graph task: adds to `all` what each says, and, if it `looks_for_unused`, what else the
-  // backward reaches. Throws if two say different weights.
+  // Adds to `all` what each forward says, and, if it `looks_for_unused`, what else the backward reaches. Called in the
+  // backward's first graph task. Throws if two forwards say different weights.
   template <class S>
   void tell(Forward& all, const ModelNames& names, bool looks_for_unused, S&& sees) const {
     auto told = alive();
     auto same = [&](const auto& forward) { return forward->weighting == told[0]->weighting; };
     if (told.size() > 1 && (looks_for_unused || !std::all_of(told.begin(), told.end(), same))) {
-      // Forwards that were dropped, though something still holds their graph, are none of this backward's.
+      // A forward that was dropped, though something still holds its graph, has no part in this backward.
       const auto last = told.back();
       std::erase_if(told, [&](const auto& forward) { return !sees.is_in_this_task(*forward); });
       if (told.empty()) told.push_back(last);
@@ -103,15 +103,15 @@ class Forwards {
   std::shared_ptr<Forward> kept_;  // the last of them, if its outputs don't keep it
 };
 
-// Which parameters have had a gradient since the last synchronization, here and on any rank: for models in which some
-// may be unused, in each backward or always. Under no_sync it goes on counting.
+// The parameters that have had a gradient since the last synchronization, here and on any rank: for models in which
+// some may be unused, in each backward or always. Backwards under no_sync count, too.
 //
-// Ownership: the model's; what is reduced is shared with its operation, which may outlive a backward that was given up.
-// Thread-safety: the reducer's lock. Failure: none.
+// Ownership: the model's; flags that are reduced are shared with their operation, which may outlive a backward that was
+// given up. Thread-safety: the reducer's lock. Failure: none.
 
 // A graph that is the same in every iteration: the first synchronized backward shows how often each parameter's hook
-// fires (more than once under reentrant checkpoints), and the later ones count down. One in which a rank had no batch
-// does not count as the first: the graph is observed on all ranks in the same backward.
+// fires (more than once under reentrant checkpoints), and the later ones count down. A backward in which a rank had no
+// batch does not count as the first, so that the graph is observed on all ranks in the same backward.
 
 class StaticGraph {
  public:
@@ -146,8 +146,8 @@ class Usage {
     if (!static_graph_) static_graph_.emplace(here_.size());
   }
 
-  // Whether each forward looks for unused parameters; whether some may be unused; whether the coming backward, or this
-  // one, shows which are.
+  // finds_unused(): each forward looks for unused parameters. tracks(): some may be unused. observes(): the coming or
+  // present backward shows which are.
   bool finds_unused() const { return find_unused_ && !static_graph_; }
   bool tracks() const { return find_unused_ || static_graph_; }
   bool observes() const { return static_graph_ && !static_graph_->observed(); }
@@ -160,7 +160,7 @@ class Usage {
 
   bool here(size_t parameter) const { return here_[parameter]; }
   bool anywhere(size_t parameter) const { return (*anywhere_)[parameter] != 0; }
-  // To be reduced by its maximum.
+  // The flags of this rank, which the caller reduces by their maximum, and which anywhere() reads then.
   std::shared_ptr<std::vector<uint8_t>> share() {
     anywhere_ = std::make_shared<std::vector<uint8_t>>(here_.begin(), here_.end());
     return anywhere_;

@@ -1,21 +1,21 @@
 // The steps of one model on one rank: which phase they are in, and what follows when something happens to them.
 //
-//   phase        what has happened                                     what comes next
-//   Local        nothing yet, or the last forward was under no_sync    a synchronized forward: Armed
-//   Armed        a synchronized forward has run, perhaps several       the first hook of a backward: Syncing
-//   Syncing      their backward has begun                              its end, with all buckets there: Finalizing
-//   Finalizing   some thread waits for the averages                    they are in .grad: Consumed
-//   Consumed     it is over, well or not; no forward has run since     a forward: Armed, or Local
+//     phase        what has happened                                     what comes next
+//     Local        nothing yet, or the last forward was under no_sync    a synchronized forward: Armed
+//     Armed        a synchronized forward has run, perhaps several       the first hook of a backward: Syncing
+//     Syncing      their backward has begun                              its end, with all buckets there: Finalizing
+//     Finalizing   some thread waits for the averages                    they are in .grad: Consumed
+//     Consumed     it is over, well or not; no forward has run since     a forward: Armed, or Local
 //
 // From Armed to Consumed there is a backward; any error on the way, here or on a rank that refuses the step, gives it
 // up, which also leads to Consumed. A rank without a batch goes from Consumed to Finalizing at once.
 //
-// A method either answers a question, from this state and from facts that it asks for (Sees), or tells what has been
-// done. Whoever calls carries the answer out before the next call. Where something is to be waited for in between,
-// there is one call before the wait and one behind it, since all may have changed meanwhile.
+// A method either answers a question, from this state and from facts that it asks for (Sees), or notes what has been
+// done. The caller carries the answer out before the next call. If something must be waited for in between, there is
+// one call before the wait and one after it, since everything may have changed meanwhile.
 //
-// Ownership: none; a copy goes on by itself, so that a test can walk all that may happen. Thread-safety: the reducer's
-// lock; phase() and claimed() may be read without it. Failure: none.
+// Ownership: none; a copy goes on by itself, so that a test can walk everything that may happen. Thread-safety: the
+// reducer's lock; phase() and claimed() may be read without it. Failure: none.
 #pragma once
 
 #include <atomic>
@@ -26,8 +26,8 @@ namespace syncengine {
 
 enum class Phase : uint8_t { Local, Armed, Syncing, Finalizing, Consumed };
 
-// Facts that autograd, other wrappers and the engine know, as they are at that moment. Each is asked only where a
-// decision needs it, since some cost more than the decision.
+// Facts that autograd, other wrappers and the engine know, as they are at that moment. Each is asked only if a decision
+// needs it, since some cost more than the decision.
 template <class S>
 concept Sees = requires(S& sees, size_t parameter) {
   sees.in_task();                     // a graph task runs on this thread
@@ -66,7 +66,8 @@ enum class Attribution : uint8_t {
   Consumed,  // refused: the forward's backward has been averaged, or lost, before
 };
 
-// Asks nothing in Local, Syncing and Finalizing, and elsewhere what still matters: the last question is dear, see Sees.
+// Asks nothing in Local, Syncing and Finalizing, and in other phases only what still matters: the last question is
+// expensive, see Sees.
 template <class S>
 constexpr Attribution attribute(const Standing& here, size_t parameter, S&& sees) {
   switch (here.phase) {
@@ -82,7 +83,7 @@ constexpr Attribution attribute(const Standing& here, size_t parameter, S&& sees
   return sees.runs_forwards_graph() ? Attribution::Consumed : Attribution::Foreign;
 }
 
-// Written under a lock, and read at any time by any thread.
+// A value that is written under a lock, and read at any time by any thread.
 template <class T>
 class Published {
  public:
@@ -103,10 +104,10 @@ class Lifecycle {
  public:
   Phase phase() const { return phase_; }
   bool claimed() const { return claimed_; }
-  // Gradients are awaited; a backward has begun that has not ended.
+  // Whether gradients are awaited; whether a backward has begun that has not ended.
   bool awaits() const { return is(Phase::Armed, Phase::Syncing); }
   bool is_unfinished() const { return is(Phase::Syncing, Phase::Finalizing); }
-  // The number of steps so far, which all ranks count alike; and of forwards, outside of backwards.
+  // The number of steps so far, which all ranks count alike; and the number of forwards, outside of backwards.
   uint64_t step() const { return step_; }
   uint64_t forwards() const { return forwards_; }
   bool hooks_removed() const { return hooks_removed_; }
@@ -116,7 +117,7 @@ class Lifecycle {
 
   // --- A forward
 
-  // Whether this one is a part of a backward: a checkpoint computes anew what it has not kept.
+  // Whether this forward is a part of a backward: a checkpoint computes again what it has not kept.
   template <Sees S>
   bool is_recomputed(S&& sees) const {
     return phase_ == Phase::Syncing && sees.in_task();
@@ -140,7 +141,7 @@ class Lifecycle {
     claimed_ = false;
     if (phase_ == Phase::Consumed && !synchronize) phase_ = Phase::Local;
   }
-  // `outputs_hooked`: output() will be asked when a backward comes through it.
+  // `outputs_hooked`: output() will be asked when a backward comes through an output.
   void forward_ended(bool outputs_hooked) {
     outputs_hooked_ = outputs_hooked;
     phase_ = Phase::Armed;
@@ -164,7 +165,7 @@ class Lifecycle {
     Spent,   // an error: the forward's backward has been averaged, or lost, before
     Claims,  // it is the one that is expected
   };
-  // A backward reaches an output; `own`: of a forward under no_sync.
+  // Called when a backward reaches an output; `own` if that is an output of a forward under no_sync.
   template <Sees S>
   Output output(bool own, S&& sees) {
     if (own) return sees.accumulates() ? Output::Own : Output::Ignore;
@@ -179,7 +180,7 @@ class Lifecycle {
     return attribute({phase_, claimed_, is_ending(), outputs_hooked_}, parameter, sees);
   }
   void backward_begins() { phase_ = Phase::Syncing; }
-  // The step has buckets, or a vote of its own: all ranks will announce or refuse something of it.
+  // Counts the step if it has buckets, or a vote of its own: all ranks will announce or refuse something of it.
   void step_begins() { ++step_; }
 
   enum class End : uint8_t {
@@ -194,17 +195,17 @@ class Lifecycle {
     if (phase_ == Phase::Armed) claimed_ = false;
     if (phase_ == Phase::Consumed) return lost_ ? End::Lost : End::Join;
     if (phase_ != Phase::Syncing) return End::Wait;
-    // The outermost task ends last: only then all hooks have fired. It is the one in which output() is asked.
+    // The outermost task ends last, and only then have all hooks fired. It is the task in which output() is asked.
     const bool observed = sees.observes() && !sees.in_our_task() && (outputs_hooked_ || sees.is_outermost());
     if (!sees.collected_all() && !observed) return End::Wait;
     phase_ = Phase::Finalizing;
     return End::Finalize;
   }
-  // This rank has no batch, and has brought what stands in for all gradients.
+  // Notes that this rank has no batch, and has brought substitutes for all gradients.
   void shadow_waits() { phase_ = Phase::Finalizing; }
 
-  // A graph task has been dropped without its end. It is known by the number of its backward, and by how many forwards
-  // there had been when it began: what later ones have made is left alone.
+  // The loss by a graph task that was dropped before its end. The task is known by the number of its backward, and by
+  // how many forwards there had been when it began: later forwards and their gradients are left alone.
   struct TaskLoss {
     bool step, averages, keeps;  // raised(Backward) is next; raised(BehindAverages) is; .grad stays as it is
   };
@@ -214,11 +215,11 @@ class Lifecycle {
     return {!is_later && awaits(), ended_well, is_later};
   }
   enum class Outer : uint8_t { Leave, Watch, Fail };
-  // An inner task has ended on this thread, which took part in the backward (`ours`), or whose gradients were none of
-  // this model's, as far as could be known there.
+  // Called when an inner task has ended on this thread: it took part in the backward (`ours`), or its gradients
+  // belonged to no forward of this model, as far as could be known there.
   template <Sees S>
   Outer outer_task(bool ours, S&& sees) const {
-    // The average may have been delivered, and the task around it be one that only happens to run a backward.
+    // If the average has been delivered, the task around may be one that only happens to run a backward inside.
     if (ours) return phase_ == Phase::Syncing || sees.runs_forwards_nodes() ? Outer::Watch : Outer::Leave;
     const bool spent = phase_ == Phase::Consumed && !sees.in_our_task() && sees.runs_forwards_graph();
     return spent ? Outer::Fail : Outer::Leave;
@@ -226,7 +227,7 @@ class Lifecycle {
 
   // --- Its end
 
-  // `backward`: its number.
+  // `backward` is the number of the backward whose averages were delivered.
   void delivered(uint64_t backward) {
     ended_well_ = backward;
     ended_well_behind_ = forwards_;
@@ -237,7 +238,7 @@ class Lifecycle {
     claimed_ = false;
     phase_ = Phase::Consumed;
   }
-  // A step of several micro-batches is dropped. Whether a backward was expected that does not come.
+  // Drops a step of several micro-batches. Returns whether a backward was expected, which does not come.
   bool drop_step() const { return phase_ == Phase::Armed; }
   void remove_hooks() {
     hooks_removed_ = true;
@@ -258,7 +259,7 @@ class Lifecycle {
     if (where == Where::BehindAverages) return lost_ ? Loss::Nothing : is_unfinished() ? Loss::Aborts : Loss::Here;
     return !is_unfinished() && sees.has_plan() && !sees.has_failed() ? Loss::BeginsStep : Loss::Here;
   }
-  // How the peers learn of it, asked when the step has begun: its plan may be another forward's than the last.
+  // The way in which peers learn of the error, asked when the step has begun, as its plan may be another forward's.
   enum class Tell : uint8_t {
     Nobody,  // nobody waits: the communicator has failed, or there are no buckets
     Refuse,  // the step is refused, and all go on
@@ -270,14 +271,14 @@ class Lifecycle {
     if (sees.can_refuse()) return Tell::Refuse;
     return sees.all_frozen() ? Tell::Nobody : Tell::Abort;
   }
-  // The step is lost here, whichever rank has refused it.
+  // Notes that the step is lost here, whichever rank has refused it.
   void step_lost() {
     lost_ = true;
     backward_ended();
   }
 
-  // A refused step ends on all ranks before another one begins. `undecided`: it is decided there whether this rank
-  // keeps the gradients that it had, since the error came in forward.
+  // Notes that a refused step must end on all ranks before another one begins. `undecided`: the error came in forward,
+  // and only then is it decided whether this rank keeps the gradients that it had.
   void refusal_ends(bool undecided) { ending_ = undecided ? Ending::Undecided : Ending::Decided; }
   void refusal_ended() { ending_ = Ending::No; }
   bool is_ending() const { return ending_ != Ending::No; }

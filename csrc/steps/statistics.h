@@ -7,7 +7,7 @@
 
 namespace syncengine {
 
-// Why a gradient could not be reduced in the memory where autograd left it. Python has them by name.
+// The reason why a gradient could not be reduced in the memory where autograd left it. Python has them by name.
 enum class CopyReason : uint8_t {
   SharedStorage,  // something else holds the memory, and might still read it in this backward
   Layout,         // strides are not the parameter's: ranks would disagree on the order of elements; or a lazy conj()
@@ -21,7 +21,7 @@ enum class CopyReason : uint8_t {
 inline constexpr std::array kCopyReasons{"shared storage", "layout",    "graph",       "small",
                                          "unused",         "comm hook", "compression", "bucket"};
 
-// Why a gradient lay where peers do not reach it, or could not be reduced there.
+// The reason why peers do not reach a gradient, or why it could not be reduced where it lies.
 enum class StageReason : uint8_t {
   Setting,      // gradient_memory="torch", or an engine without a pool
   Numerics,     // "ring" scales before it adds

@@ -1,13 +1,13 @@
-// The last steps of a model, as they were: when their parts began, and each rank's own time in them, which it tells
-// with the step behind, in a word that travels with the last dense bucket's flags; a step without such a bucket has an
-// operation for it. syncengine/parallel/summary.py makes numbers of them: for the line at the end of a run, for
-// loggers, for DDP's logging data, and to say who is late.
+// The last steps of a model: when their parts began, and each rank's own time in them. A rank tells its time with the
+// next step, in a word that travels with the last dense bucket's flags; a step without such a bucket has an operation
+// for it. syncengine/parallel/summary.py makes numbers of them: for the line at the end of a run, for loggers, for
+// DDP's logging data, and to say who is late.
 //
 // A step lasts from the end of one synchronized backward to the end of the next one, so it includes what the program
 // does in between. Its wait begins with the end of this rank's own backward and ends when the averages are there.
 //
 // Ownership: shared by the reducer and by Python, which may ask when the reducer is gone. Thread-safety: any thread.
-// Failure: none. Knows no torch. Costs of a step: five readings of the clock, and no allocation but that of its stamps.
+// Failure: none. Costs of a step: five readings of the clock, and no allocation but that of its stamps.
 #pragma once
 
 #include <algorithm>
@@ -23,7 +23,8 @@
 
 namespace syncengine {
 
-// Four times in microseconds, 16 bits each: 11 of mantissa and 5 of exponent. 0 stands for no times.
+// Packs four times in microseconds into 16 bits each: 11 of mantissa and 5 of exponent. 0 means that there are no
+// times.
 inline uint64_t pack_stamp(const PhaseClock::Own& own) {
   uint64_t stamp = 0;
   for (size_t phase = 0; phase < own.size(); ++phase) {
@@ -38,7 +39,7 @@ class StepTimes {
  public:
   static constexpr size_t kKept = 1024, kCompared = 100;  // steps: with their times, and with their stamps
 
-  // When things happened in a step: trace::now()'s nanoseconds; 0 for what did not happen.
+  // Times of the events of a step, in trace::now()'s nanoseconds; 0 for events that did not happen.
   struct Step {
     int64_t before = 0;   // the last step ended
     int64_t forward = 0;  // these begin
@@ -53,7 +54,7 @@ class StepTimes {
     std::vector<std::vector<uint64_t>> stamps = {};  // by step and rank, the last step behind
   };
 
-  // A synchronized backward has ended well, which has reduced `bytes`. Returns when the last one had, or 0.
+  // Notes that a synchronized backward has ended well and has reduced `bytes`. Returns when the last one ended, or 0.
   int64_t end(Step step, uint64_t bytes) {
     std::lock_guard lock(mutex_);
     step.before = std::exchange(last_end_, step.end);
@@ -63,13 +64,13 @@ class StepTimes {
     return step.before;
   }
 
-  // One has failed: what comes until the next one ends is no step.
+  // Notes that a synchronized backward has failed: the time until the next one ends is no step.
   void interrupt() {
     std::lock_guard lock(mutex_);
     last_end_ = 0;
   }
 
-  // The stamps of all ranks, of one step. Of one in which fewer than two have any, nothing can be compared.
+  // Keeps all ranks' stamps of one step, unless fewer than two ranks have any, so that there is nothing to compare.
   void compare(std::vector<uint64_t> stamps) {
     if (std::count(stamps.begin(), stamps.end(), 0) + 2 > static_cast<ptrdiff_t>(stamps.size())) return;
     std::lock_guard lock(mutex_);

@@ -9,16 +9,16 @@
 
 namespace syncengine {
 
-// The names that a message calls a model and its parameters by.
+// The names by which texts call a model and its parameters.
 struct ModelNames {
   std::string model;                    // "Parallel(GPT)"
   std::vector<std::string> parameters;  // by index
 };
 
-// "rank 1 raised in forward: ..." or "rank 1: the text". `rank`: of the whole job, here as below.
+// "rank 1 raised in forward: ..." or "rank 1: the text". `rank` is a rank of the whole job, here and below.
 std::string said_by(int rank, const std::string& text);
 
-// The text for the exception that is being handled: what an Error says; any other only ends the backward.
+// The text for the exception that is being handled: an Error's own text; for any other only that backward has ended.
 std::string text_for_peers();
 
 // A parameter of the plan, and whether this backward has brought its gradient.
@@ -26,14 +26,14 @@ struct Awaited {
   size_t parameter;
   bool came;
 };
-// For a backward that waits for gradients that did not come. `awaited`: in the order in which they were registered.
+// The error of a backward that waits for gradients that did not come. `awaited` is in the order of registration.
 std::string unfinished_text(const ModelNames& names, const std::vector<Awaited>& awaited, int rank, bool is_static);
 
 std::string second_backward_text(const ModelNames& names);
 std::string two_weights_text(const ModelNames& names);
 std::string removed_text(const ModelNames& names);
 std::string dropped_text(const ModelNames& names);
-// `lost`: why the step of that forward was, if it was.
+// `lost` says why the step of that forward was lost, if it was.
 std::string consumed_text(const ModelNames& names, const std::string& lost);
 std::string uncovered_text(const ModelNames& names, size_t index);
 std::string left_text(const ModelNames& names, size_t index);

@@ -19,14 +19,14 @@ void Backward::begin() {
   if (auto plan = forwards.plan(model_.plan.shared(), model_.parameters); plan != model_.plan.shared()) {
     model_.install(std::move(plan));
   }
-  // The first iteration of a static graph says nothing about the order in which gradients are ready.
+  // The first iteration of a static graph does not show the order in which gradients become ready.
   plan_ = model_.plan.use(/*shows_order=*/!usage.observes());
   if (!plan_->buckets().empty()) model_.life.step_begins();
   model_.record.begin_backward(model_.parameters.size(), plan_->buckets().size());
   if (usage.observes()) usage.static_graph()->begin_observation();
   if (model_.flat) model_.flat->begin();
   asks_usage_ = usage.finds_unused() || usage.observes();
-  // Where buckets may be skipped, none is announced in every step.
+  // If buckets may be skipped, none of them is announced in every step, and none can be the vote.
   filling_.emplace(plan_, model_.route->can_be_refused() && !model_.options.skip_all_reduce_unused_params);
   buckets_.reserve(plan_->buckets().size());
   for (const auto& layout : plan_->buckets()) {
@@ -87,7 +87,7 @@ bool Backward::bring(size_t index, const at::Tensor& incoming) {
   if (hooks == UserHooks::Hasty || (watched && has_hasty_optimizer(parameter))) {
     throw Error(ErrorKind::InvalidUsage, hasty_text(names(), index));
   }
-  // By a part of two models: both reduce what this rank has.
+  // The parameter may be a part of two models, and both reduce this rank's gradient.
   const bool kept = watched || parameters.another_has(index, Interest::Awaits);
   const bool is_static = model_.usage.is_static();
   if (is_static && !is_last_fire(index, incoming, kept)) return false;
@@ -155,7 +155,7 @@ void Backward::collect_absent() {
   for (size_t i = 0; i < model_.parameters.size(); ++i) {
     if (!plan_->covers(i)) continue;
     gradient(i).collect_absent();
-    model_.record.ready_order.push_back(i);  // as DDP: who was never asked gives the order of registration
+    model_.record.ready_order.push_back(i);  // as in DDP: without a question, the order of registration
     count_collected(i);
   }
 }
@@ -206,7 +206,7 @@ void Backward::finish(std::mutex& mutex) {
   Communicator& communicator = *model_.averaging.communicator;
   if (model_.options.skip_all_reduce_unused_params) check_skipped();
   std::shared_ptr<Work> vote;
-  // Carries the stamps where no bucket does. On devices nobody waits here, so what ranks spend by the host's clock says
+  // Carries the stamps if no bucket does. On devices nobody waits here, so the ranks' times by the host's clock say
   // little.
   std::shared_ptr<std::vector<uint8_t>> told;
   std::vector<uint64_t> stamps(communicator.size());
@@ -257,7 +257,7 @@ void Backward::average_sparse_gradients() {
       average_sparse(gathered, communicator, told_.weighting.divisor, model_.parameters.model(), merges, look);
 }
 
-// Ranks that skip what others reduce would wait for each other forever.
+// Checks that all ranks skip the same buckets: a rank that skipped what others reduce would be waited for for ever.
 void Backward::check_skipped() const {
   Communicator& communicator = *model_.averaging.communicator;
   if (usage_work_) communicator.wait(usage_work_, raise_pending_signal);

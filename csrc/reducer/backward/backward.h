@@ -6,7 +6,7 @@
 // the vote runs, every rank has announced everything.
 //
 // Ownership: the reducer's; operations in flight hold the memory that they work on. Thread-safety: the reducer's lock,
-// but for Route::finish(). Failure: throws what the communicator throws; StepRefused where a rank has refused the step.
+// except for Route::finish(). Failure: throws what the communicator throws; StepRefused if a rank has refused the step.
 #pragma once
 
 #include <cstddef>
@@ -28,7 +28,7 @@ namespace syncengine {
 
 class Backward {
  public:
-  // `model` outlives it.
+  // `model` must outlive the backward.
   explicit Backward(Model& model) : model_(model) {}
 
   // --- Before it runs
@@ -38,24 +38,24 @@ class Backward {
 
   // --- While it runs
 
-  // Takes what the forwards say that it comes from, and goes by the model's plan and route. Throws InvalidUsage if two
-  // forwards say different weights, or another backward has completed the step.
+  // Takes what the forwards that it comes from say, and uses the model's plan and route. Throws InvalidUsage if two
+  // forwards say different weights, or if another backward has completed the step.
   void begin();
   bool has_begun() const { return filling_.has_value(); }
 
-  // A parameter's hook has fired. Returns whether that was its gradient: of a static graph only the last time is.
-  // Throws InvalidUsage where it can't be averaged any more.
+  // Takes a gradient, as a parameter's hook has fired. Returns whether that was the whole gradient: in a static graph
+  // only the last firing is. Throws InvalidUsage if the gradient can't be averaged any more.
   bool bring(size_t index, const at::Tensor& incoming);
-  // Those that are known not to come. Throws InvalidUsage where this rank has accumulated a gradient that no bucket
-  // has.
+  // Collects substitutes for the gradients that are known not to come. Throws InvalidUsage if this rank has accumulated
+  // a gradient that is in no bucket.
   void collect_missing();
-  // All of a static graph that has been observed. The order in which they came is not the one in which later backwards
-  // will bring them, so it is not noted.
+  // Collects all gradients of a static graph that has been observed. Later backwards will bring them in another order,
+  // so the order is not noted.
   void collect_observed();
-  void collect_absent();  // of all: this rank has no batch
+  void collect_absent();  // substitutes for all gradients: this rank has no batch
 
   bool collected_all() const { return !filling_ || filling_->all(); }
-  // See Filling.
+  // The bucket that Filling::next_in_order() names, or null.
   Bucket* next_in_order() {
     const auto next = filling_->next_in_order();
     return next ? &buckets_[*next] : nullptr;
@@ -63,17 +63,17 @@ class Backward {
 
   // --- Its end
 
-  // Announces the vote, under the reducer's `mutex`, and waits for all. Without the lock, on one thread.
+  // Announces the vote, under the reducer's `mutex`, and waits for all buckets. Called without the lock, by one thread.
   void finish(std::mutex& mutex);
 
-  // Who has brought what is not finite, if that is asked for. Known after finish(); empty: nobody.
+  // The text about ranks that brought NaN or infinity, if that is asked for. Known after finish(); empty if none did.
   const std::string& nonfinite() const { return nonfinite_; }
 
-  // Puts the averages into .grad. Adds the parameters whose .grad has been written to `written`, if users have hooks on
-  // any.
+  // Puts the averages into .grad. Adds to `written` the parameters whose .grad was written, if users have hooks on any
+  // parameter.
   void deliver(std::vector<size_t>& written);
 
-  // It was given up.
+  // Ends the backward when it is given up.
   void drop();
   bool is_over() const { return is_over_; }
 
@@ -83,13 +83,13 @@ class Backward {
   Filling& filling() { return *filling_; }
   const Weighting& weighting() const { return told_.weighting; }
   uint64_t step() const { return model_.life.step(); }
-  // Null: it is not asked for.
+  // The watch for NaN and infinity; null if nobody asks for it.
   const NonfiniteWatch* watch() const { return watch_ ? &*watch_ : nullptr; }
-  // Without memory; added in the order that this backward's sums have.
+  // An operation without memory yet, which is added up in the order that this backward's sums have.
   Operation operation_of(const BucketLayout& layout) const;
-  // The vote tells all ranks each one's times of the last step: this rank's go into its flags, and all come out.
+  // Adds this rank's times of the last step to the vote's flags, which bring back all ranks' times.
   void add_stamp(const Bucket& bucket, std::vector<uint64_t>& flags) const;
-  // It is complete, and goes its way as the operation at this place. Does nothing if this rank is not traced.
+  // Traces a bucket that is complete and becomes the operation at this place. Does nothing if this rank is not traced.
   void trace_bucket(const Bucket& bucket, const Work::Place& place) const;
 
  private:
@@ -104,7 +104,7 @@ class Backward {
 
   Model& model_;
   std::shared_ptr<const BucketPlan> plan_;
-  Forward told_{};  // by the forwards that it comes from
+  Forward told_{};  // told by the forwards that it comes from
   std::optional<TreeStep> step_;
   bool asks_usage_ = false;
   std::vector<Bucket> buckets_;

@@ -68,7 +68,7 @@ bool Model::wants_plan(bool changed) {
   return true;
 }
 
-// DDP makes buckets at wrapping and when it makes them anew, and moves the gradients that are there into them.
+// DDP makes buckets at wrapping and when it makes them anew, and moves existing gradients into them.
 void Model::keep_gradients() {
   if (averaging.scaling != Scaling::DivideViewed) return;
   for (Gradient& gradient : parameters.gradients()) gradient.keep();

@@ -2,7 +2,7 @@
 // has a lifetime of its own.
 //
 // Ownership: the reducer's; the address stays. Thread-safety: the reducer's lock, unless a part says otherwise.
-// Failure: throws Error(InvalidUsage) for what can't be asked for, or not now.
+// Failure: throws Error(InvalidUsage) for settings that are not possible, or not now.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -34,8 +34,8 @@
 
 namespace syncengine {
 
-// Where a model's large gradients lie on CPUs: in the communicator's pool, as far as it has room. Empty on devices, and
-// where the user wants torch's memory. The pool is the communicator's and lives for ever.
+// Memory for a model's large gradients on CPUs, in the communicator's pool as far as that has room. Empty on devices,
+// and if the user wants torch's memory. The pool is the communicator's and lives for ever.
 
 class PooledGradients {
  public:
@@ -55,7 +55,7 @@ class PooledGradients {
     if (!pool_ || (habits_ && habits_->sizes == plan.pooled_sizes())) return;
     habits_ = std::make_shared<gradient_memory::AllocationHabits>(plan.pooled_sizes());
   }
-  // What the graph task on this thread allocates for gradients lies in the pool. `accumulates`: there are gradients
+  // Puts the gradients that the graph task on this thread allocates into the pool. `accumulates`: there are gradients
   // already.
   void use_in_this_task(bool accumulates) {
     if (!pool_ || !habits_ || std::exchange(task_, GraphTasks::current()) == GraphTasks::current()) return;
@@ -68,7 +68,7 @@ class PooledGradients {
         },
         [grant](bool) { grant->revoke(); });
   }
-  // A gradient's memory is about to be reduced. Returns why peers can't do it there, if they can't.
+  // Notes that a gradient's memory is about to be reduced. Returns why peers can't do that there, if they can't.
   std::optional<StageReason> note(const void* memory, size_t bytes) {
     if (!pool_) return StageReason::Setting;
     if (pool_->owns(memory, bytes)) return std::nullopt;
@@ -85,9 +85,9 @@ class PooledGradients {
 class Backward;
 
 struct Model {
-  // All the parameters that might ever be synchronized, whether they require a gradient now or not; the same on all
-  // ranks. `sparse`, of each: whether its gradients are of sparse layout. `lane`: of the device where they lie; null
-  // for CPUs.
+  // `tensors` are all the parameters that might ever be synchronized, whether they require a gradient now or not; the
+  // same on all ranks. `sparse` says for each whether its gradients are of sparse layout. `lane` is that of their
+  // device; null for CPUs.
   Model(std::vector<at::Tensor> tensors, ModelNames names, const std::shared_ptr<Communicator>& communicator,
         const std::vector<bool>& sparse, const ReducerOptions& asked, std::unique_ptr<BucketLane> lane);
   Model(const Model&) = delete;
@@ -95,68 +95,69 @@ struct Model {
 
   const ReducerOptions options;
 
-  // As long as the model.
+  // Parts that live as long as the model.
   Averaging averaging;
   Parameters parameters;
   Usage usage;
   Record record;
   const std::unique_ptr<FlatBuckets> flat;  // null on CPUs
   PooledGradients pooled;
-  // Until another takes its place.
+  // The plan and the route, each until another takes its place.
   CurrentPlan plan;
   std::unique_ptr<Route> route;
-  // From one step to the next.
+  // Parts that last from one step to the next.
   Lifecycle life;
   Outcome outcome;
-  // As long as a forward, and a backward.
+  // Parts that live as long as a forward, and a backward.
   std::shared_ptr<Forward> forward;    // has begun, and not ended
-  std::shared_ptr<Backward> backward;  // that comes next, or runs
-  // As long as this rank's last micro-batch of it.
+  std::shared_ptr<Backward> backward;  // the one that comes next, or runs
+  // The step that this rank's last micro-batch completes, as long as that runs.
   std::optional<TreeStep> step;
-  // How many have begun through outputs of this model, averaged or this rank's own.
+  // The number of backwards that have begun through outputs of this model, averaged or this rank's own.
   uint64_t backwards = 0;
 
-  // These two, made if there is none.
+  // The coming forward and backward, made if there is none.
   Forward& coming_forward();
   Backward& coming_backward();
 
-  // Whether a backward has completed the step; what it has left is forgotten.
+  // Forgets the step if a backward has completed it, and returns whether one has.
   bool end_step();
 
-  // Collective, once, and before the first plan; without the lock, since nobody reads slots before that. Blocks.
-  // Returns the first slot. `copy_of`: that of the model that this one is a copy of, if any; the same on all ranks.
-  // Throws InvalidUsage on all ranks if there are no slots left.
+  // Reserves the model's slots, and returns the first one. Collective, once, before the first plan; without the lock,
+  // since nobody reads slots before that. Blocks. `copy_of` is the first slot of the model that this one is a copy of,
+  // if any, the same on all ranks. Throws InvalidUsage on all ranks if there are no slots left.
   uint64_t reserve_slots(std::optional<uint64_t> copy_of);
-  // Before a forward, for which parameters have `changed`: see CurrentPlan.
+  // Called before a forward, for which parameters have `changed`: see CurrentPlan.
   bool wants_plan(bool changed);
-  // Not in the middle of a backward; nor, the first, before slots are reserved.
+  // Not to be called in the middle of a backward, nor before slots are reserved.
   void install_plan(const std::vector<std::vector<size_t>>& buckets, bool provisional);
   void install(std::shared_ptr<const BucketPlan> of_another_forward);
-  // A gradient has come that is to be averaged. If all parameters were frozen for the last forward, it is from another
-  // graph, and goes by the plan of before.
+  // Called when a gradient that is to be averaged has come. If all parameters were frozen for the last forward, the
+  // gradient is from another graph, and uses the plan from before.
   void thaw() {
     if (plan.before_frozen()) install(plan.before_frozen());
   }
-  // At most one of these, between backwards: all gradients go through a hook; or travel in a smaller dtype, scaled as
-  // torch's compressing hooks do (`divides_first`) or as without; or as without, but scaled as torch's all-reduce hook.
+  // At most one of these is called, between backwards. With a hook, all gradients go through the hook. With
+  // compression, they travel in a smaller dtype, scaled as torch's compressing hooks do (`divides_first`) or as usual.
+  // With the all-reduce hook, they are only scaled as torch's all-reduce hook does.
   void set_comm_hook(std::unique_ptr<c10d::CommHookInterface> hook);
   void set_compression(at::ScalarType type, bool divides_first);
   void set_all_reduce_hook();
-  // Before the first backward.
+  // Must be called before the first backward.
   void set_static_graph();
 
-  // Whether ranks can refuse a step: not where peers wait for something else than announced buckets,
-  // or all parameters are frozen.
+  // Whether ranks can refuse a step. They can't if peers wait for anything but announced buckets, or if all parameters
+  // are frozen.
   bool can_refuse() const { return plan && !plan.all_frozen() && route->can_be_refused() && !options.waits_in_between; }
-  // Announces that a step of this rank has nothing more to say than these bytes, as announce() does; its end is waited
-  // for.
+  // Announces that this rank's step ends with these bytes, as announce() does; the caller waits for the work.
   std::shared_ptr<Work> vote(std::shared_ptr<std::vector<uint8_t>> bytes) const;
-  // Of bytes that are no gradients: announces their maximum.
+  // Announces bytes that are no gradients, which become their maximum over all ranks.
   std::shared_ptr<Work> announce(size_t slot, std::shared_ptr<std::vector<uint8_t>> bytes, const char* what) const;
-  // Nothing comes of what a backward has collected, or was to: .grad stays as it is, or becomes None. Under the GIL.
+  // Drops what a backward has collected, or was to collect: .grad stays as it is, or becomes None. Called under the
+  // GIL.
   void let_go_of_gradients(bool keeps);
 
-  // The graph task on this thread brings gradients.
+  // Called when the graph task on this thread brings gradients.
   void pool_gradients();
 
  private:

@@ -1,5 +1,5 @@
-// How the last step of a model has ended on this rank, in words, and what is left to do about one that some rank has
-// refused (docs/errors.md); what follows from it is the Lifecycle's.
+// The end of a model's last step on this rank, in words, and what is left to do about a step that some rank has refused
+// (docs/errors.md). The Lifecycle decides what follows from it.
 //
 // Ownership: the model's; operations in flight hold the memory that they work on. Thread-safety: the reducer's lock,
 // but await_end() releases it while it waits. Failure: the communicator's error.
@@ -26,21 +26,21 @@ class Outcome {
  public:
   Outcome(const Averaging& averaging, Lifecycle& life) : averaging_(averaging), life_(life) {}
 
-  // Of the last backward, or forward, that was given up; empty if there was none.
+  // The error of the last backward, or forward, that was given up; empty if there was none.
   std::string last_error;
-  // Why .grad does not hold the averages of the last backward, of one under no_sync, too; empty if it does.
+  // The reason why .grad does not hold the averages of the last backward, even of one under no_sync; empty if it does.
   std::string not_averaged;
 
-  // Of the last one, if it was lost.
+  // The error by which the last step was lost; empty if it was not.
   std::string why_lost() const { return life_.lost() ? last_error : ""; }
 
-  // The step, or what was to become one, is lost on this rank.
+  // Notes that the step, or the coming one, is lost on this rank.
   void lose(const std::string& text) {
     last_error = text;
     not_averaged = "the last backward was given up (" + text + ")";
   }
-  // Tells the peers, and ends the step. `raised_in_forward`: .grad is what it was before, until all ranks have said how
-  // the step has ended for them. If the communicator has failed since, nobody waits for either.
+  // Tells the peers of this rank's refusal, and ends the step. `raised_in_forward`: .grad is what it was before, until
+  // all ranks have said how the step has ended for them. If the communicator has failed since, nobody waits for either.
   void refuse(const std::string& text, bool raised_in_forward) {
     try {
       averaging_.communicator->refuse(averaging_.slots, life_.step(), said_by(averaging_.rank(), text));
@@ -48,7 +48,7 @@ class Outcome {
     } catch (const Error&) {
     }
   }
-  // Ends one that a peer has refused, or this rank.
+  // Announces the end of a step that a peer has refused, or this rank.
   void end(bool raised_in_forward = false) {
     auto loses_gradients = std::make_shared<uint8_t>(!raised_in_forward);
     try {
@@ -58,8 +58,8 @@ class Outcome {
     } catch (const Error&) {
     }
   }
-  // Blocks until that step has ended on all ranks: another one may begin. Returns whether gradients that this rank has
-  // kept become None: some rank could not keep its own.
+  // Blocks until that step has ended on all ranks, so that another one may begin. Returns whether gradients that this
+  // rank has kept must become None, as some rank could not keep its own.
   bool await_end(std::unique_lock<std::mutex>& lock) {
     if (!end_) return false;
     const End end = *end_;

@@ -1,4 +1,4 @@
-// What has happened in a model's synchronized backwards: for the next plan, and for Python.
+// The history of a model's synchronized backwards: for the next plan, and for Python.
 //
 // Ownership: the model's. Thread-safety: the reducer's lock.
 #pragma once
@@ -21,16 +21,16 @@ namespace syncengine {
 
 struct Record {
   Statistics statistics = {};
-  // Of all steps; it may outlive the model.
+  // The times of the last steps, which Python may hold longer than the model lives.
   const std::shared_ptr<StepTimes> step_times = std::make_shared<StepTimes>();
-  // Parameters, as the last backward brought them; those that it did not bring are missing.
+  // Parameters in the order in which the last backward brought them, without those that it did not bring.
   std::vector<size_t> ready_order = {};
   // Whether each backward so far has brought the same gradients on this rank.
   bool graph_is_static = true;
 
   NonfiniteWarnings nonfinite_warnings = {};
 
-  // This rank's own times in the last step, for the others; 0: there are none.
+  // This rank's own times in the last step, to be told to the others; 0 if there are none.
   uint64_t stamp = 0;
 
   void begin_forward() { step_.forward = PhaseClock::of_process().enter(PhaseClock::Forward); }
@@ -50,20 +50,20 @@ struct Record {
   }
   void no_batch() { step_.forward = 0; }
   void begin_wait() { step_.wait = PhaseClock::of_process().enter(PhaseClock::Wait); }
-  // It has ended well; see StepTimes. `model`: its name.
+  // Notes that a synchronized backward has ended well; see StepTimes. `model` is the model's name.
   void end_backward(const std::string& model) {
     PhaseClock& clock = PhaseClock::of_process();
     step_.end = clock.enter(PhaseClock::Input);
     const PhaseClock::Own own = clock.take();
     const int64_t before = step_times->end(step_, statistics.reduced_bytes);
-    // Who had no batch, or begins, can't be compared.
+    // A step without a forward (a rank without a batch), or the first one, can't be compared with others'.
     stamp = before != 0 && step_.forward != 0 ? pack_stamp(own) : 0;
     if (trace::is_on() && before != 0) trace_step(before, model);
     step_ = {};
     const auto last = std::exchange(last_used_, used_);
     graph_is_static &= !last || last == last_used_;
   }
-  // It has failed.
+  // Notes that a synchronized backward has failed.
   void interrupt() {
     PhaseClock::of_process().enter(PhaseClock::Input);
     PhaseClock::of_process().take();
@@ -96,7 +96,7 @@ struct Record {
     copied("staged ", kStageReasons, statistics.staged_bytes);
   }
 
-  StepTimes::Step step_;  // that runs
+  StepTimes::Step step_;  // the step that is running
   uint64_t used_ = 0;     // a sum over the parameters in `ready_order`
   std::optional<uint64_t> last_used_;
 };

@@ -1,5 +1,5 @@
-// What all buckets of a model have in common: whom they are averaged with, how contributions are scaled, in which dtype
-// they travel.
+// The part that all buckets of a model have in common: with whom they are averaged, how contributions are scaled, and
+// in which dtype they travel.
 //
 // Ownership: the reducer's, as long as the model lives. Thread-safety: the reducer's lock.
 #pragma once
@@ -26,7 +26,7 @@
 
 namespace syncengine {
 
-// What a reducer is asked for, once.
+// Settings of a reducer, which never change.
 struct ReducerOptions {
   bool find_unused_parameters = false;         // look for them at each forward
   bool static_graph = false;                   // look for them once, and count how often each hook fires
@@ -39,12 +39,12 @@ struct ReducerOptions {
   bool flat_buckets = false;       // on CPUs, too, as on devices: for tests, in a build with test hooks
 };
 
-// How contributions are scaled to an average. The ways differ only in rounding, and only if the divisor is not a power
-// of two: kept for the bits of DDP, which has all three.
+// The ways in which contributions are scaled to an average. They differ only in rounding, and only if the divisor is
+// not a power of two: kept for the bits of DDP, which has all three.
 enum class Scaling : uint8_t {
   Multiply,  // by 1/N: DDP's default, while it copies into the bucket
   Divide,    // by N
-  // By N where .grad lies in the bucket already (gradient_as_bucket_view); where it is copied, as Multiply.
+  // Like Divide if .grad lies in the bucket already (gradient_as_bucket_view); like Multiply if it is copied there.
   DivideViewed,
 };
 
@@ -58,15 +58,16 @@ struct Averaging {
   const std::shared_ptr<Communicator> communicator;
   size_t parameters;  // of the model
   Scaling scaling;
-  // Each contribution is scaled, as DDP does as it copies it into the bucket; or else the sum, which so rounds once.
+  // Whether each contribution is scaled, as DDP does while it copies it into the bucket; otherwise the sum is, which
+  // rounds only once.
   bool scales_first;
-  // Float16 or BFloat16, to which gradients are cast, in which they are reduced, and from which they are cast back.
+  // Float16 or BFloat16: gradients are cast to this dtype, reduced in it, and cast back.
   std::optional<at::ScalarType> travels_as = {};
   std::shared_ptr<const Slots> slots = {};  // one for each bucket there may be, then these; from the first plan on
 
   int rank() const { return communicator->global_ranks()[communicator->rank()]; }  // of this process, in the whole job
-  // The peers wait for gradients that this rank will not bring, and no step is there to be refused: ends the
-  // communicator.
+  // Ends the communicator, since the peers wait for gradients that this rank will not bring, and there is no step to be
+  // refused.
   void tell_peers(const std::string& text, ErrorKind kind = ErrorKind::Aborted) const {
     communicator->abort(kind, said_by(rank(), text));
   }
@@ -74,7 +75,7 @@ struct Averaging {
   size_t usage_slot() const { return parameters; }
   size_t vote_slot() const { return parameters + 1; }
   size_t nonfinite_slot() const { return parameters + 2; }
-  // Without memory.
+  // An operation without memory yet.
   Operation operation_of(const BucketLayout& layout) const {
     Operation operation;
     operation.dtype = travels_as ? *gradient_dtype(*travels_as) : layout.dtype;
@@ -84,19 +85,19 @@ struct Averaging {
     operation.describe = [shared = layout.shared_from_this()] { return shared->describe(); };
     return operation;
   }
-  // So all three ways are where the divisor is a power of two.
+  // Whether one factor scales all gradients with the right bits: all three ways agree if the divisor is a power of two.
   bool scales_all_alike(double divisor) const {
     int exponent = 0;
     return scaling == Scaling::Multiply || std::frexp(divisor, &exponent) == 0.5;
   }
-  // Where the ways of scaling differ in their bits.
+  // Scales each gradient by itself, where the ways of scaling differ in their bits.
   void scale_one_by_one(const BucketLayout& layout, const std::vector<Gradient>& gradients,
                         const std::vector<at::Tensor>& contributions, double divisor) const {
     at::NoGradGuard no_grad;
     for (size_t k = 0; k < contributions.size(); ++k) {
       bool divide = scaling == Scaling::Divide || gradients[layout.parameters[k]].is_kept();
-      // In place, as torch does. By a tensor, since mul_(Scalar) rounds the factor to 16 bits where the gradient has
-      // them.
+      // Scaled in place, as torch does. The factor is a tensor, since mul_(Scalar) rounds it to 16 bits if the gradient
+      // has 16.
       if (divide) {
         contributions[k].div_(divisor);
       } else {

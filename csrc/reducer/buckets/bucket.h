@@ -34,7 +34,7 @@ class SmallGradients {
     pieces_.reserve(layout.count);
   }
 
-  // Whether there is a block at all.
+  // Whether the bucket has a block at all.
   explicit operator bool() const { return block_ != nullptr; }
   std::byte* at(size_t offset) const { return block_.get() + offset; }
 
@@ -43,7 +43,7 @@ class SmallGradients {
     std::copy_n(gradient, bytes, at(offset));
     statistics.count_copy(CopyReason::Small, bytes);
   }
-  // The averages are in the block: to where the gradients came from.
+  // Copies the averages from the block to where the gradients came from.
   void copy_out() const {
     for (const Piece& piece : pieces_) std::copy_n(at(piece.offset), piece.bytes, piece.gradient);
   }
@@ -58,14 +58,15 @@ class SmallGradients {
   std::vector<Piece> pieces_;
 };
 
-// What the engine works on; it may hold it longer than the bucket, whose step may have been refused.
+// The memory that the engine works on. It may hold this longer than the bucket exists, whose step may have been
+// refused.
 struct BucketMemory {
   std::vector<at::Tensor> gradients;  // in the layout's order, those in `small` left out
   SmallGradients small;
   std::vector<uint64_t> flags;  // of the operation: see Backward::add_stamp
 };
 
-// A bucket in one backward; how far it is filled is Filling's.
+// A bucket in one backward. Filling knows how far it is filled.
 struct Bucket {
   std::shared_ptr<const BucketLayout> layout;
   int64_t since = 0;  // when the first gradient came; while this rank is traced

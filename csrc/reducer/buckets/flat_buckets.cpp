@@ -31,7 +31,7 @@ void FlatBuckets::lay_out(const BucketPlan& plan, const std::vector<Gradient>& g
   // The forward that wants buckets may run under torch.func's transforms, which would wrap what is made here.
   const c10::impl::ExcludeDispatchKeyGuard untransformed(c10::DispatchKeySet(
       {c10::DispatchKey::FuncTorchDynamicLayerFrontMode, c10::DispatchKey::FuncTorchDynamicLayerBackMode}));
-  // What any other plan of the same parameters would need, too.
+  // Enough for all gradients in their own dtypes, and so for any other plan of the same parameters.
   size_t needed = 0;
   for (const auto& layout : plan.buckets()) {
     if (layout->sparse) continue;
@@ -105,8 +105,8 @@ void FlatBuckets::all_reduce(Operation operation) {
 void FlatBuckets::finish(const std::vector<Bucket>& buckets, const Filling& filling,
                          const std::vector<Gradient>& gradients) {
   lane_->finish();
-  // Backward may have queued kernels that still read what is going to be overwritten; the current stream knows of them
-  // all.
+  // Backward may have queued kernels that still read memory that is overwritten here. All of them are ordered before
+  // the current stream.
   const c10::Stream current = lane_->current();
   lane_->order(current, lane_->own());
   {
@@ -117,7 +117,7 @@ void FlatBuckets::finish(const std::vector<Bucket>& buckets, const Filling& fill
       const Flat& flat = flats_[bucket.layout->index];
       const std::vector<at::Tensor> averages = memories(bucket, gradients);
       at::_foreach_copy_(averages, flat.views);
-      // Memory that is freed goes back to the stream that has made it, which need not know of this one.
+      // Freed memory goes back to the stream that has allocated it, which may not know of the lane's stream.
       if (flat.streams.size() == 1 && flat.streams[0] == current) continue;
       for (const at::Tensor& average : averages) {
         lane_->keep_for(lane_->own(), average);

@@ -26,44 +26,45 @@ class FlatBuckets {
  public:
   explicit FlatBuckets(std::unique_ptr<BucketLane> lane) : lane_(std::move(lane)) {}
 
-  // New buckets, whose elements travel as `type`, which is not wider than their own; by default as that. Collective,
-  // unless the memory that there is is enough, as it is for any buckets of the same parameters.
+  // Makes new buckets, whose elements travel as `type`, which is no wider than their own, or in their own. Collective,
+  // unless the existing memory is enough, as it is for any buckets of the same parameters.
   void lay_out(const BucketPlan& plan, const std::vector<Gradient>& gradients, std::optional<at::ScalarType> type);
-  // New buckets, none of which is reduced here. Lets go of the memory.
+  // Makes new buckets, none of which is reduced here, and drops the memory.
   void lay_out_nothing(size_t buckets);
 
   c10::Stream current() const { return lane_->current(); }
   c10::Stream stream() const { return lane_->own(); }
 
-  // Whether another stream is current than when it was last asked; true the first time.
+  // Whether the current stream has changed since the last call; true the first time.
   bool current_changed();
 
-  // A backward begins.
+  // Called when a backward begins.
   void begin();
-  // The calling thread's current stream has made a gradient of this bucket.
+  // Notes that the calling thread's current stream has made a gradient of this bucket.
   void note(size_t bucket);
-  // Copies the gradients' memory in, behind the streams that have made them.
+  // Copies the gradients' memory in, after the streams that have made them.
   void fill(const Bucket& bucket, const std::vector<Gradient>& gradients);
-  // Where each gradient of the bucket lies now: to be touched on stream() alone.
+  // The present memory of each gradient of the bucket, to be touched on stream() alone.
   const std::vector<at::Tensor>& views(size_t bucket) const { return flats_[bucket].views; }
-  // Of the bucket, as one piece.
+  // The memory of the whole bucket.
   SpanList span(size_t bucket) const;
   void all_reduce(Operation operation);
 
-  // For a backward that begins when nothing of the last one is on its way; see BucketLane.
+  // The words for a backward that begins when nothing of the last one is under way; see BucketLane.
   Nonfinite words_for_nonfinite() {
     if (!words_.words) words_ = lane_->words_for_nonfinite();
     return words_;
   }
   void wait() { lane_->wait(); }
 
-  // All that were reduced are copied back to the gradients' memory, before what the current stream gets from now on.
+  // Copies all buckets that were reduced back to the gradients' memory, before what the current stream gets from now
+  // on.
   void finish(const std::vector<Bucket>& buckets, const Filling& filling, const std::vector<Gradient>& gradients);
-  // The current stream may read and write the gradients' memory from now on: it comes after all that have touched it.
+  // Lets the current stream read and write the gradients' memory from now on, after all streams that have touched it.
   void take_over(const Bucket& bucket, const std::vector<Gradient>& gradients);
-  // The current stream reads this memory, whoever made it: it is not given to others before that.
+  // Keeps memory that the current stream reads from being given to others before that, whichever stream has made it.
   void keep(const at::Tensor& tensor);
-  // The current stream waits for the one that was current when averages were last written.
+  // Makes the current stream wait for the one that was current when averages were last written.
   void join();
 
  private:

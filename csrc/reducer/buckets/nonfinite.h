@@ -1,8 +1,8 @@
-// Who has brought a gradient that is NaN or infinite, in one backward: Parallel(nonfinite=...).
+// Finds out who has brought a gradient that is NaN or infinite, in one backward: Parallel(nonfinite=...).
 //
 // The rank that reduces an element has every rank's before it, and notes whose is not finite (collectives/operation.h).
-// Behind the last bucket the ranks tell each other the earliest of what they have noted, a word for each rank, so that
-// all say the same. No rank puts averages into .grad before that has ended. Where all ranks are on one host, each sees
+// After the last bucket the ranks tell each other the earliest of what they have noted, a word for each rank, so that
+// all say the same. No rank puts averages into .grad before that has ended. If all ranks are on one host, each sees
 // with the results of a bucket whether any rank has noted something, and if none has, nothing is left to tell.
 //
 // Ownership: its backward's; operations hold the words. The gradients outlive it. Thread-safety: the reducer's lock, or
@@ -27,28 +27,29 @@ namespace syncengine {
 
 class NonfiniteWatch {
  public:
-  // `words`: to be noted in, one for each rank and one more. `seen`: by all ranks, in the operations themselves.
+  // `words` are for the notes: one for each rank, and one more. `seen`: operations themselves show all ranks whether
+  // anything was noted.
   NonfiniteWatch(std::shared_ptr<const BucketPlan> plan, const std::vector<Gradient>& gradients, Nonfinite words,
                  int world, bool seen);
 
-  // For the operation that reduces this bucket.
+  // The notes for the operation that reduces this bucket.
   std::shared_ptr<const Nonfinite> of(const BucketLayout& layout) const;
-  // Notes what is wrong with a parameter's `values`, if anything is. `rank`: who has brought them, or world: nobody.
-  // Returns whether they are finite.
+  // Notes values of a parameter that are not finite. `rank` has brought the values; the number of ranks stands for
+  // nobody. Returns whether all are finite.
   bool look(size_t parameter, const at::Tensor& values, int rank) const;
-  // A communication hook has made `results` of this rank's own gradients of a bucket, which are still there.
+  // Looks at the `results` that a communication hook has made of this rank's own gradients of a bucket.
   void look_behind_hook(const BucketLayout& layout, const std::vector<at::Tensor>& results,
                         const std::vector<at::Tensor>& own, int rank) const;
 
-  // Whether tell() and hear() are left to call, once all buckets are reduced: the same on all ranks.
+  // Whether tell() and hear() must be called, once all buckets are reduced: the same on all ranks.
   bool has_news() const { return !words_.anywhere || *words_.anywhere; }
-  // What was noted here, to the others, in this step of the model.
+  // Tells the others what was noted here, in this step of the model.
   void tell(const Averaging& averaging, const ModelNames& names, uint64_t step);
-  // Blocks. What to say, the same on all ranks; empty if all is finite.
+  // Waits for what the others tell. Returns the text about it, the same on all ranks; empty if all is finite.
   std::string hear(Communicator& communicator, const ModelNames& names, uint64_t step) const;
 
  private:
-  // An element is called by its bucket and its place there.
+  // An element is identified by its bucket and its place there.
   static constexpr int kPlaceBits = 40;
   size_t count_elements(const BucketLayout& layout, size_t parameter) const;
   size_t parameter_at(uint64_t element) const;
@@ -61,8 +62,8 @@ class NonfiniteWatch {
   std::shared_ptr<Work> work_;
 };
 
-// Which steps are warned of where many are not finite: the first in full, then one in 100 with the number of those
-// since. Once weights are NaN every step brings NaN, and the first warning is the one that helps.
+// Chooses the steps of which a warning is given if many are not finite: the first in full, then one in 100 with the
+// number of those since. Once weights are NaN every step brings NaN, and the first warning is the one that helps.
 class NonfiniteWarnings {
  public:
   // The warning of `step`, which `text` describes; empty if the step is only counted.

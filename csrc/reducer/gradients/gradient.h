@@ -1,9 +1,9 @@
-// One parameter's gradient during one synchronized backward: which memory is reduced, and how the average
-// gets into .grad.
+// One parameter's gradient during one synchronized backward: which memory is reduced, and how the average gets into
+// .grad.
 //
-// The average may be written while backward still runs only into memory that nobody else can read: with
-// `x @ w + pos.view(..)`, pos.grad is the tensor from which w.grad is still to be computed. So the memory of .grad is
-// used where autograd alone holds it, and a private tensor otherwise, which becomes .grad's memory at the end.
+// The average may be written while backward still runs only into memory that nobody else can read: with `x @ w +
+// pos.view(..)`, pos.grad is the tensor from which w.grad is still to be computed. So the memory of .grad is used if
+// autograd alone holds it, and a private tensor otherwise, which becomes .grad's memory at the end.
 //
 // Ownership: holds the parameter, and the memory between collect() and deliver() or discard(). Thread-safety: none.
 // Failure: throws Error(InvalidUsage) naming the parameter for a gradient that can't be reduced.
@@ -23,7 +23,7 @@ namespace syncengine {
 
 class Gradient {
  public:
-  // `sparse`: expected to be of sparse layout (nn.Embedding(sparse=True)), and then never of another.
+  // `sparse`: gradients are expected to be of sparse layout (nn.Embedding(sparse=True)), and then never of another.
   Gradient(at::Tensor parameter, bool sparse)
       : parameter_(std::move(parameter)), order_(parameter_), device_(parameter_.device()), sparse_(sparse) {}
 
@@ -32,39 +32,39 @@ class Gradient {
   bool collected() const { return source_ != Source::None; }
   std::byte* data() const { return static_cast<std::byte*>(memory_.mutable_data_ptr()); }
   const at::Tensor& memory() const { return memory_; }
-  // For memory of buckets; what was collected has the order that the parameter has now.
+  // The order of elements in memory of buckets. A collected gradient has the order that the parameter has now.
   const ElementOrder& order() const { return order_; }
 
-  // Whether collect_unused() was the last to be called.
+  // Whether the memory is a substitute, made by collect_unused().
   bool stands_in() const { return source_ == Source::Unused; }
 
-  // Autograd has accumulated `incoming` in .grad, which may have taken over its memory; perhaps several times in one
-  // backward. `kept`: others look at .grad before backward ends, and are to see this rank's own gradient.
+  // Notes that autograd has accumulated `incoming` in .grad, which may have taken over its memory; perhaps several
+  // times in one backward. `kept`: others look at .grad before backward ends, and must see this rank's own gradient.
   void note(const at::Tensor& incoming, bool kept);
-  // Takes what autograd left in .grad, when all of it has come.
+  // Takes what autograd has left in .grad, when all of it has come.
   void collect(const std::string& name, Statistics& statistics);
-  // Stands in for a gradient that this rank does not have.
+  // Makes a substitute for a gradient that this rank does not have.
   void collect_unused(Statistics& statistics);
-  // Stands in for the gradient of a rank that has no batch: zeros, and .grad is nobody's business.
+  // Makes a substitute for the gradient of a rank that has no batch: zeros, without touching .grad.
   void collect_absent();
-  // Multiplies what was collected; nothing is left of it at zero, not even a NaN.
+  // Multiplies the collected gradient by a weight; with weight zero nothing is left of it, not even a NaN.
   void weigh(double weight);
-  // Adds what this rank has of the step's micro-batches before the last.
+  // Adds this rank's sums of the step's earlier micro-batches.
   void complete(const TreeSums& sums, size_t index) {
     memory_ = sums.complete(index, std::move(memory_));
     version_ = memory_._version();
   }
-  // The average is in data(): puts it into .grad, and returns true. `used` is false if no rank had a gradient: then
-  // .grad stays as it is, as that of a rank that has no batch does.
+  // Puts the average, which is in data(), into .grad, and returns true. `used` is false if no rank had a gradient: then
+  // .grad stays as it is, as does that of a rank without a batch.
   bool deliver(bool used);
-  // The average will never be complete: .grad becomes None.
+  // Makes .grad None, since the average will never be complete.
   void discard();
-  // The same of what was collected; .grad stays as it is.
+  // Drops the collected memory, and leaves .grad as it is.
   void forget();
-  // The same, but .grad becomes None where it still is what was collected, and lies where peers reduce it.
+  // Drops the collected memory. Makes .grad None if it still is that memory, in which peers may have begun to reduce.
   void abandon();
 
-  // Remembers .grad's memory; is_kept: .grad still lies in it.
+  // keep() remembers .grad's memory; is_kept() tells whether .grad still has it.
   void keep();
   bool is_kept() const;
 
@@ -89,7 +89,7 @@ class Gradient {
   c10::weak_intrusive_ptr<c10::StorageImpl> kept_{c10::intrusive_ptr<c10::StorageImpl>()};
   bool shared_ = false;     // noted: something else looks at .grad's memory
   bool took_over_ = false;  // noted: that is the memory of what came
-  uint32_t version_ = 0;    // of memory_, by what this has written there
+  uint32_t version_ = 0;    // of memory_, after what this object has written there
 };
 
 }  // namespace syncengine

@@ -49,9 +49,10 @@ bool Parameters::follow(const std::shared_ptr<Listener>& reducer) {
   return news;
 }
 
-// A parameter has an AccumulateGrad node when it requires a gradient, and torch may put another in its place: when
-// `.data` changes its dtype, say, also if that changes back (model.bfloat16(), model.float()). Of another size it is of
-// no use. Graphs from before go on with the old one, so a node that is retired is never a parameter's again.
+// A parameter has an AccumulateGrad node when it requires a gradient, and torch may replace the node: when `.data`
+// changes its dtype, say, even if the dtype changes back (model.bfloat16(), model.float()). A node of another size
+// can't be used again. Older graphs still use the old node, so a node that is retired never becomes a parameter's
+// again.
 void Parameters::follow(const std::shared_ptr<Listener>& reducer, size_t index) {
   const at::Tensor& parameter = tensor(index);
   auto& hook = hooks_[index];

@@ -25,7 +25,7 @@ namespace syncengine {
 
 class Parameters {
  public:
-  // `sparse`, of each: whether its gradients are of sparse layout.
+  // `sparse` says for each parameter whether its gradients are of sparse layout.
   Parameters(std::vector<at::Tensor> tensors, ModelNames names, const std::vector<bool>& sparse);
 
   size_t size() const { return gradients_.size(); }
@@ -35,7 +35,7 @@ class Parameters {
   std::vector<Gradient>& gradients() { return gradients_; }
   const std::vector<Gradient>& gradients() const { return gradients_; }
   const at::Tensor& tensor(size_t index) const { return gradients_[index].parameter(); }
-  // Of those that are listened to.
+  // The AccumulateGrad nodes of the parameters that are listened to.
   const Accumulators& accumulators() const { return accumulators_; }
 
   // The parameters as they are now, for BucketPlan and Forwards.
@@ -43,7 +43,7 @@ class Parameters {
     return {tensor(index).nbytes(), static_cast<int>(tensor(index).scalar_type())};
   }
   bool is_trained(size_t index) const { return tensor(index).requires_grad(); }
-  // Whether the graph task on this thread comes from `forward`; which parameters it reaches.
+  // Whether the graph task on this thread comes from `forward`.
   bool is_in_this_task(const Forward& forward) const {
     return forward.reached || std::any_of(forward.outputs.begin(), forward.outputs.end(), syncengine::is_in_this_task);
   }
@@ -53,38 +53,39 @@ class Parameters {
   }
   std::vector<Fact> facts() const;
 
-  // Before a forward: `reducer` listens to each that requires a gradient, or has: a graph from before may bring one
-  // when it does again. Returns whether anything was new.
+  // Called before a forward. Makes `reducer` listen to each parameter that requires a gradient, or did: an older graph
+  // may bring one when it does again. Returns whether anything was new.
   bool follow(const std::shared_ptr<Listener>& reducer);
-  // Which are to be in a plan. All ranks find the same, so nothing counts that only one may know.
+  // The parameters that a plan must have. All ranks find the same, so only facts count that all ranks share.
   std::vector<size_t> wanted() const;
-  // Whether exactly these are in buckets of `plan`, as they were then.
+  // Whether exactly these are in buckets of `plan`, with the same sizes and dtypes as then.
   bool are_covered_by(const BucketPlan& plan) const;
-  // From now on each that has ever required a gradient is wanted, as under DDP with unused parameters: when the model
-  // was wrapped, or in a plan.
+  // From now on each parameter is wanted that has ever required a gradient, as under DDP with unused parameters: when
+  // the model was wrapped, or in a plan.
   void keep_trained(bool keep) { keeps_trained_ = keep; }
   void note_trained(const BucketPlan& plan);
-  // Forwards come whose backwards are this rank's own: what they bring is still to be averaged, until the end of a
-  // synchronized backward. accumulated(), by any thread, tells that a gradient has come.
+  // Called before forwards whose backwards are this rank's own: their gradients are still to be averaged, until the end
+  // of a synchronized backward. Any thread calls accumulated() when such a gradient has come.
   void begin_accumulation();
   void accumulated(size_t index);
   void end_accumulation() { accumulates_ = false; }
-  // One with a gradient from such a backward that is in no bucket of `plan`, if any. Each rank has its own.
+  // A parameter with a gradient from such a backward that is in no bucket of `plan`, if any. Ranks may differ.
   std::optional<size_t> left_by(const BucketPlan& plan) const;
   // Forgets AccumulateGrad nodes that nobody else holds, so that follow() has them made anew.
   void let_go_of_nodes();
-  // Listens to none, and lets users' hooks run by themselves again.
+  // Stops listening, and lets the user's hooks run by themselves again.
   void unhook(const Listener& reducer);
 
-  // Whether graphs from before a change of dtype or size may bring gradients.
+  // Whether older graphs, from before a change of dtype or size, may bring gradients.
   bool any_retired() const { return !retired_.empty(); }
-  // Hooks of the user that run when a gradient is accumulated; they wait for the averages.
+  // Whether the user has hooks that run when a gradient is accumulated; they wait for the averages.
   bool any_user_hooks() const { return any_user_hooks_; }
-  // Runs them on these, which hold averages now. Without the lock, as the next.
+  // Runs the user's hooks on these parameters, which hold averages now. Called without the lock, like the next
+  // function.
   void run_user_hooks(const std::vector<size_t>& averaged);
-  // Whether they run now on averages: else on this rank's own gradients.
+  // Whether the hooks that run now get averages, not this rank's own gradients.
   bool runs_user_hooks() const { return runs_user_hooks_; }
-  // See hooks.h, of one that is listened to.
+  // The hook of a parameter that is listened to answers these: see hooks.h.
   bool has_node_hooks(size_t index) const { return hooks_[index] && hooks_[index]->others_are_users(); }
   bool another_has(size_t index, Interest interest) const {
     return hooks_[index] && hooks_[index]->any_other_has(interest);
@@ -99,8 +100,8 @@ class Parameters {
   const std::shared_ptr<const ModelNames> names_;
   std::vector<Gradient> gradients_;
   std::vector<Attributes> attributes_;
-  std::vector<std::unique_ptr<GradientHook>> hooks_;    // none until it requires a gradient
-  std::vector<std::unique_ptr<GradientHook>> retired_;  // on nodes that graphs hold, and parameters no longer
+  std::vector<std::unique_ptr<GradientHook>> hooks_;    // null until it requires a gradient
+  std::vector<std::unique_ptr<GradientHook>> retired_;  // on nodes that only graphs hold
   Accumulators accumulators_;
   std::vector<bool> trained_;
   bool keeps_trained_ = false;

@@ -22,7 +22,7 @@ namespace syncengine {
 
 namespace {
 
-// pybind11's exceptions as torch's, which cross autograd unchanged.
+// Turns pybind11's exceptions into torch's, which cross autograd unchanged.
 template <class Call>
 auto keeping_python_errors(Call&& call) {
   try {
@@ -38,7 +38,7 @@ auto keeping_python_errors(Call&& call) {
   }
 }
 
-// Of the exception that is being handled, in a few words: "ValueError: ..."
+// A short text about the exception that is being handled: "ValueError: ..."
 std::string current_error_text() {
   try {
     throw;
@@ -65,7 +65,7 @@ class CommHookRoute final : public Route {
  public:
   CommHookRoute(Model& model, std::unique_ptr<c10d::CommHookInterface> hook) : Route(model), hook_(std::move(hook)) {}
 
-  // Forgets the memory of the buckets before.
+  // Forgets the memory of the last plan's buckets.
   void install() override {
     const size_t buckets = model_.plan->buckets().size();
     pending_ = std::vector<Pending>(buckets);
@@ -74,7 +74,8 @@ class CommHookRoute final : public Route {
 
   void ready(Backward& /*backward*/, Bucket& /*bucket*/) override {}
 
-  // In the order of buckets, which is the same on all ranks, since what hooks send is matched by its order.
+  // Calls the hook in the order of buckets, which is the same on all ranks, since the hooks' collectives match by
+  // order.
   void proceed(Backward& backward, std::mutex& mutex) override {
     const auto& gradients = model_.parameters.gradients();
     std::unique_lock lock(mutex);
@@ -124,7 +125,7 @@ class CommHookRoute final : public Route {
 
   bool takes_sparse() const override { return true; }
 
-  // A hook's collectives may still write to its flat memory.
+  // Abandons the flat memory, to which a hook's collectives may still write.
   void drop() override { pending_ = std::vector<Pending>(pending_.size()); }
 
  private:

@@ -10,8 +10,8 @@ namespace syncengine {
 
 namespace {
 
-// Buckets are copied to flat memory that all peers reach, reduced there on a separate stream, in one order on all
-// ranks, and copied back at the end of backward.
+// Copies buckets to flat memory that all peers reach, reduces them there on a separate stream, in one order on all
+// ranks, and copies them back at the end of backward.
 class FlatRoute final : public Route {
  public:
   using Route::Route;
@@ -20,7 +20,7 @@ class FlatRoute final : public Route {
     model_.flat->lay_out(*model_.plan, model_.parameters.gradients(), model_.averaging.travels_as);
   }
 
-  // Sparse ones wait for backward's end.
+  // Sparse buckets wait for the end of backward.
   void ready(Backward& backward, Bucket& /*bucket*/) override {
     while (Bucket* next = backward.next_in_order()) {
       if (backward.filling().is_ready(next->layout->index) && !next->layout->sparse) start(backward, *next);
@@ -44,7 +44,8 @@ class FlatRoute final : public Route {
         operation.layout_hash * 31 + averaging.slots->first();  // of this model: another may look the same
     operation.output = operation.input = flat.span(index);
     if (const auto* watch = backward.watch()) operation.nonfinite = watch->of(*bucket.layout);
-    // As in place; but what is scaled beforehand is scaled where it lies, so that the peers may read it there.
+    // Scaled as in place, except that contributions that are scaled first are scaled in flat memory, where peers read
+    // them.
     if (!averaging.scales_first && averaging.scales_all_alike(divisor)) {
       operation.postscale = 1.0 / divisor;
     } else {

@@ -16,7 +16,7 @@ namespace syncengine {
 
 namespace {
 
-// The engine reduces a bucket where autograd has left its gradients, or copies in another dtype. Small gradients are
+// Reduces a bucket where autograd has left its gradients, or copies of them in another dtype. Small gradients are
 // reduced as one block.
 class InPlaceRoute final : public Route {
  public:
@@ -104,8 +104,8 @@ class InPlaceRoute final : public Route {
     backward.trace_bucket(bucket, bucket.work->place);
   }
 
-  // Parameters may have got other strides, perhaps on one rank alone: bytes must be added to those of the same
-  // elements.
+  // Adds strides to the layout hash if parameters have got other strides, perhaps on one rank alone: ranks must add
+  // elements that belong together.
   void follow_strides(const BucketLayout& layout, Operation& operation) const {
     std::vector<std::pair<size_t, std::vector<int64_t>>> strided;
     for (size_t i : layout.parameters) {

@@ -1,7 +1,7 @@
-// What the reducer follows of each parameter from forward to forward: whether it requires a gradient, its dtype and
-// size, its AccumulateGrad node (torch makes a new one when `.data` changes dtype, which would have no hook), the
-// user's hooks. Asked of ten thousand parameters in a row, so it must be cheap where nothing has changed: what costs is
-// that neither a tensor nor its autograd data is in the cache.
+// The attributes of a parameter that the reducer follows from forward to forward: whether it requires a gradient, its
+// dtype and size, its AccumulateGrad node (torch makes a new one when `.data` changes dtype, which would have no hook),
+// and the user's hooks. Ten thousand parameters are asked in a row, so asking must be cheap if nothing has changed. The
+// cost is that neither a tensor nor its autograd data is in the cache.
 //
 // Ownership: views; the parameters outlive them. Thread-safety: as a parameter's. Failure: none.
 #pragma once
@@ -19,7 +19,7 @@ class Attributes {
  public:
   explicit Attributes(const at::Tensor& parameter) : tensor_(parameter.unsafeGetTensorImpl()) {}
 
-  // Of what is looked at soon, and then of what is looked at next.
+  // Two prefetches: the tensor of a parameter that comes soon, then the autograd data of the one that comes next.
   void prefetch_tensor() const {
     __builtin_prefetch(tensor_);
     __builtin_prefetch(reinterpret_cast<const char*>(tensor_) + kDtypeAt);
@@ -30,7 +30,7 @@ class Attributes {
     __builtin_prefetch(meta + kFlagsAt);
   }
 
-  // Whether they are other than when it was last asked; true the first time.
+  // Whether any attribute has changed since the last call; true the first time.
   bool changed() {
     auto* meta = static_cast<const torch::autograd::AutogradMeta*>(tensor_->autograd_meta());
     Values now{.dtype = tensor_->dtype(),
@@ -42,7 +42,7 @@ class Attributes {
     last_ = now;
     return true;
   }
-  // Changed, whatever they are.
+  // Makes the next changed() return true.
   void forget() { last_ = {}; }
 
  private:
@@ -57,8 +57,8 @@ class Attributes {
     bool operator==(const Values&) const = default;
   };
 
-  // Of what a weak pointer points to, which may be gone; to be compared only. lock() would take an atomic exchange. A
-  // weak_intrusive_ptr since torch 2.13, a weak_ptr before: in both the pointer comes first.
+  // The address that a weak pointer holds, which may be gone, so it is only compared. lock() would cost an atomic
+  // exchange. This is a weak_intrusive_ptr since torch 2.13, a weak_ptr before; in both the pointer comes first.
   template <class Weak>
   static const void* address(const Weak& weak) {
     const void* pointer;

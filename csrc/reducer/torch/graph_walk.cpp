@@ -21,7 +21,7 @@ std::vector<at::Tensor> reach(const std::vector<at::Tensor>& outputs, const Accu
                               std::vector<bool>& reachable) {
   std::vector<at::Tensor> others;
   std::unordered_set<const Node*> seen;
-  std::vector<Node*> pending;  // a stack of our own: graphs are deeper than the thread's
+  std::vector<Node*> pending;  // an explicit stack, since graphs are deeper than the thread's stack
   auto visit = [&](Node* node) {
     if (node != nullptr && seen.insert(node).second) pending.push_back(node);
   };

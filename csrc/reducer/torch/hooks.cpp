@@ -24,7 +24,8 @@ namespace {
 
 using torch::autograd::variable_list;
 
-// For hooks in a backward that averages: what it has collected is let go before anyone learns of the error.
+// Calls the listener in a backward that averages. If it throws, the backward's gradients are dropped before anyone
+// learns of the error.
 template <class Call>
 void call_in_backward(Listener& listener, Call&& call) {
   try {
@@ -102,7 +103,7 @@ const IncomingNote* find_note(const at::Tensor& parameter) {
   return nullptr;
 }
 
-// Stands before the user's hooks. A module that is wrapped twice has two reducers.
+// Takes the place of the user's hooks, and runs them later. A module that is wrapped twice has two reducers.
 class PostponedHooks : public torch::autograd::PostAccumulateGradHook {
  public:
   explicit PostponedHooks(std::unique_ptr<PostAccumulateGradHook> users) : users_(std::move(users)) {}
@@ -117,7 +118,7 @@ class PostponedHooks : public torch::autograd::PostAccumulateGradHook {
     const std::lock_guard lock(mutex_);
     owners_.push_back(listener);
   }
-  // Returns whether nobody is left.
+  // Removes an owner of the hooks; returns whether no other is left.
   bool remove(const Listener& listener) {
     const std::lock_guard lock(mutex_);
     std::erase_if(owners_, [&](const auto& owner) { return owner.expired() || owner.lock().get() == &listener; });
@@ -149,7 +150,7 @@ PostponedHooks* postponed_hooks(const at::Tensor& parameter) {
   return hooks ? dynamic_cast<PostponedHooks*>(hooks->get()) : nullptr;
 }
 
-// What is left when Python has removed its handles. torch does not export the class's type_info.
+// Whether the hook is one whose Python handles have all been removed. torch does not export the class's type_info.
 bool is_empty_python_hook(const torch::autograd::FunctionPostHook& hook) {
   if (std::strstr(typeid(hook).name(), "18PyFunctionPostHook") == nullptr) return false;
   const pybind11::gil_scoped_acquire gil;
@@ -170,7 +171,8 @@ bool GradientHook::fits(const at::Tensor& parameter) const {
          node_->input_metadata(0).is_same_shape(parameter);
 }
 
-// As torch does where `.data` changes the dtype: a graph, or another reducer's hook, would keep the node there.
+// Detaches the node as torch does when `.data` changes the dtype: a graph, or another reducer's hook, may still hold
+// it.
 void GradientHook::take_node_from(const at::Tensor& parameter) const {
   if (node_ != torch::autograd::impl::try_get_grad_accumulator(parameter)) return;
   auto* meta = torch::autograd::impl::get_autograd_meta(parameter);

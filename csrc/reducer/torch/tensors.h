@@ -1,4 +1,4 @@
-// What the engine can take: elements that lie in memory of their own, each as it is.
+// Conditions for tensors that the engine can take: elements that lie in memory of their own, each as it is.
 #pragma once
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -17,7 +17,7 @@
 
 namespace syncengine {
 
-// What `tensor` is instead, for messages: "not ..."; empty if it is dense. On any device.
+// A text "not ..." that says what `tensor` is instead of dense; empty if it is dense, on any device.
 inline std::string why_not_dense(const at::Tensor& tensor) {
   if (!tensor.defined()) return "an undefined tensor";
   if (tensor.layout() != at::kStrided) return "one of layout " + c10::str(tensor.layout());
@@ -26,19 +26,19 @@ inline std::string why_not_dense(const at::Tensor& tensor) {
   return "";
 }
 
-// The same of one on a device whose memory is to be read: of some classes only what they consist of has any.
+// A text like that for a tensor without memory to read: of some classes only the parts have memory. Empty if it has.
 inline std::string why_without_memory(const at::Tensor& tensor) {
   if (tensor.numel() == 0 || (tensor.has_storage() && tensor.storage().data() != nullptr)) return "";
   return "one without memory of its own (as a DTensor, whose to_local() has it)";
 }
 
-// What there is to look at: of a sparse tensor its values, of complex numbers both parts.
+// The numbers that a tensor consists of: the values of a sparse one, both parts of complex ones.
 inline at::Tensor elements_of(const at::Tensor& tensor) {
   const at::Tensor values = tensor.is_sparse() ? tensor._values() : tensor;
   return values.is_complex() ? at::view_as_real(values.resolve_conj()) : values;
 }
 
-// One pass, as a sum is finite only if all of its terms are; more where it has overflowed.
+// Takes one pass, since a sum is finite only if all of its terms are, and a second one if the sum has overflowed.
 inline bool all_finite(const at::Tensor& tensor) {
   const at::Tensor elements = elements_of(tensor);
   const bool narrow = elements.is_floating_point() && elements.element_size() == 2;
@@ -46,23 +46,23 @@ inline bool all_finite(const at::Tensor& tensor) {
   return elements.isfinite().all().item<bool>();
 }
 
-// Values that are put into tensors of the program, past autograd.
+// Puts values into tensors of the program, past autograd.
 //
 // Thread-safety: any thread. Aliasing: as at::Tensor::copy_(), whose errors it throws.
 
-// Neither the caller's mode nor the one in which the tensors were made matters: torch itself writes inference tensors
-// in inference mode alone. Autograd records nothing, but sees a new version of the target, if that has versions.
+// Works in any grad or inference mode, whichever the tensors were made in: torch itself writes inference tensors only
+// in inference mode. Autograd records nothing, but sees a new version of the target, if that has versions.
 inline void assign(const at::Tensor& target, const at::Tensor& value) {
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   target.copy_(value);
   if (!target.is_inference()) target.unsafeGetTensorImpl()->bump_version();
 }
 
-// In which order the elements of a gradient lie in memory. Ranks compare it before they add bytes to bytes.
+// The order of the elements of a gradient in memory. Ranks compare it before they add bytes to bytes.
 //
 // Thread-safety: none.
 
-// Strides of dimensions of one element say nothing.
+// Strides of dimensions of one element have no meaning.
 inline uint64_t mix_strides(uint64_t hash, const at::Tensor& tensor) {
   for (int64_t d = 0; d < tensor.dim(); ++d) {
     if (tensor.size(d) != 1) hash = mix(mix(hash, tensor.size(d)), tensor.stride(d));
@@ -70,7 +70,8 @@ inline uint64_t mix_strides(uint64_t hash, const at::Tensor& tensor) {
   return hash;
 }
 
-// That of a parameter when it was wrapped: all ranks have the same. Later any of them may change its own.
+// The order of a parameter's elements when it was wrapped, which is the same on all ranks. Later any rank may change
+// its own.
 class ElementOrder {
  public:
   explicit ElementOrder(const at::Tensor& parameter) {
@@ -80,7 +81,7 @@ class ElementOrder {
     strides_ = parameter.strides().vec();
   }
 
-  // Ranks compare it: copies of a model are as each rank made them. 0 for the usual order.
+  // A hash that ranks compare, since copies of a model are as each rank made them. 0 for the usual order.
   uint64_t hash() const {
     uint64_t hash = 0;
     for (size_t d = 0; d < strides_.size(); ++d)
@@ -88,7 +89,7 @@ class ElementOrder {
     return hash;
   }
 
-  // The elements of `flat`, as many as `like` has, in this order; in the usual one if `like` has got other sizes.
+  // The elements of `flat`, as many as `like` has, in this order; in the usual order if `like` has got other sizes.
   at::Tensor view(const at::Tensor& flat, const at::Tensor& like) const {
     const bool is_usual = strides_.empty() || like.sizes() != at::IntArrayRef(sizes_);
     return is_usual ? flat.view(like.sizes()) : flat.as_strided(sizes_, strides_);
@@ -98,9 +99,9 @@ class ElementOrder {
   std::vector<int64_t> sizes_, strides_;  // empty: contiguous
 };
 
-// torch's dtypes as ours.
+// The engine's dtypes for torch's.
 
-// A complex number counts as two real ones; nothing for dtypes that no gradient of ours can have.
+// A complex number counts as two real ones. Nothing for dtypes that no gradient can have.
 inline std::optional<DType> gradient_dtype(c10::ScalarType type) {
   switch (type) {
     case c10::ScalarType::Half:
