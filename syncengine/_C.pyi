@@ -76,7 +76,8 @@ class JobOptions:
     algorithm: str
     host_algorithm: str
     gradient_memory: str
-    timeout: float  # seconds, as the next
+    timeout: float  # seconds, as log_after
+    timeout_call: str  # that takes it from the program: "init"
     log_after: float
     arena_bytes: int  # 0: the machine's memory
     host_id: str  # makes several hosts of one; "" for one

@@ -20,7 +20,7 @@ from syncengine._build import tag
 from syncengine._C import Communicator, LocalBootstrap, build_id, solo
 from syncengine.config import Config
 from syncengine.errors import InvalidUsage, Mismatch, SyncError
-from syncengine.launch import Exchange
+from syncengine.launch import Exchange, group_timeout
 from syncengine.tracing.session import meet
 
 logger = logging.getLogger("syncengine")
@@ -76,13 +76,18 @@ def connect(
     timeout: float,
     global_ranks: list[int] | None = None,
     lost: Callable[[], str] | None = None,
+    timeout_call: str = "",
 ) -> Connection:
     """Connects the ranks that `exchange` reaches (None: this rank alone).
 
     Messages call them by `global_ranks`; None is for all ranks of the job, which connect one communicator at a time.
     `lost` is asked now and then, and says why some ranks will not come. If this rank fails, the others get its error.
+    `timeout_call` is the program's call that sets the timeout; "" is the process group's if there is one and nothing
+    else sets the timeout, and else init.
     """
     options = config.options(timeout)
+    of_group = config.timeout is None and group_timeout() is not None
+    options.timeout_call = timeout_call or ("init_process_group" if of_group else "init")
     if exchange is None:
         if global_ranks is None:
             meet(0, 1, 0, config.trace, whole=True)

@@ -87,7 +87,7 @@ def create(
         raise
     timeout = config.timeout or DEFAULT_TIMEOUT
     exchange = None if size == 1 else open_exchange(timeout, config.log_after)
-    connection = connect(exchange, rank, size, config, timeout, global_ranks)
+    connection = connect(exchange, rank, size, config, timeout, global_ranks, timeout_call="init_process_group")
     install_hooks()
     return Backend(connection.communicator)
 

@@ -3,9 +3,6 @@
 #include <dirent.h>
 #include <sys/resource.h>
 
-#include <cerrno>
-#include <cstring>
-
 #include "base/error.h"
 
 namespace syncengine {
@@ -31,13 +28,6 @@ void require_descriptors(const std::string& who, size_t count) {
                                            std::to_string(open) + " that are open, and ulimit -n is " +
                                            std::to_string(most_descriptors()) + ": raise ulimit -n to at least " +
                                            std::to_string(open + count));
-}
-
-void throw_descriptor_error(const std::string& what, int error) {
-  if (error != EMFILE && error != ENFILE) throw_system_error(what, error);
-  throw Error(ErrorKind::InvalidUsage, what + ": " + std::strerror(error) + " (ulimit -n is " +
-                                           std::to_string(most_descriptors()) +
-                                           (error == ENFILE ? "): raise fs.file-max" : "): raise ulimit -n"));
 }
 
 }  // namespace syncengine

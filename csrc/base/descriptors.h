@@ -41,8 +41,4 @@ size_t most_descriptors();  // ulimit -n
 // limit, and the limit to set. Without /proc it can't be known, and they are taken to fit.
 void require_descriptors(const std::string& who, size_t count);
 
-// Throws the error of a call that opens or sends a descriptor: as throw_system_error does, and with what to do if too
-// many are open.
-[[noreturn]] void throw_descriptor_error(const std::string& what, int error);
-
 }  // namespace syncengine

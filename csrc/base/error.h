@@ -37,8 +37,9 @@ class StepRefused : public Error {
   explicit StepRefused(const std::string& text) : Error(ErrorKind::Aborted, text) {}
 };
 
-// Throws InvalidUsage with `text` and the system's message for errno `code`.
-[[noreturn]] void throw_system_error(const std::string& text, int code);
+// Throws InvalidUsage. The text is `text`, which says what was asked for, the system's message for errno `code`, and
+// the way out. `call`: the refused system call, by the name that sandboxes list; "" if no sandbox refuses it.
+[[noreturn]] void throw_system_error(const std::string& text, int code, const char* call = "");
 
 // Interrupts a wait from outside, and carries the text that the peers are told.
 //

@@ -50,10 +50,10 @@ constexpr unsigned kNoExecSeal = 0x8;  // MFD_NOEXEC_SEAL: since Linux 6.3, and 
 UniqueFd create_sealed_memfd(const char* name, size_t bytes, const char* hint) {
   UniqueFd fd(memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING | kNoExecSeal));
   if (!fd && errno == EINVAL) fd = UniqueFd(memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
-  if (!fd) throw_descriptor_error("can't create shared memory", errno);
+  if (!fd) throw_system_error("can't create shared memory", errno, "memfd_create");
   if (ftruncate(fd.get(), static_cast<off_t>(bytes)) != 0)
-    throw_system_error("can't size shared memory to " + std::to_string(bytes) + " bytes" + hint, errno);
-  if (fcntl(fd.get(), F_ADD_SEALS, kSeals) != 0) throw_system_error("can't seal shared memory", errno);
+    throw_system_error("can't size shared memory to " + std::to_string(bytes) + " bytes" + hint, errno, "ftruncate");
+  if (fcntl(fd.get(), F_ADD_SEALS, kSeals) != 0) throw_system_error("can't seal shared memory", errno, "fcntl");
   return fd;
 }
 

@@ -5,12 +5,25 @@
 
 #include <atomic>
 #include <cstdint>
+#include <system_error>
 #include <thread>
+#include <utility>
 
 #include "base/deadline.h"
+#include "base/error.h"
 #include "base/processor.h"
 
 namespace syncengine {
+
+// Starts a thread that calls `call`. Throws InvalidUsage with the way out if the system has no thread left.
+template <class... Call>
+std::thread start_thread(Call&&... call) {
+  try {
+    return std::thread(std::forward<Call>(call)...);
+  } catch (const std::system_error& error) {
+    throw_system_error("can't start a thread", error.code().value(), "clone");
+  }
+}
 
 // Names the calling thread (at most 15 characters), and blocks all signals in it but those of its own faults, so that
 // the program's own threads handle them.

@@ -44,6 +44,7 @@ class Ring {
     void* memory = error ? MAP_FAILED : ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), 0);
     if (!error && memory == MAP_FAILED) error = errno;
     if (error) {
+      if (fd) ::unlink(file.c_str());
       throw Error(ErrorKind::InvalidUsage, "the trace can't be written to " + file + ": " + std::strerror(error) +
                                                "; give another directory, with " + std::to_string(bytes >> 20) +
                                                " MiB of room for each rank");

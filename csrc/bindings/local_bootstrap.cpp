@@ -126,6 +126,7 @@ void bind_options(py::module_& module) {
             {{"arena", GradientMemory::Arena}, {"torch", GradientMemory::Torch}});
   def_seconds(job, "timeout", &Options::timeout);
   def_seconds(job, "log_after", &Options::log_after);
+  job.def_readwrite("timeout_call", &JobOptions::timeout_call);
   job.def_readwrite("arena_bytes", &JobOptions::arena_bytes).def_readwrite("host_id", &JobOptions::host_id);
   py::class_<NetworkOptions>(module, "NetworkOptions")
       .def(py::init<>())

@@ -30,7 +30,7 @@ constexpr int kBacklog = 128;
 
 UniqueFd open_socket() {
   UniqueFd fd(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-  if (!fd) throw_descriptor_error("can't open a local socket", errno);
+  if (!fd) throw_system_error("can't open a local socket", errno, "socket");
   return fd;
 }
 
@@ -82,7 +82,8 @@ UniqueFd accept(const UniqueFd& listener) {
   for (;;) {
     UniqueFd fd(accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
     if (fd || errno == EAGAIN) return fd;
-    if (errno != EINTR && errno != ECONNABORTED) throw_descriptor_error("can't accept a local connection", errno);
+    if (errno != EINTR && errno != ECONNABORTED)
+      throw_system_error("can't accept a local connection", errno, "accept4");
   }
 }
 
@@ -111,7 +112,8 @@ Sent send_fd(const UniqueFd& socket, const void* message, size_t bytes, int fd) 
   std::memcpy(CMSG_DATA(header), &fd, sizeof(fd));
   if (sendmsg(socket.get(), &buffers.message, MSG_NOSIGNAL) >= 0) return Sent::Done;
   if (errno == EPIPE || errno == ECONNRESET) return Sent::BrokenOff;
-  if (errno != ETOOMANYREFS && !must_wait(errno)) throw_system_error("can't hand shared memory to a peer", errno);
+  if (errno != ETOOMANYREFS && !must_wait(errno))
+    throw_system_error("can't hand shared memory to a peer", errno, "sendmsg");
   char byte;  // the kernel checks that limit before it checks whether the other side still exists
   return recv(socket.get(), &byte, 1, MSG_PEEK) == 0 ? Sent::BrokenOff : Sent::NotYet;
 }
@@ -127,7 +129,7 @@ Got receive_fd(const UniqueFd& socket, void* message, size_t bytes, UniqueFd& fd
     fd = UniqueFd(received);
   }
   if (got > 0 && !fd && (buffers.message.msg_flags & MSG_CTRUNC) != 0)
-    throw_descriptor_error(who + " can't take another descriptor", EMFILE);
+    throw_system_error(who + " can't take another descriptor", EMFILE);
   return got == static_cast<ssize_t>(bytes) && fd ? Got::Message : Got::BrokenOff;
 }
 
@@ -261,7 +263,10 @@ void LocalRendezvous::reach(int peer, Call& call) {
     case local_socket::Called::Connected: break;
   }
   if (!local_socket::same_user(call.socket))
-    throw Error(ErrorKind::InvalidUsage, names_(peer) + " runs as another user");
+    throw Error(ErrorKind::InvalidUsage,
+                names_(peer) +
+                    " runs as another user: start all ranks of a host as one, or give the ranks of each user a "
+                    "SYNCENGINE_HOST_ID of their own");
   call.stage = Call::Stage::Greeted;
   const Greeting greeting = greeting_to(peer);
   if (!local_socket::send(call.socket, &greeting, sizeof(greeting))) unreachable_.insert(peer);

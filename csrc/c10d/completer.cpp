@@ -29,7 +29,7 @@ void Completer::add(c10::intrusive_ptr<TorchWork> work) {
 void Completer::call_another() {
   if (works_.empty() || (holder_ != std::thread::id() && turn_ends_ == kNever)) return;
   if (idle_ > 0) return changed_.notify_one();
-  threads_.emplace_back([self = shared_from_this()] { self->run(); });
+  threads_.push_back(start_thread([self = shared_from_this()] { self->run(); }));
   ++idle_;
 }
 

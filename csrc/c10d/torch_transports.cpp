@@ -72,7 +72,7 @@ class TorchPacketTransport::Lane : public std::enable_shared_from_this<Lane> {
   void add(uint64_t id, GroupWork work) {
     std::lock_guard lock(mutex_);
     works_.emplace_back(id, std::move(work));
-    if (!thread_.joinable()) thread_ = std::thread([self = shared_from_this()] { self->run(); });
+    if (!thread_.joinable()) thread_ = start_thread([self = shared_from_this()] { self->run(); });
     changed_.notify_one();
   }
 

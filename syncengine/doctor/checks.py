@@ -76,8 +76,8 @@ def _extension(everyone: Sequence[Facts]) -> Iterator[Finding]:
     for name, title in (("shared_memory", "shared memory"), ("host_key", "the host"), ("instruction_set", "kernels")):
         for error, ranks in grouped(everyone, lambda f, name=name: f["extension"].get(f"{name}_error")).items():  # type: ignore[misc]
             what, remedy = split_remedy(error)
-            if name == "shared_memory":  # the kernel's word is the last one there
-                what, remedy = error, "raise this process's limits (ulimit -f, ulimit -v, memory of the cgroup)"
+            if name == "shared_memory" and "): " not in error:  # the kernel's word is the last one there
+                what, remedy = error, "see docs/errors.md"
             yield Finding(title, FATAL, ranks, f"{name_ranks(ranks)}: {what}", remedy)
 
 

@@ -39,9 +39,8 @@ CASES: dict[str, tuple[Any, ...]] = {
         "fatal, extension of [0, 1]: ranks 0, 1 on a, b: x -> on a, b: y",
     ),
     "shared memory": (
-        [facts(0), facts(1, extension={"shared_memory_error": "can't size it: File too large"})],
-        "fatal, shared memory of [1]: rank 1: can't size it: File too large -> raise this process's limits (ulimit "
-        "-f, ulimit -v, memory of the cgroup)",
+        [facts(0), facts(1, extension={"shared_memory_error": "can't map it: No such device"})],
+        "fatal, shared memory of [1]: rank 1: can't map it: No such device -> see docs/errors.md",
     ),
     "the host": (
         [facts(0, extension={"host_key_error": "no boot id: mount /proc"})],

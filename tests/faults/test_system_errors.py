@@ -1,24 +1,126 @@
-"""What the system refuses is told with why, and with the way out; and processes that were their only rank."""
+"""What the system refuses is told with why, and with the way out. Each call is really refused."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from pool import RankPool
+import torch.distributed as dist
+from faults import my_rank
+from pool import RankPool, run_on_ranks
+from refusals import needs_seccomp, refuse
 
 import syncengine
-from syncengine.errors import InvalidUsage
+from syncengine.errors import InvalidUsage, SyncError
 from syncengine.report import write_report
 from syncengine.tracing.perfetto import write
+
+SANDBOX = "(by a sandbox's seccomp filter, say): allow {} there"
 
 
 def limit(which: int, most: int) -> None:
     resource.setrlimit(which, (most, most))
+
+
+def error_of_init(row: str) -> str:
+    """Under that row's restriction, on rank 1 alone."""
+    if my_rank() == 1:
+        ROWS[row][0]()
+    with pytest.raises(SyncError) as caught:
+        syncengine.init(timeout=50)
+    return str(caught.value)
+
+
+NOT_PERMITTED = partial(refuse, code=errno.EPERM)
+# How the call is refused, and what is said.
+ROWS: dict[str, tuple[Callable[[], None], str]] = {
+    "memfd_create, by a runtime": (
+        partial(NOT_PERMITTED, "memfd_create"),
+        f"can't create shared memory: Operation not permitted {SANDBOX.format('memfd_create')}",
+    ),
+    "memfd_create, by an old kernel": (
+        partial(refuse, "memfd_create"),
+        f"can't create shared memory: Function not implemented {SANDBOX.format('memfd_create')}",
+    ),
+    "ftruncate": (
+        partial(NOT_PERMITTED, "ftruncate"),
+        f"(SYNCENGINE_ARENA_BYTES): Operation not permitted {SANDBOX.format('ftruncate')}",
+    ),
+    "getrandom": (
+        partial(NOT_PERMITTED, "getrandom"),
+        f"can't get random bytes: Operation not permitted {SANDBOX.format('getrandom')}",
+    ),
+    "socket": (
+        partial(NOT_PERMITTED, "socket"),
+        f"can't open a local socket: Operation not permitted {SANDBOX.format('socket')}",
+    ),
+    "threads": (
+        partial(refuse, "clone", "clone3", code=errno.EAGAIN),
+        "can't start a thread: Resource temporarily unavailable (ulimit -u is ",
+    ),
+    "sizes of files": (
+        lambda: limit(resource.RLIMIT_FSIZE, 65536),
+        "File too large (ulimit -f is 64): raise ulimit -f, or lower SYNCENGINE_ARENA_BYTES",
+    ),
+    "descriptors": (
+        lambda: limit(resource.RLIMIT_NOFILE, len([*Path("/proc/self/fd").iterdir()])),
+        "Too many open files (ulimit -n is ",
+    ),
+}
+
+
+@needs_seccomp
+@pytest.mark.parametrize("name", ROWS)
+def test_what_the_system_refuses_has_a_way_out(pool: RankPool, name: str):
+    with pool.spawn_ranks(error_of_init, name, settings=None) as ranks:
+        victim, own = (rank.result() for rank in ranks)
+    assert ROWS[name][1] in own
+    assert victim == f"rank 1 failed in init: InvalidUsage: {own}"
+
+
+@run_on_ranks(spawned=True, settings=None)
+def test_the_default_arena_is_no_larger_than_files_may_be():
+    limit(resource.RLIMIT_FSIZE, 100 << 20)
+    syncengine.init(timeout=50)
+    model = syncengine.Parallel(torch.nn.Linear(256, 256))
+    model(torch.full((1, 256), my_rank() + 1.0)).sum().backward()
+    assert model.module.weight.grad.eq(1.5).all()
+
+
+# --- The script's own call
+
+
+def timeout_of(call: str) -> str:
+    """What rank 0 hears that waits for the other, by whichever call it has got its timeout."""
+    if call == "init":
+        syncengine.init(timeout=0.5)
+    else:
+        store = dist.FileStore(os.environ["STORE"])
+        dist.init_process_group(call, store=store, rank=my_rank(), world_size=2, timeout=timedelta(seconds=0.5))
+        syncengine.init()
+    with pytest.raises(SyncError) as caught:
+        if my_rank() == 0:
+            syncengine.all_reduce(torch.ones(1))
+        else:
+            while True:
+                syncengine.default_communicator().check_peers()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("call", "named"), [("init", "init"), ("gloo", "init_process_group")])
+def test_the_call_that_gave_the_timeout_is_named(pool: RankPool, tmp_path: Path, call: str, named: str):
+    environ = {"STORE": str(tmp_path / "store")}
+    with pool.spawn_ranks(timeout_of, call, settings=None, environ=environ) as ranks:
+        for rank in ranks:
+            assert f", or raise {named}(timeout=...)" in rank.result()
 
 
 # --- A process that was its only rank
@@ -72,7 +174,10 @@ def write_where_no_room_is(folder: Path) -> None:
         write_report(folder)
     with pytest.raises(InvalidUsage, match=r"all.pftrace can't be written: File too large: make room, or give"):
         write(folder, folder / "all.pftrace")
-    assert sorted(folder.iterdir()) == before
+    with pytest.raises(InvalidUsage, match=r"can't be written to .*rank-0.ring: File too large; give another dir"):
+        syncengine.trace(folder / "more").__enter__()
+    assert sorted(folder.iterdir()) == sorted([*before, folder / "more"])
+    assert list((folder / "more").iterdir()) == []
 
 
 def test_what_has_no_room_is_named_and_leaves_no_part(pool: RankPool, tmp_path: Path):

@@ -22,7 +22,7 @@ Network::Network(std::shared_ptr<Engine> engine, std::unique_ptr<Interhost> inte
   engine_->expect_io_thread();
   engine_->locked([this] { engine_->progressables().add(this); });
   try {
-    thread_ = std::thread(&Network::thread_main, this);
+    thread_ = start_thread(&Network::thread_main, this);
   } catch (...) {
     engine_->locked([this] { engine_->progressables().remove(this); });
     throw;

@@ -20,7 +20,7 @@ Engine::Engine(std::shared_ptr<shm::Arena> arena, int most_watchers, Options opt
   shm::prepare_liveness(arena_->header());
   std::promise<void> begun;
   auto has_begun = begun.get_future();
-  thread_ = std::thread(&Engine::thread_main, this, std::move(begun));
+  thread_ = start_thread(&Engine::thread_main, this, std::move(begun));
   has_begun.wait();  // peers look for signs of life only after the thread has begun to give them
 }
 

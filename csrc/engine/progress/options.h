@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 
 #include "base/deadline.h"
 #include "collectives/interhost_plan.h"
@@ -28,7 +29,8 @@ struct Options {
   Algorithm algorithm = Algorithm::Auto;
   HostAlgorithm host_algorithm = HostAlgorithm::Auto;
   Duration timeout = seconds(1800);
-  Duration log_after = seconds(5);  // one line on stderr about who is missing
+  std::string timeout_call = "init";  // the call that takes it from the program
+  Duration log_after = seconds(5);    // one line on stderr about who is missing
   GradientMemory gradient_memory = GradientMemory::Arena;
   size_t arena_bytes = 0;  // addresses for this rank's arena; 0: shm::default_arena_bytes
 };

@@ -3,6 +3,7 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 
 #include <algorithm>
@@ -20,16 +21,6 @@ namespace syncengine::shm {
 namespace {
 
 const size_t kHeapBegin = round_up(sizeof(ArenaHeader), kPage);
-
-Mapping map_arena(int fd, size_t bytes) {
-  try {
-    return Mapping(fd, bytes);
-  } catch (const Error& error) {
-    throw Error(error.kind(), std::string(error.what()) +
-                                  ": a process maps the arena of every rank of its host, and they must fit into its "
-                                  "addresses (ulimit -v); lower SYNCENGINE_ARENA_BYTES on all ranks");
-  }
-}
 
 bool has_addresses(size_t bytes) {
   void* probe = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -54,6 +45,8 @@ size_t default_arena_bytes(size_t memory, int ranks) {
                                                // addresses
   constexpr size_t kLeast = size_t{64} << 20;  // hardly anything fits into less, so an error is better
   const auto count = static_cast<size_t>(ranks);
+  rlimit file_size{};  // of shared memory, too; RLIM_INFINITY is the largest number
+  if (getrlimit(RLIMIT_FSIZE, &file_size) == 0) memory = std::min(memory, std::max<size_t>(kLeast, file_size.rlim_cur));
   size_t bytes = std::min(memory, kMost / count);
   while (bytes > kLeast && !has_addresses(2 * count * bytes)) bytes /= 2;
   return round_down(bytes, kPage);
@@ -65,7 +58,7 @@ PeerArena::PeerArena(int fd, size_t bytes) {
   bool sound = has_fixed_size(fd) && fstat(fd, &status) == 0 && static_cast<size_t>(status.st_size) == bytes &&
                bytes > kHeapBegin;
   if (!sound) throw Error(ErrorKind::InvalidUsage, "a peer sent shared memory of another size, or unsealed");
-  mapping_ = map_arena(fd, bytes);
+  mapping_ = Mapping(fd, bytes);
   if (header().magic != arena_magic())
     throw Error(ErrorKind::InvalidUsage,
                 "a peer's shared memory has another layout: do all ranks run the same syncengine?");
@@ -99,7 +92,7 @@ std::shared_ptr<Arena> Arena::create(size_t bytes) {
 }
 
 Arena::Arena(UniqueFd fd, size_t bytes)
-    : file_(std::move(fd)), mapping_(map_arena(file_.get(), bytes)), heap_(kHeapBegin, bytes), inherited_{{0, bytes}} {
+    : file_(std::move(fd)), mapping_(Mapping(file_.get(), bytes)), heap_(kHeapBegin, bytes), inherited_{{0, bytes}} {
   header().magic = arena_magic();
   ForkGuard::add(this);
 }

@@ -125,7 +125,7 @@ std::string text(const Ip& ip, uint16_t port) {
 
 std::vector<Interface> local_interfaces() {
   ifaddrs* first = nullptr;
-  if (getifaddrs(&first) != 0) throw_system_error("can't list this machine's network interfaces", errno);
+  if (getifaddrs(&first) != 0) throw_system_error("can't list this machine's network interfaces", errno, "socket");
   std::unique_ptr<ifaddrs, decltype(&freeifaddrs)> owner(first, &freeifaddrs);
   std::vector<Interface> interfaces;
   for (const ifaddrs* each = first; each; each = each->ifa_next) {
@@ -217,7 +217,8 @@ void check_fit(int own_rank, const Address& own, int peer, const Address& other)
 
 std::string random_bytes(size_t count) {
   std::string bytes(count, '\0');
-  if (getrandom(bytes.data(), count, 0) != static_cast<ssize_t>(count)) throw_system_error("no random bytes", errno);
+  if (getrandom(bytes.data(), count, 0) != static_cast<ssize_t>(count))
+    throw_system_error("can't get random bytes", errno, "getrandom");
   return bytes;
 }
 

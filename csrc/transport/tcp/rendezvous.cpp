@@ -89,7 +89,8 @@ void Rendezvous::accept_callers() {
     ParentFd fd = accept_on(listener_);
     const bool is_short = !fd && (errno == EMFILE || errno == ENFILE);
     if (is_short && oldest == unauthenticated_.end())
-      throw_descriptor_error(options_.names(rank_) + " can't accept the connections of " + missing_names(), errno);
+      throw_system_error(options_.names(rank_) + " can't accept the connections of " + missing_names(), errno,
+                         "accept4");
     if (!fd && !is_short) return;
     if (full || is_short)
       unauthenticated_.erase(oldest);  // the caller that has been silent longest; a rank calls

@@ -23,7 +23,7 @@ constexpr int kBacklog = 1024;
 
 ParentFd open_socket(const Ip& ip) {
   ParentFd fd([&] { return socket(ip.v6 ? AF_INET6 : AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0); });
-  if (!fd) throw_descriptor_error("can't open a TCP socket", errno);
+  if (!fd) throw_system_error("can't open a TCP socket", errno, "socket");
   return fd;
 }
 
