@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -88,7 +88,8 @@ def check_reducible(call: str, tensor: Any, op: ReduceOp) -> None:
 
 def engine_op(dtype: torch.dtype, word: str) -> Op:
     """The engine's op. Integers have no average there: they are summed, and `finish_average` divides the sum."""
-    return cast(Op, "sum" if word == "avg" and not dtype.is_floating_point else word)
+    op: Op = "sum" if word == "avg" and not dtype.is_floating_point else word  # type: ignore[assignment]
+    return op
 
 
 # Every tensor may be written in inference mode, whichever mode it was made in.

@@ -52,12 +52,19 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 def _look(wrapper: Any, optimizer: torch.optim.Optimizer) -> None:
     names = wrapper._model.by_id
-    stepped = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
-    parameter = next((p for p in stepped if id(p) in names), None)
-    if parameter is None:
+    for group in optimizer.param_groups:  # loops, since each step pays for every call of a generator
+        for parameter in group["params"]:
+            if parameter.grad is not None and id(parameter) in names:
+                break
+        else:
+            continue
+        break
+    else:
         return
-    sharing = [other for other in set(models.values()) if not names.keys().isdisjoint(other._model.by_id)]
-    forwards = sum(other._switches.forwards for other in sharing)
+    forwards = 0.0
+    for other in set(models.values()):
+        if not names.keys().isdisjoint(other._model.by_id):
+            forwards += other._switches.forwards
     now = Step(forwards, weakref.ref(parameter.grad), parameter.grad._version)
     steps = _steps.setdefault(wrapper, weakref.WeakKeyDictionary())
     if is_past_wrapper(steps.get(optimizer), now):

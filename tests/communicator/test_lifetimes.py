@@ -10,7 +10,7 @@ CSRC = ROOT / "csrc"
 # A static object: `static Type name;`, `= ...`, `{...}`; not a function, a pointer or a reference.
 STATIC = re.compile(r"^\s*static (?!constexpr)(?:const )?([\w:]+(?:<.*>)?) \w+(?:;| =|\{)", re.MULTILINE)
 WITHOUT_DESTRUCTOR = {"int", "bool", "size_t", "uint64_t", "std::mutex", "std::once_flag"}
-WITHOUT_DESTRUCTOR |= {"Isa", "ReduceFunction", "Driver"}  # of an enum, a pointer, pointers
+WITHOUT_DESTRUCTOR |= {"Isa", "ReduceFunction", "CudaDriver"}  # of an enum, a pointer, pointers
 
 
 def destroyed_at_exit(source: str) -> list[str]:

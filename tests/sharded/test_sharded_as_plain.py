@@ -178,19 +178,21 @@ def test_a_compiled_step_is_an_ordinary_one(form: str):
     return unlike_plain(steps, make_odd)
 
 
-def calls_of_a_step(layers: int, fused: bool) -> int:
-    """Of Python functions of the package, in a step like most."""
+def calls_of_a_step(layers: int, fused: bool) -> tuple[int, int]:
+    """How many Python functions of the package a step like most calls: itself, and by hooks on torch's optimizers."""
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Linear(24, 24) for _ in range(layers)))
     _, model, optimizer = trained(3, net, fused=fused)
     backward(model, 3)
-    package, calls = str(Path(syncengine.__file__).parent), []
+    package, calls = Path(syncengine.__file__).parent, []
+    hooks: list[str] = []
 
     def look(frame: Any, event: str, argument: Any) -> None:
-        name = frame.f_code.co_name
-        # A process in which another test has run micro_batches() has its hooks around each step of an optimizer.
-        if event == "call" and frame.f_code.co_filename.startswith(package) and name != "_check_no_step":
-            calls.append(name)
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and package in path.parents:
+            # In a process in which another test has run micro_batches(), open_step.py has hooks, too.
+            of_hooks = path.name in ("past_wrapper.py", "open_step.py")
+            (hooks if of_hooks else calls).append(frame.f_code.co_name)
 
     sys.setprofile(look)
     try:
@@ -198,7 +200,8 @@ def calls_of_a_step(layers: int, fused: bool) -> int:
     finally:
         sys.setprofile(None)
     assert "_confirm" in calls
-    return len(calls)
+    assert "_after_step" in hooks
+    return len(calls), len(hooks) - hooks.count("_check_no_step")
 
 
 @pytest.mark.thorough
@@ -207,4 +210,4 @@ def test_a_step_makes_few_python_calls(pool: RankPool, fused: bool):
     """Whatever the number of parameters is."""
     few, many = (pool.run(calls_of_a_step, layers, fused) for layers in (2, 40))
     assert few == many
-    assert max(few) <= 40, few
+    assert all(calls <= 41 and hooks <= 3 for calls, hooks in few), few  # one of the 41 calls is on a hook's way

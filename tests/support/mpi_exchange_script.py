@@ -17,7 +17,7 @@ import syncengine
 from syncengine.errors import SyncError
 from syncengine.launch import mpi
 
-WORLD = mpi._load("test").COMM_WORLD
+WORLD = mpi.load("the test", "install it").COMM_WORLD
 RANK = WORLD.Get_rank()
 TIMEOUT = 1.0
 
