@@ -34,8 +34,12 @@ TEST(bool_has_no_sum) {
 }
 
 TEST(system_error_says_what_failed_and_why) {
-  const auto text = CHECK_THROWS(throw_system_error("opening the arena", EMFILE), ErrorKind::InvalidUsage);
-  CHECK_EQ(text, std::string("opening the arena: ") + std::strerror(EMFILE));
+  auto text_of = [](int code, const char* call) {
+    return CHECK_THROWS(throw_system_error("opening the arena", code, call), ErrorKind::InvalidUsage);
+  };
+  CHECK_EQ(text_of(EIO, "open"), std::string("opening the arena: ") + std::strerror(EIO));
+  CHECK(testing::contains(text_of(EMFILE, "open"), "(ulimit -n is "));
+  CHECK(testing::contains(text_of(EPERM, "open"), ": allow open there"));
 }
 
 // Every range of a span list over pieces of 3, 0, 1 and 4 bytes visits exactly its bytes, in order.
