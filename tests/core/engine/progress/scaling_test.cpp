@@ -11,7 +11,7 @@ namespace {
 
 using testing::all_reduce_of, testing::run_job;
 
-constexpr int kOperations = 40;
+constexpr int kOperations = 40 / testing::kSlowdown;
 constexpr double kWaits = 3;  // of an operation of one chunk: for records or contributions, for results, for readers
 constexpr auto kTick = std::chrono::milliseconds(50);  // how often a sleeper looks around, whoever rings
 
