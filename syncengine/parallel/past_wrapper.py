@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
+from collections.abc import Container
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -52,14 +53,8 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 def _look(wrapper: Any, optimizer: torch.optim.Optimizer) -> None:
     names = wrapper._model.by_id
-    for group in optimizer.param_groups:  # loops, since each step pays for every call of a generator
-        for parameter in group["params"]:
-            if parameter.grad is not None and id(parameter) in names:
-                break
-        else:
-            continue
-        break
-    else:
+    parameter = _first_stepped(optimizer, names)
+    if parameter is None:
         return
     forwards = 0.0
     for other in set(models.values()):
@@ -71,6 +66,15 @@ def _look(wrapper: Any, optimizer: torch.optim.Optimizer) -> None:
         wrapper._switches.said_past = True
         _warn(names[id(parameter)], str(wrapper._model), type(optimizer).__name__)
     steps[optimizer] = now
+
+
+def _first_stepped(optimizer: torch.optim.Optimizer, names: Container[int]) -> torch.Tensor | None:
+    """The first parameter with a gradient whose id is among ``names``. A loop, since each step pays for every call."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None and id(parameter) in names:
+                return parameter  # type: ignore[no-any-return]
+    return None
 
 
 def _warn(name: str, model: str, optimizer: str) -> None:
