@@ -68,12 +68,12 @@ def _look(wrapper: Any, optimizer: torch.optim.Optimizer) -> None:
     steps[optimizer] = now
 
 
-def _first_stepped(optimizer: torch.optim.Optimizer, names: Container[int]) -> torch.Tensor | None:
-    """The first parameter with a gradient whose id is among ``names``. A loop, since each step pays for every call."""
+def _first_stepped(optimizer: torch.optim.Optimizer, names: Container[int]) -> Any:
+    """The first parameter with a gradient whose id is among ``names``, or None. By loops: each step pays for calls."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is not None and id(parameter) in names:
-                return parameter  # type: ignore[no-any-return]
+                return parameter
     return None
 
 
