@@ -37,7 +37,7 @@ def load(name: str, file: str) -> ModuleType:
 def install() -> None:
     if torch.version.cuda is not None:
         raise RuntimeError("this torch has CUDA: the software device is for a torch that has none")
-    device = load("software_torch_cuda")
+    device = load("software_torch_cuda", "software_torch_cuda.so")
     for name in vars(device):
         if name.startswith("_cuda_"):
             setattr(torch._C, name, getattr(device, name))
