@@ -63,9 +63,8 @@ Reducer::~Reducer() {
 bool Reducer::begin_forward(bool synchronize) {
   std::unique_lock lock(mutex_);
   if (recomputing()) return false;
-  life().forward_comes(Facts{*this});
   tasks_.wait_for_all(lock);
-  switch (life().begin_forward(synchronize)) {
+  switch (life().begin_forward(synchronize, Facts{*this})) {
     case Lifecycle::Begin::Unfinished: {
       const std::string text = unfinished();
       give_up(text);

@@ -122,17 +122,17 @@ class Lifecycle {
   bool is_recomputed(S&& sees) const {
     return phase_ == Phase::Syncing && sees.in_task();
   }
-  template <Sees S>
-  void forward_comes(S&& sees) {
-    if (!sees.in_task()) ++forwards_;
-  }
   enum class Begin : uint8_t {
     Unfinished,  // an error: a backward still waits for gradients
     Unwatched,   // nothing is to be done: hooks were removed, and its backward is this rank's own
     Local,       // its backward is this rank's own
     Arm,         // its backward averages; the end of a refused step comes before
   };
-  Begin begin_forward(bool synchronize) const {
+  // Counts the forward. By that count a task that is dropped later is known not to be of this forward, so it is called
+  // when all tasks of earlier ones have ended.
+  template <Sees S>
+  Begin begin_forward(bool synchronize, S&& sees) {
+    if (!sees.in_task()) ++forwards_;
     if (phase_ == Phase::Syncing) return Begin::Unfinished;
     if (synchronize) return Begin::Arm;
     return hooks_removed_ ? Begin::Unwatched : Begin::Local;

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+import time
 
 import pytest
 import torch
-from parallel_models import CAP, Branches, average, data, different_bits, gradients
+from parallel_models import CAP, Branches, assert_common, average, data, different_bits, gradients
 from pool import run_on_ranks
 from raising_model import Bad, Raising
 from torch import nn
@@ -164,3 +166,36 @@ def test_an_average_that_can_not_be_delivered_is_told():
     assert model.module.right.weight.grad is None or not left
     with pytest.raises(SyncError):
         model(data(2), left)
+
+
+@run_on_ranks()
+def test_a_backward_that_fails_while_the_next_forward_waits_for_it_costs_its_own_step():
+    """The backward runs on another thread of rank 1, and raises when the next forward has come."""
+    module = Raising()
+    model = syncengine.Parallel(module)
+    total = model(data(0)).sum()
+    if syncengine.rank() == 0:
+        with pytest.raises(Aborted, match="rank 1: backward aborted"):
+            total.backward()
+    else:
+        in_hook = threading.Event()
+
+        def raise_late(grad: torch.Tensor) -> None:
+            in_hook.set()
+            time.sleep(0.2)  # the forward comes meanwhile; were it later, it would have nothing to wait for
+            raise Bad("in a hook")
+
+        def run_backward() -> None:
+            with pytest.raises(Bad):
+                total.backward()
+
+        hook = module.first.weight.register_hook(raise_late)
+        thread = threading.Thread(target=run_backward)
+        thread.start()
+        in_hook.wait()
+        hook.remove()
+    outputs = model(data(1))  # of rank 1 while its backward still runs
+    if syncengine.rank() == 1:
+        thread.join()
+    outputs.sum().backward()
+    assert_common(model)

@@ -197,9 +197,8 @@ class Explorer {
       Shell sees = shell(next, me);
       Lifecycle& life = rank.model.life;
       CHECK(!life.is_recomputed(sees));
-      life.forward_comes(sees);
       rank.synchronize = synchronize;
-      switch (life.begin_forward(synchronize)) {
+      switch (life.begin_forward(synchronize, sees)) {
         case Lifecycle::Begin::Unfinished:  // only where nobody has heard of a failed task yet
           CHECK(!rank.model.kept.empty());
           sees.give_up(Lifecycle::Where::Backward, false);
@@ -530,8 +529,7 @@ class Wrappers {
       if (state.forwards[w] == 3) continue;
       State next = state;
       Lifecycle& life = next.models[w].life;
-      CHECK(life.begin_forward(true) == Lifecycle::Begin::Arm);
-      life.forward_comes(shell(next, w));
+      CHECK(life.begin_forward(true, shell(next, w)) == Lifecycle::Begin::Arm);
       life.forward_began(true);
       life.forward_ended(/*outputs_hooked=*/true);
       ++next.forwards[w];
