@@ -1,6 +1,6 @@
 """Measures the tables of README.md and docs/ anew, and fills them: `make figures`.
 
-python -m benchmarks.figures          53 minutes on a quiet machine of two cores
+python -m benchmarks.figures          56 minutes on a quiet machine of two cores
 python -m benchmarks.figures --ages   how old each table is, and measures nothing
 
 Measure on a clean checkout of a commit of main, and commit the results next: other results are refused.
@@ -28,6 +28,7 @@ COMMANDS = (
     ("sharded_memory", ["--ranks", "4", "--models", "mlp67", "--engines", "today", "sharded", "--steps", "4"], 5),
     ("micro_batches", [], 6),
     ("elastic", [], 10),
+    ("replicate", [], 3),
 )
 LIMIT = 75 * 60  # seconds for all of them
 MOST_BUSY, LOOK = 0.05, 10.0  # the part of the processors' time that others may use, in so many seconds
@@ -75,7 +76,11 @@ def ages() -> str:
     """A line for each result file of a table: its commit, when that was made, and how many commits are newer."""
     lines = []
     for name in readme.used():
-        made_at = readme.load(name)["commit"]
+        try:
+            made_at = readme.load(name)["commit"]
+        except readme.RefusedError as why:
+            lines.append(f"{name:28} {why}")
+            continue
         date = said("git", "show", "--no-patch", "--format=%cs", made_at)
         newer = said("git", "rev-list", "--count", f"{made_at}..HEAD")
         lines.append(f"{name:28} {made_at:20} {date or 'unknown'}, {newer or 'unknown'} commits ago")

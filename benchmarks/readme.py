@@ -22,6 +22,8 @@ README = REPOSITORY / "README.md"
 FIGURES = REPOSITORY / "docs" / "benchmarks" / "results.md"
 SHARDING = REPOSITORY / "docs" / "sharding.md"
 NUMERICS = REPOSITORY / "docs" / "numerics.md"
+ADOPTING = REPOSITORY / "docs" / "adopting.md"
+DOCUMENTS = (README, FIGURES, SHARDING, NUMERICS, ADOPTING)
 SHOWN_BYTES = (8, 4 << 10, 64 << 10, 1 << 20, 4 << 20, 25 << 20, 64 << 20, 256 << 20)
 MODELS = {
     "mlp": "MLP",
@@ -43,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     check = parser.parse_args(argv).check
     differ = 0
     refused.clear()
-    for document in (README, FIGURES, SHARDING, NUMERICS):
+    for document in DOCUMENTS:
         text = document.read_text()
         filled = fill(text)
         if not check:
@@ -68,6 +70,7 @@ def fill(text: str) -> str:
         "sharded_memory": sharded_memory,
         "micro_batches": micro_batches,
         "elastic": elastic,
+        "replicate": replicate,
     }
     for name in re.findall(r"<!-- measured:(\w+) -->", text):
         opening, closing = f"<!-- measured:{name} -->", f"<!-- /measured:{name} -->"
@@ -119,7 +122,7 @@ def used() -> list[str]:
     """Names of the result files that tables show."""
     sharded = sorted(path.stem for path in RESULTS.glob("sharded_memory-*ranks.json"))
     names = ["all_reduce-2ranks-openmpi", "all_reduce-2ranks-mpich", "train_step-2ranks", "memory-2ranks"]
-    return [*names, "sharded-2ranks", *sharded, "micro_batches-4ranks", "elastic-4ranks"]
+    return [*names, "sharded-2ranks", *sharded, "micro_batches-4ranks", "elastic-4ranks", "replicate-2ranks"]
 
 
 def ratios() -> str:
@@ -288,6 +291,26 @@ def elastic() -> str:
         so many ms, and not less than the edge before. All end with the weights of a run in which nobody died.
         {measured_at(document)}"""
     return f"{markdown(['model', 'median', '95 %', 'longest', *edges], rows)}\n\n{wrapped(caption)}"
+
+
+def replicate() -> str:
+    """The table of FSDP2's functions, over Gloo and over the engine, beside Parallel."""
+    document = load("replicate-2ranks")
+    names = ("plain", "parallel", "ddp", "replicate", "replicate_gloo", "fsdp", "fsdp_gloo")
+    rows = []
+    for result in document["results"]:
+        engines = result["engines"]
+        over = engines["replicate"]["of_parallel"]
+        of_parallel = f"{over['median']:.2f} ({over['lower']:.2f} to {over['upper']:.2f})"
+        steps = (f"{engines[name]['step_ms']['p50']:.1f}" for name in names)
+        rows.append([MODELS[result["model"]], *steps, of_parallel])
+    head = ["model", "plain torch, ms", "Parallel", "DDP, Gloo", "replicate, engine", "replicate, Gloo"]
+    head += ["fully_shard, engine", "fully_shard, Gloo", "replicate, engine, of Parallel"]
+    caption = f"""
+        A whole step with AdamW, 2 ranks on 2 cores, one thread each, all interleaved in the same processes, trained
+        weights bit-equal: medians of {document["options"]["rounds"]}, and a ratio with a bootstrap interval (95 %).
+        `python -m benchmarks.replicate` measures it. {measured_at(document)}"""
+    return f"{markdown(head, rows)}\n\n{wrapped(caption)}"
 
 
 def peaks(result: dict) -> dict[str, float]:
