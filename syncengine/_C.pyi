@@ -400,10 +400,6 @@ class CommonMemory:
     def bytes(self) -> int:
         """How many bytes there are for tensors."""
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether the memory is still shared: it has not been detached."""
-
     def tensor(self, offset: int, sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """The tensor at `offset` (bytes), with a storage of its own. Raises InvalidUsage if it is not inside."""
 

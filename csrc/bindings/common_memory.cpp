@@ -80,9 +80,6 @@ void return_free_memory() {
 void bind_common_memory(py::module_& module) {
   py::class_<shm::Region, Shared>(module, "CommonMemory", "Memory that the ranks of a host have in common.")
       .def_property_readonly("bytes", &shm::Region::bytes)
-      .def_property_readonly("is_shared", &shm::Region::is_shared,
-                             "Whether the memory is still shared: detach() "
-                             "has not been called.")
       .def("tensor", &tensor_in, py::arg("offset"), py::arg("sizes"), py::arg("strides"), py::arg("dtype"),
            "A tensor in the memory, with a storage of its own.")
       .def("decide", &shm::Region::decide, py::arg("number"), py::arg("proceeds"),
