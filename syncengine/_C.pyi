@@ -372,7 +372,6 @@ class ReducerOptions:
     batched_grad_copy: bool
     waits_in_between: bool  # ranks wait in forward or backward, too: an error there is the end of the communicator
     nonfinite: str  # "raise" or "warn": ranks say who brings NaN or Inf into a gradient; "" by default
-    gradients_in_arena: bool  # as far as there is room for them; the default
     flat_buckets: bool  # on the CPU, too, as on CUDA: for tests, in a build with test hooks
 
 class StepTimes:

@@ -12,7 +12,6 @@
 
 #include "bindings/bindings.h"
 #include "collectives/order.h"
-#include "reducer/backward/backward.h"
 #include "reducer/buckets/bucket_lane.h"
 #include "reducer/gradients/gradient_memory.h"
 #include "reducer/reducer.h"
@@ -122,43 +121,37 @@ std::unique_ptr<BucketLane> make_lane(const std::vector<at::Tensor>& parameters,
 std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> parameters, Text model_name,
                                       const std::vector<Text>& parameter_names,
                                       const std::shared_ptr<Communicator>& communicator,
-                                      const std::vector<bool>& sparse, ReducerOptions options) {
+                                      const std::vector<bool>& sparse, const ReducerOptions& options) {
   if (parameters.size() != parameter_names.size() || parameters.size() != sparse.size()) {
     throw Error(ErrorKind::InvalidUsage, "Reducer needs one name and one layout for each parameter");
   }
   auto lane = make_lane(parameters, communicator, options.flat_buckets);
-  if (lane) options.gradients_in_arena = false;
-  auto reducer = std::make_shared<Reducer>(std::make_unique<Model>(
+  auto reducer = std::make_shared<Reducer>(
       std::move(parameters), ModelNames{std::move(model_name), {parameter_names.begin(), parameter_names.end()}},
-      communicator, sparse, options, std::move(lane)));
-  reducer->model()->parameters.follow(reducer);  // one may be frozen for the first forward, and not for its backward
+      communicator, sparse, options, std::move(lane));
+  reducer->follow_parameters();  // one may be frozen for the first forward, and not for its backward
   return reducer;
 }
 
 void set_comm_hook(Reducer& reducer, py::object state, py::object hook) {
   auto python_hook = std::make_unique<PythonHook>(std::move(state), std::move(hook));
   py::gil_scoped_release no_gil;
-  reducer.model()->set_comm_hook(std::move(python_hook));
+  reducer.set_comm_hook(std::move(python_hook));
 }
 
 void install_futures(Reducer& reducer, const std::vector<std::shared_ptr<torch::jit::PythonFutureWrapper>>& futures) {
   std::vector<TorchFuture> unwrapped;
   for (const auto& future : futures) unwrapped.push_back(future->fut);
   py::gil_scoped_release no_gil;
-  const auto model = reducer.model();
-  auto& all = model->coming_backward().futures;
-  all.insert(all.end(), unwrapped.begin(), unwrapped.end());
+  reducer.install_futures(unwrapped);
 }
 
 py::dict statistics_dict(Reducer& reducer) {
-  Statistics statistics;
-  std::string shortage;
-  {
+  const auto [statistics, shortage] = [&] {
     py::gil_scoped_release no_gil;
-    const auto model = reducer.model();
-    statistics = model->record.statistics;
-    if (const auto* pool = model->pooled.pool()) shortage = pool->shortage();
-  }
+    const auto now = reducer.snapshot();
+    return std::pair(now.statistics, now.shortage);
+  }();
   auto by_name = [](const auto& names, const auto& bytes) {
     py::dict result;
     for (size_t i = 0; i < names.size(); ++i) result[names[i]] = bytes[i];
@@ -168,6 +161,11 @@ py::dict statistics_dict(Reducer& reducer) {
                   "reduced_bytes"_a = statistics.reduced_bytes,
                   "copied_bytes"_a = by_name(kCopyReasons, statistics.copied_bytes),
                   "staged_bytes"_a = by_name(kStageReasons, statistics.staged_bytes), "shortage"_a = shortage);
+}
+
+template <auto Field>
+auto read(Reducer& reducer) {
+  return reducer.snapshot().*Field;
 }
 
 // Returns the numbers of steps and bytes so far; for each of the last steps a row of times; for each of the compared
@@ -184,6 +182,7 @@ py::tuple summary_tuple(const StepTimes& times) {
 
 void bind_reducer(py::module_& module) {
   using NoGil = py::call_guard<py::gil_scoped_release>;
+  using Snapshot = Reducer::Snapshot;
   py::class_<ReducerOptions>(module, "ReducerOptions")
       .def(py::init<>())
       .def_readwrite("find_unused_parameters", &ReducerOptions::find_unused_parameters)
@@ -193,7 +192,6 @@ void bind_reducer(py::module_& module) {
       .def_readwrite("batched_grad_copy", &ReducerOptions::batched_grad_copy)
       .def_readwrite("waits_in_between", &ReducerOptions::waits_in_between)
       .def_readwrite("nonfinite", &ReducerOptions::nonfinite)
-      .def_readwrite("gradients_in_arena", &ReducerOptions::gradients_in_arena)
       .def_readwrite("flat_buckets", &ReducerOptions::flat_buckets);
   py::class_<StepTimes, std::shared_ptr<StepTimes>>(module, "StepTimes")
       .def(py::init<>())
@@ -228,75 +226,34 @@ void bind_reducer(py::module_& module) {
       .def(
           "refuse_forward", [](Reducer& self, const Text& text) { self.refuse_forward(text); }, py::arg("text"),
           NoGil())
-      .def(
-          "can_refuse", [](Reducer& self) { return self.model()->can_refuse(); }, NoGil())
+      .def("can_refuse", &read<&Snapshot::can_refuse>, NoGil())
       .def("vote_on_forward", &Reducer::vote_on_forward, NoGil())
-      .def(
-          "is_undecided", [](Reducer& self) { return self.model()->life.is_undecided(); }, NoGil())
+      .def("is_undecided", &read<&Snapshot::is_undecided>, NoGil())
       .def("decide", &Reducer::decide, NoGil())
-      .def(
-          "reserve_slots",
-          [](Reducer& self, std::optional<uint64_t> copy_of) {
-            Model& model = self.model().model;
-            return model.reserve_slots(copy_of);
-          },
-          py::arg("copy_of") = py::none(), NoGil())
+      .def("reserve_slots", &Reducer::reserve_slots, py::arg("copy_of") = py::none(), NoGil())
       .def("shadow_backward", &Reducer::shadow_backward, NoGil())
       .def("check_finalized", &Reducer::check_finalized, NoGil())
       .def("remove_hooks", &Reducer::remove_hooks, NoGil())
-      .def(
-          "has_averaged", [](Reducer& self) { return self.model()->parameters.runs_user_hooks(); }, NoGil())
-      .def(
-          "wanted", [](Reducer& self) { return self.model()->parameters.wanted(); }, NoGil())
-      .def(
-          "install_plan",
-          [](Reducer& self, const std::vector<std::vector<size_t>>& buckets, bool provisional) {
-            self.model()->install_plan(buckets, provisional);
-          },
-          py::arg("buckets"), py::arg("provisional"), NoGil())
-      .def(
-          "average_over",
-          [](Reducer& self, double divisor, double weight) {
-            self.model()->coming_forward().weighting = {.divisor = divisor, .weight = weight, .given = true};
-          },
-          py::arg("divisor"), py::arg("weight"), NoGil())
-      .def(
-          "expect_shadows", [](Reducer& self) { self.model()->coming_forward().has_shadows = true; }, NoGil())
-      .def(
-          "complete_step",
-          [](Reducer& self, const std::shared_ptr<TreeSums>& sums, uint32_t total, uint64_t number) {
-            self.model()->step = TreeStep{.sums = sums, .total = total, .number = number};
-          },
-          py::arg("sums"), py::arg("total"), py::arg("number"), NoGil())
-      .def(
-          "end_step", [](Reducer& self) { return self.model()->end_step(); }, NoGil())
+      .def("has_averaged", &read<&Snapshot::has_averaged>, NoGil())
+      .def("wanted", &Reducer::wanted, NoGil())
+      .def("install_plan", &Reducer::install_plan, py::arg("buckets"), py::arg("provisional"), NoGil())
+      .def("average_over", &Reducer::average_over, py::arg("divisor"), py::arg("weight"), NoGil())
+      .def("expect_shadows", &Reducer::expect_shadows, NoGil())
+      .def("complete_step", &Reducer::complete_step, py::arg("sums"), py::arg("total"), py::arg("number"), NoGil())
+      .def("end_step", &Reducer::end_step, NoGil())
       .def("drop_step", &Reducer::drop_step, NoGil())
-      .def(
-          "backwards", [](Reducer& self) { return self.model()->backwards; }, NoGil())
+      .def("backwards", &read<&Snapshot::backwards>, NoGil())
       .def("install_futures", &install_futures, py::arg("futures"))
       .def("set_comm_hook", &set_comm_hook, py::arg("state"), py::arg("hook"))
-      .def(
-          "set_compression",
-          [](Reducer& self, at::ScalarType dtype, bool divides_first) {
-            self.model()->set_compression(dtype, divides_first);
-          },
-          py::arg("dtype"), py::arg("divides_first") = true, NoGil())
-      .def(
-          "set_all_reduce_hook", [](Reducer& self) { self.model()->set_all_reduce_hook(); }, NoGil())
-      .def(
-          "set_static_graph", [](Reducer& self) { self.model()->set_static_graph(); }, NoGil())
-      .def(
-          "last_error", [](Reducer& self) { return self.model()->outcome.last_error; }, NoGil())
-      .def(
-          "not_averaged", [](Reducer& self) { return self.model()->outcome.not_averaged; }, NoGil())
-      .def(
-          "ready_order", [](Reducer& self) { return self.model()->record.ready_order; }, NoGil())
-      .def(
-          "knows_order", [](Reducer& self) { return self.model()->plan.knows_order(); }, NoGil())
-      .def(
-          "graph_is_static", [](Reducer& self) { return self.model()->record.graph_is_static; }, NoGil())
-      .def(
-          "step_times", [](Reducer& self) { return self.model()->record.step_times; }, NoGil())
+      .def("set_compression", &Reducer::set_compression, py::arg("dtype"), py::arg("divides_first") = true, NoGil())
+      .def("set_all_reduce_hook", &Reducer::set_all_reduce_hook, NoGil())
+      .def("set_static_graph", &Reducer::set_static_graph, NoGil())
+      .def("last_error", &read<&Snapshot::last_error>, NoGil())
+      .def("not_averaged", &read<&Snapshot::not_averaged>, NoGil())
+      .def("ready_order", &read<&Snapshot::ready_order>, NoGil())
+      .def("knows_order", &read<&Snapshot::knows_order>, NoGil())
+      .def("graph_is_static", &read<&Snapshot::graph_is_static>, NoGil())
+      .def("step_times", &read<&Snapshot::step_times>, NoGil())
       .def("statistics", &statistics_dict);
 }
 

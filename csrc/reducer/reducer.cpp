@@ -1,4 +1,5 @@
-// The Reducer's forwards, the end of a backward, and errors. Events of hooks in between are in reducer_events.cpp.
+// The Reducer's forwards, the end of a backward, and errors. Events of hooks in between are in reducer_events.cpp,
+// settings in reducer_settings.cpp.
 #include "reducer/reducer.h"
 
 #include <pybind11/pybind11.h>
@@ -228,7 +229,7 @@ void Reducer::finalize() {
       std::lock_guard lock(mutex_);
       backward->collect_observed();
     }
-    model_->route->proceed(*backward, mutex_);
+    backward->proceed(mutex_);
     backward->finish(mutex_);
     std::lock_guard lock(mutex_);
     const int64_t delivers_from = trace::is_on() ? trace::now() : 0;

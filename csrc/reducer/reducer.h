@@ -7,7 +7,7 @@
 //
 // The Lifecycle, which knows no torch, decides what follows from an event; the Reducer carries that out.
 //
-// Python plans the buckets (Model::install_plan), from the order in which gradients became ready.
+// Python plans the buckets (install_plan), from the order in which gradients became ready.
 //
 // Ownership: shared by Python and by the graph tasks it takes part in; holds the model, and so the parameters and its
 // hooks on them. Thread-safety: forward, and backward on any number of threads, one synchronized backward at a time.
@@ -22,19 +22,24 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "reducer/backward/model.h"
 #include "reducer/torch/graph_tasks.h"
 #include "reducer/torch/hooks.h"
+#include "reducer/torch/python_objects.h"
 #include "steps/lifecycle.h"
 
 namespace syncengine {
 
 class Reducer final : public Listener, public std::enable_shared_from_this<Reducer> {
  public:
-  explicit Reducer(std::unique_ptr<Model> model) : model_(std::move(model)) {}
+  // The arguments are the Model's.
+  template <class... Arguments>
+  explicit Reducer(Arguments&&... arguments) : model_(std::make_unique<Model>(std::forward<Arguments>(arguments)...)) {}
   ~Reducer();
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
@@ -67,13 +72,47 @@ class Reducer final : public Listener, public std::enable_shared_from_this<Reduc
   // From then on backwards are this rank's own, and a synchronized forward raises.
   void remove_hooks();
 
-  // The model, for reads and settings between these calls; the lock is held as long as this object lives.
-  struct LockedModel {
-    std::unique_lock<std::mutex> lock;
-    Model& model;
-    Model* operator->() const { return &model; }
+  // --- Settings
+
+  // Reserves the model's slots, and returns the first one. Collective, once, before the first plan; without the lock,
+  // since nobody reads slots before that. Blocks. `copy_of` is the first slot of the model that this one is a copy of,
+  // if any, the same on all ranks. Throws InvalidUsage on all ranks if there are no slots left.
+  uint64_t reserve_slots(std::optional<uint64_t> copy_of);
+  // Not to be called in the middle of a backward, nor before slots are reserved.
+  void install_plan(const std::vector<std::vector<size_t>>& buckets, bool provisional);
+  // At most one of these is called, between backwards. With a hook, all gradients go through the hook. With
+  // compression, they travel in a smaller dtype, scaled as torch's compressing hooks do (`divides_first`) or as usual.
+  // With the all-reduce hook, they are only scaled as torch's all-reduce hook does.
+  void set_comm_hook(std::unique_ptr<c10d::CommHookInterface> hook);
+  void set_compression(at::ScalarType type, bool divides_first);
+  void set_all_reduce_hook();
+  // Must be called before the first backward.
+  void set_static_graph();
+  // Three settings of the coming backward alone: its mean, that some rank has no batch, and what its end waits for.
+  void average_over(double divisor, double weight) { locked()->coming_forward().weighting = {divisor, weight, true}; }
+  void expect_shadows() { locked()->coming_forward().has_shadows = true; }
+  void install_futures(const std::vector<TorchFuture>& futures);
+  // Makes the coming backward complete a step of micro-batches; end_step() returns whether it has.
+  void complete_step(const std::shared_ptr<TreeSums>& sums, uint32_t total, uint64_t number) {
+    locked()->step = TreeStep{.sums = sums, .total = total, .number = number};
+  }
+  bool end_step() { return locked()->end_step(); }
+
+  // --- Reads
+
+  std::vector<size_t> wanted() { return locked()->parameters.wanted(); }
+  // All else that is known of the model at one moment.
+  struct Snapshot {
+    Statistics statistics;
+    std::shared_ptr<StepTimes> step_times;
+    std::vector<size_t> ready_order;
+    std::string shortage;  // the reason why the pool of gradients could not grow, if it could not
+    std::string last_error, not_averaged;
+    uint64_t backwards;
+    bool can_refuse, is_undecided, knows_order, graph_is_static;
+    bool has_averaged;  // the user's hooks that run now get averages
   };
-  LockedModel model() { return {std::unique_lock(mutex_), *model_}; }
+  Snapshot snapshot();
 
   bool has(Interest interest) const override {
     if (interest == Interest::Awaits) return life().awaits();
@@ -109,6 +148,13 @@ class Reducer final : public Listener, public std::enable_shared_from_this<Reduc
   };
   static_assert(Sees<Facts>);
 
+  // The model, under the lock as long as this object lives.
+  struct LockedModel {
+    std::unique_lock<std::mutex> lock;
+    Model* model;
+    Model* operator->() const { return model; }
+  };
+  LockedModel locked() { return {std::unique_lock(mutex_), model_.get()}; }
   Lifecycle& life() const { return model_->life; }
   bool recomputing() { return life().is_recomputed(Facts{*this}); }
   // Whether this gradient belongs to a backward that this model averages, which begins with the first one. Throws if it
@@ -118,6 +164,8 @@ class Reducer final : public Listener, public std::enable_shared_from_this<Reduc
   void expect_backward();
   // Refuses a second backward through a forward. `lost` says why the first was given up, if it was.
   [[noreturn]] void refuse_backward(const std::string& lost);
+  void check_between_backwards(const char* what) const;
+  void check_hookable() const;
   void watch_this_backward();
   void begin_backward();
   void finalize();
@@ -137,6 +185,7 @@ class Reducer final : public Listener, public std::enable_shared_from_this<Reduc
   std::mutex mutex_;
   const std::unique_ptr<Model> model_;
   GraphTasks tasks_;
+  bool has_hook_ = false;  // a communication hook, or what stands for one
 };
 
 }  // namespace syncengine

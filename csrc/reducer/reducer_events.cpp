@@ -5,7 +5,6 @@
 // gets a callback, and the first to find all buckets announced finalizes. That may be an inner task: no outer task
 // reads what is written here.
 #include <algorithm>
-#include <utility>
 
 #include "base/error.h"
 #include "reducer/backward/backward.h"
@@ -61,7 +60,7 @@ void Reducer::on_output(Forward* forward) {
       backward = model_->backward;
     }
   }
-  if (backward) model_->route->proceed(*backward, mutex_);
+  if (backward) backward->proceed(mutex_);
 }
 
 void Reducer::refuse_backward(const std::string& lost) {
@@ -123,7 +122,7 @@ void Reducer::on_gradient(size_t index, const at::Tensor& incoming) {
       throw;
     }
   }
-  model_->route->proceed(*backward, mutex_);
+  backward->proceed(mutex_);
 }
 
 void Reducer::on_backward_end() {

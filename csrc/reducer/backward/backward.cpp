@@ -20,60 +20,32 @@ void Backward::begin() {
     model_.install(std::move(plan));
   }
   // The first iteration of a static graph does not show the order in which gradients become ready.
-  plan_ = model_.plan.use(/*shows_order=*/!usage.observes());
-  if (!plan_->buckets().empty()) model_.life.step_begins();
-  model_.record.begin_backward(model_.parameters.size(), plan_->buckets().size());
+  const auto plan = model_.plan.use(/*shows_order=*/!usage.observes());
+  if (!plan->buckets().empty()) model_.life.step_begins();
+  model_.record.begin_backward(model_.parameters.size(), plan->buckets().size());
   if (usage.observes()) usage.static_graph()->begin_observation();
   if (model_.flat) model_.flat->begin();
   asks_usage_ = usage.finds_unused() || usage.observes();
   // If buckets may be skipped, none of them is announced in every step, and none can be the vote.
-  filling_.emplace(plan_, model_.route->can_be_refused() && !model_.options.skip_all_reduce_unused_params);
-  buckets_.reserve(plan_->buckets().size());
-  for (const auto& layout : plan_->buckets()) {
-    buckets_.push_back({.layout = layout});
-  }
+  begun_.emplace(plan, model_.route->can_be_refused() && !model_.options.skip_all_reduce_unused_params);
   if (!model_.options.nonfinite.empty()) {
     const Communicator& communicator = *model_.averaging.communicator;
     const int world = communicator.size();
-    watch_.emplace(plan_, model_.parameters.gradients(),
-                   model_.flat ? model_.flat->words_for_nonfinite() : host_words_for_nonfinite(world), world,
-                   model_.route->can_be_refused() && plan_->sparse().empty() && !communicator.spans_hosts());
+    begun_->watch.emplace(plan, model_.parameters.gradients(),
+                          model_.flat ? model_.flat->words_for_nonfinite() : host_words_for_nonfinite(world), world,
+                          model_.route->can_be_refused() && plan->sparse().empty() && !communicator.spans_hosts());
   }
   if (model_.step && std::exchange(model_.step->begun, true)) {
     throw Error(ErrorKind::InvalidUsage, second_backward_text(names()));
   }
-  step_ = model_.step;
-  told_.weighting.divisor = step_ ? step_->total : model_.averaging.communicator->size();
+  const auto& tree = begun_->tree = model_.step;
+  told_.weighting.divisor = tree ? tree->total : model_.averaging.communicator->size();
   forwards.tell(told_, names(), usage.finds_unused(), model_.parameters);
-  if (step_ && told_.weighting.given) {
+  if (tree && told_.weighting.given) {
     throw Error(ErrorKind::InvalidUsage, "weight() has no meaning within micro_batches(), which all count the same");
   }
-}
-
-void Backward::add_stamp(const Bucket& bucket, std::vector<uint64_t>& flags) const {
-  if (filling_->vote() != bucket.layout->index) return;
-  const Communicator& communicator = *model_.averaging.communicator;
-  flags.resize(communicator.size());
-  flags[communicator.rank()] = model_.record.stamp;
-}
-
-void Backward::trace_bucket(const Bucket& bucket, const Work::Place& place) const {
-  if (bucket.since == 0 || !trace::is_on()) return;
-  size_t bytes = 0;
-  std::string text = model_.parameters.model() + "\n" + std::to_string(bucket.layout->index);
-  for (size_t i : bucket.layout->parameters) {
-    bytes += gradient(i).parameter().nbytes();
-    text += "\n" + name(i);
-  }
-  trace::record({.kind = trace::Kind::Bucket,
-                 .begin = bucket.since,
-                 .end = trace::now(),
-                 .group = model_.averaging.communicator->trace_id(),
-                 .lane = static_cast<uint16_t>(place.lane),
-                 .place = place.number,
-                 .epoch = place.epoch,
-                 .detail = bytes,
-                 .text = trace::text(text)});
+  begun_->divisor = told_.weighting.divisor;
+  change_ = tree ? Change::Complete : told_.weighting.weight != 1.0 ? Change::Weigh : Change::None;
 }
 
 bool Backward::bring(size_t index, const at::Tensor& incoming) {
@@ -93,9 +65,9 @@ bool Backward::bring(size_t index, const at::Tensor& incoming) {
   if (is_static && !is_last_fire(index, incoming, kept)) return false;
   auto fits = [&] {
     const at::Tensor& grad = parameter.grad();
-    return plan_->fits(index, parameters.footprint(index)) && (!grad.defined() || grad.sizes() == parameter.sizes());
+    return plan().fits(index, parameters.footprint(index)) && (!grad.defined() || grad.sizes() == parameter.sizes());
   };
-  if (!plan_->covers(index) || (parameters.any_retired() && !fits())) {
+  if (!plan().covers(index) || (parameters.any_retired() && !fits())) {
     throw Error(ErrorKind::InvalidUsage, uncovered_text(names(), index));
   }
   if (gradient(index).collected()) {
@@ -127,12 +99,12 @@ void Backward::collect_missing() {
   StaticGraph* graph = model_.usage.static_graph();
   const bool observed = graph && graph->observed();
   if (observed) graph->begin_backward();
-  if (const auto left = model_.parameters.left_by(*plan_)) {
+  if (const auto left = model_.parameters.left_by(plan())) {
     throw Error(ErrorKind::InvalidUsage, left_text(names(), *left));
   }
   if (!observed && !model_.usage.finds_unused()) return;
   for (size_t i = 0; i < model_.parameters.size(); ++i) {
-    if (!plan_->covers(i)) continue;
+    if (!plan().covers(i)) continue;
     if (observed ? graph->is_used(i) : told_.reachable[i]) continue;
     gradient(i).collect_unused(model_.record.statistics);
     count_collected(i);
@@ -141,7 +113,7 @@ void Backward::collect_missing() {
 
 void Backward::collect_observed() {
   for (size_t i = 0; i < model_.parameters.size(); ++i) {
-    if (!plan_->covers(i)) continue;
+    if (!plan().covers(i)) continue;
     if (!model_.usage.static_graph()->is_used(i)) {
       gradient(i).collect_unused(model_.record.statistics);
     } else {
@@ -153,7 +125,7 @@ void Backward::collect_observed() {
 
 void Backward::collect_absent() {
   for (size_t i = 0; i < model_.parameters.size(); ++i) {
-    if (!plan_->covers(i)) continue;
+    if (!plan().covers(i)) continue;
     gradient(i).collect_absent();
     model_.record.ready_order.push_back(i);  // as in DDP: without a question, the order of registration
     count_collected(i);
@@ -161,38 +133,22 @@ void Backward::collect_absent() {
 }
 
 void Backward::count_collected(size_t index) {
-  const auto [at, first, full] = filling_->count(index);
-  Bucket& bucket = buckets_[at];
+  const auto [at, first, full] = begun_->filling.count(index);
+  Bucket& bucket = begun_->buckets[at];
   if (first) {
     if (trace::is_on()) bucket.since = trace::now();
     model_.route->open(bucket);
   }
-  if (model_.flat) model_.flat->note(at);
-  if (told_.weighting.weight != 1.0) gradient(index).weigh(told_.weighting.weight);
-  if (step_) gradient(index).complete(*step_->sums, index);
-  if (bucket.memory && bucket.memory->small) {
-    const size_t offset = bucket.layout->small.offsets[plan_->position_of(index)];
-    if (offset != SmallLayout::kLarge) {
-      bucket.memory->small.copy_in(offset, gradient(index).data(), gradient(index).memory().nbytes(),
-                                   model_.record.statistics);
-    }
+  switch (change_) {
+    case Change::None: break;
+    case Change::Weigh: gradient(index).weigh(told_.weighting.weight); break;
+    case Change::Complete: gradient(index).complete(*begun_->tree->sums, index); break;
   }
+  model_.route->collected(bucket, plan().position_of(index));
   if (!full) return;
-  if (filling_->filled(at, skips(*bucket.layout))) model_.route->ready(*this, bucket);
-  if (filling_->all() && asks_usage_)
+  if (begun_->filling.filled(at, skips(*bucket.layout))) model_.route->ready(*begun_, bucket);
+  if (begun_->filling.all() && asks_usage_)
     usage_work_ = model_.announce(model_.averaging.usage_slot(), model_.usage.share(), "used parameters");
-}
-
-Operation Backward::operation_of(const BucketLayout& layout) const {
-  Operation operation = model_.averaging.operation_of(layout);
-  if (!step_) return operation;
-  operation.numerics = Numerics::Tree;
-  operation.leaves = step_->total;
-  operation.layout_hash = mix(mix(operation.layout_hash, step_->total), step_->number);
-  operation.describe = [bucket = std::move(operation.describe), total = step_->total, number = step_->number] {
-    return bucket() + ", in step " + std::to_string(number) + " of micro_batches(total=" + std::to_string(total) + ")";
-  };
-  return operation;
 }
 
 bool Backward::skips(const BucketLayout& layout) const {
@@ -212,47 +168,49 @@ void Backward::finish(std::mutex& mutex) {
   std::vector<uint64_t> stamps(communicator.size());
   {
     std::lock_guard lock(mutex);
-    if (const auto last = filling_->vote()) {
-      model_.route->ready(*this, buckets_[*last]);
-      vote = buckets_[*last].work;
-    } else if (!buckets_.empty() && !model_.flat) {
+    if (const auto last = begun_->filling.vote()) {
+      model_.route->ready(*begun_, begun_->buckets[*last]);
+      vote = begun_->buckets[*last].work;
+    } else if (!begun_->buckets.empty() && !model_.flat) {
       told = std::make_shared<std::vector<uint8_t>>(stamps.size() * sizeof(uint64_t));
       std::memcpy(told->data() + communicator.rank() * sizeof(uint64_t), &model_.record.stamp, sizeof(uint64_t));
       vote = model_.vote(told);
     }
   }
   if (model_.can_refuse()) communicator.wait(vote, raise_pending_signal);
-  model_.route->finish(*this);
+  model_.route->finish(*begun_);
   if (told) {
     communicator.wait(vote, raise_pending_signal);
     std::memcpy(stamps.data(), told->data(), told->size());
     model_.record.step_times->compare(std::move(stamps));
   }
   if (usage_work_) communicator.wait(usage_work_, raise_pending_signal);
-  if (!model_.route->takes_sparse() && !plan_->sparse().empty()) average_sparse_gradients();
+  if (!model_.route->takes_sparse() && !plan().sparse().empty()) average_sparse_gradients();
   for (const TorchFuture& future : std::exchange(futures, {})) {
     wait_for_future(future, communicator, [this] { return "a buffer hook's future of " + model_.parameters.model(); });
   }
-  if (!watch_ || !watch_->has_news()) return;
+  auto& watch = begun_->watch;
+  if (!watch || !watch->has_news()) return;
   if (model_.flat) model_.flat->wait();
-  watch_->tell(model_.averaging, names(), step());
-  nonfinite_ = watch_->hear(communicator, names(), model_.record.statistics.backwards);
+  watch->tell(model_.averaging, names(), model_.life.step());
+  nonfinite_ = watch->hear(communicator, names(), model_.record.statistics.backwards);
 }
 
 void Backward::average_sparse_gradients() {
   std::vector<at::Tensor> gathered;
-  for (size_t i : plan_->sparse()) {
-    if (model_.flat) model_.flat->take_over(buckets_[plan_->bucket_of(i)], model_.parameters.gradients());
+  for (size_t i : plan().sparse()) {
+    if (model_.flat) model_.flat->take_over(begun_->buckets[plan().bucket_of(i)], model_.parameters.gradients());
     gathered.push_back(gradient(i).memory());
   }
   LookAtSparse look;
-  if (watch_) {
+  if (begun_->watch) {
     look = [this](size_t k, int rank, const at::Tensor& values) {
-      return watch_->look(plan_->sparse()[k], values, rank);
+      return begun_->watch->look(plan().sparse()[k], values, rank);
     };
   }
   Communicator& communicator = *model_.averaging.communicator;
-  const auto merges = step_ ? cut_tree(step_->total, communicator.size()).merges : std::vector<uint8_t>();
+  const auto& tree = begun_->tree;
+  const auto merges = tree ? cut_tree(tree->total, communicator.size()).merges : std::vector<uint8_t>();
   model_.record.statistics.reduced_bytes +=
       average_sparse(gathered, communicator, told_.weighting.divisor, model_.parameters.model(), merges, look);
 }
@@ -261,8 +219,8 @@ void Backward::average_sparse_gradients() {
 void Backward::check_skipped() const {
   Communicator& communicator = *model_.averaging.communicator;
   if (usage_work_) communicator.wait(usage_work_, raise_pending_signal);
-  for (const auto& bucket : buckets_) {
-    if (!filling_->is_skipped(bucket.layout->index)) continue;
+  for (const auto& bucket : begun_->buckets) {
+    if (!begun_->filling.is_skipped(bucket.layout->index)) continue;
     for (size_t i : bucket.layout->parameters) {
       if (!model_.usage.anywhere(i)) continue;
       throw Error(ErrorKind::Mismatch, skipped_text(names(), i));
@@ -273,8 +231,8 @@ void Backward::check_skipped() const {
 void Backward::deliver(std::vector<size_t>& written) {
   Usage& usage = model_.usage;
   if (usage.observes() && !told_.has_shadows) usage.static_graph()->end_of_observation();
-  for (Bucket& bucket : buckets_) {
-    model_.route->deliver(*this, bucket);
+  for (Bucket& bucket : begun_->buckets) {
+    model_.route->deliver(bucket);
     for (size_t i : bucket.layout->parameters) {
       const bool delivered = gradient(i).deliver(!usage.tracks() || usage.anywhere(i));
       if (delivered && model_.parameters.any_user_hooks()) written.push_back(i);
@@ -286,7 +244,7 @@ void Backward::deliver(std::vector<size_t>& written) {
 }
 
 void Backward::drop() {
-  is_over_ = true;
+  if (begun_) begun_->is_over = true;
   model_.route->drop();
 }
 

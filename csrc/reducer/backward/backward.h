@@ -18,8 +18,6 @@
 #include <vector>
 
 #include "reducer/backward/model.h"
-#include "reducer/buckets/bucket.h"
-#include "reducer/buckets/nonfinite.h"
 #include "reducer/torch/python_objects.h"
 #include "steps/bucket_plan.h"
 #include "steps/forwards.h"
@@ -41,7 +39,7 @@ class Backward {
   // Takes what the forwards that it comes from say, and uses the model's plan and route. Throws InvalidUsage if two
   // forwards say different weights, or if another backward has completed the step.
   void begin();
-  bool has_begun() const { return filling_.has_value(); }
+  bool has_begun() const { return begun_.has_value(); }
 
   // Takes a gradient, as a parameter's hook has fired. Returns whether that was the whole gradient: in a static graph
   // only the last firing is. Throws InvalidUsage if the gradient can't be averaged any more.
@@ -54,12 +52,9 @@ class Backward {
   void collect_observed();
   void collect_absent();  // substitutes for all gradients: this rank has no batch
 
-  bool collected_all() const { return !filling_ || filling_->all(); }
-  // The bucket that Filling::next_in_order() names, or null.
-  Bucket* next_in_order() {
-    const auto next = filling_->next_in_order();
-    return next ? &buckets_[*next] : nullptr;
-  }
+  bool collected_all() const { return !begun_ || begun_->filling.all(); }
+  // Does what the route can't do under the reducer's `mutex`. Called without the lock.
+  void proceed(std::mutex& mutex) { model_.route->proceed(*begun_, mutex); }
 
   // --- Its end
 
@@ -75,44 +70,28 @@ class Backward {
 
   // Ends the backward when it is given up.
   void drop();
-  bool is_over() const { return is_over_; }
-
-  // --- For routes
-
-  std::vector<Bucket>& buckets() { return buckets_; }
-  Filling& filling() { return *filling_; }
-  const Weighting& weighting() const { return told_.weighting; }
-  uint64_t step() const { return model_.life.step(); }
-  // The watch for NaN and infinity; null if nobody asks for it.
-  const NonfiniteWatch* watch() const { return watch_ ? &*watch_ : nullptr; }
-  // An operation without memory yet, which is added up in the order that this backward's sums have.
-  Operation operation_of(const BucketLayout& layout) const;
-  // Adds this rank's times of the last step to the vote's flags, which bring back all ranks' times.
-  void add_stamp(const Bucket& bucket, std::vector<uint64_t>& flags) const;
-  // Traces a bucket that is complete and becomes the operation at this place. Does nothing if this rank is not traced.
-  void trace_bucket(const Bucket& bucket, const Work::Place& place) const;
 
  private:
+  // The change that each collected gradient needs before it is reduced.
+  enum class Change : uint8_t { None, Weigh, Complete };
+
   bool is_last_fire(size_t index, const at::Tensor& incoming, bool kept);
   void count_collected(size_t index);
   bool skips(const BucketLayout& layout) const;
   void check_skipped() const;
   void average_sparse_gradients();
+  const BucketPlan& plan() const { return *begun_->plan; }
   Gradient& gradient(size_t index) const { return model_.parameters.gradients()[index]; }
   const ModelNames& names() const { return *model_.parameters.names(); }
   const std::string& name(size_t index) const { return model_.parameters.name(index); }
 
   Model& model_;
-  std::shared_ptr<const BucketPlan> plan_;
   Forward told_{};  // told by the forwards that it comes from
-  std::optional<TreeStep> step_;
+  std::optional<BackwardBuckets> begun_;
+  Change change_ = Change::None;
   bool asks_usage_ = false;
-  std::vector<Bucket> buckets_;
-  std::optional<Filling> filling_;
   std::shared_ptr<Work> usage_work_;
-  std::optional<NonfiniteWatch> watch_;
   std::string nonfinite_;
-  bool is_over_ = false;  // dropped, while another thread may still be in proceed()
 };
 
 }  // namespace syncengine

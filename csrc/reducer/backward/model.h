@@ -11,7 +11,6 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
-#include <utility>
 #include <vector>
 
 #include "engine/communicator/communicator.h"
@@ -24,63 +23,12 @@
 #include "reducer/buckets/flat_buckets.h"
 #include "reducer/gradients/gradient_memory.h"
 #include "reducer/parameters/parameters.h"
-#include "reducer/torch/graph_tasks.h"
-#include "reducer/torch/hooks.h"
 #include "steps/bucket_plan.h"
 #include "steps/forwards.h"
 #include "steps/lifecycle.h"
 #include "steps/statistics.h"
-#include "transport/shm/pool.h"
 
 namespace syncengine {
-
-// Memory for a model's large gradients on CPUs, in the communicator's pool as far as that has room. Empty on devices,
-// and if the user wants torch's memory. The pool is the communicator's and lives for ever.
-
-class PooledGradients {
- public:
-  explicit PooledGradients(shm::Pool* pool) : pool_(pool) {
-    if (!pool_) return;
-    gradient_memory::install();
-    pool_->join();
-  }
-  ~PooledGradients() {
-    if (pool_) pool_->leave();
-  }
-  PooledGradients(const PooledGradients&) = delete;
-  PooledGradients& operator=(const PooledGradients&) = delete;
-
-  shm::Pool* pool() const { return pool_; }
-  void install(const BucketPlan& plan) {
-    if (!pool_ || (habits_ && habits_->sizes == plan.pooled_sizes())) return;
-    habits_ = std::make_shared<gradient_memory::AllocationHabits>(plan.pooled_sizes());
-  }
-  // Puts the gradients that the graph task on this thread allocates into the pool. `accumulates`: there are gradients
-  // already.
-  void use_in_this_task(bool accumulates) {
-    if (!pool_ || !habits_ || std::exchange(task_, GraphTasks::current()) == GraphTasks::current()) return;
-    const auto grant = std::make_shared<gradient_memory::Grant>(*pool_, habits_, accumulates);
-    gradient_memory::use(grant);
-    at_task_end(
-        [grant] {
-          grant->revoke();
-          grant->learn();  // a task that has failed shows nothing
-        },
-        [grant](bool) { grant->revoke(); });
-  }
-  // Notes that a gradient's memory is about to be reduced. Returns why peers can't do that there, if they can't.
-  std::optional<StageReason> note(const void* memory, size_t bytes) {
-    if (!pool_) return StageReason::Setting;
-    if (pool_->owns(memory, bytes)) return std::nullopt;
-    if (habits_) habits_->forget(bytes);
-    return pool_->shortage().empty() ? StageReason::Elsewhere : StageReason::Shortage;
-  }
-
- private:
-  shm::Pool* const pool_;
-  std::shared_ptr<gradient_memory::AllocationHabits> habits_;  // of backward, with blocks of the planned sizes
-  int task_ = -1;                                              // the last graph task that uses the pool
-};
 
 class Backward;
 
@@ -102,12 +50,12 @@ struct Model {
   Record record;
   const std::unique_ptr<FlatBuckets> flat;  // null on CPUs
   PooledGradients pooled;
-  // The plan and the route, each until another takes its place.
-  CurrentPlan plan;
-  std::unique_ptr<Route> route;
   // Parts that last from one step to the next.
   Lifecycle life;
   Outcome outcome;
+  // The plan and the route, each until another takes its place.
+  CurrentPlan plan;
+  std::unique_ptr<Route> route;
   // Parts that live as long as a forward, and a backward.
   std::shared_ptr<Forward> forward;    // has begun, and not ended
   std::shared_ptr<Backward> backward;  // the one that comes next, or runs
@@ -123,29 +71,15 @@ struct Model {
   // Forgets the step if a backward has completed it, and returns whether one has.
   bool end_step();
 
-  // Reserves the model's slots, and returns the first one. Collective, once, before the first plan; without the lock,
-  // since nobody reads slots before that. Blocks. `copy_of` is the first slot of the model that this one is a copy of,
-  // if any, the same on all ranks. Throws InvalidUsage on all ranks if there are no slots left.
-  uint64_t reserve_slots(std::optional<uint64_t> copy_of);
   // Called before a forward, for which parameters have `changed`: see CurrentPlan.
   bool wants_plan(bool changed);
-  // Not to be called in the middle of a backward, nor before slots are reserved.
-  void install_plan(const std::vector<std::vector<size_t>>& buckets, bool provisional);
-  void install(std::shared_ptr<const BucketPlan> of_another_forward);
+  void install(std::shared_ptr<const BucketPlan> another);
+  void install(std::unique_ptr<Route> another);
   // Called when a gradient that is to be averaged has come. If all parameters were frozen for the last forward, the
   // gradient is from another graph, and uses the plan from before.
   void thaw() {
     if (plan.before_frozen()) install(plan.before_frozen());
   }
-  // At most one of these is called, between backwards. With a hook, all gradients go through the hook. With
-  // compression, they travel in a smaller dtype, scaled as torch's compressing hooks do (`divides_first`) or as usual.
-  // With the all-reduce hook, they are only scaled as torch's all-reduce hook does.
-  void set_comm_hook(std::unique_ptr<c10d::CommHookInterface> hook);
-  void set_compression(at::ScalarType type, bool divides_first);
-  void set_all_reduce_hook();
-  // Must be called before the first backward.
-  void set_static_graph();
-
   // Whether ranks can refuse a step. They can't if peers wait for anything but announced buckets, or if all parameters
   // are frozen.
   bool can_refuse() const { return plan && !plan.all_frozen() && route->can_be_refused() && !options.waits_in_between; }
@@ -159,13 +93,10 @@ struct Model {
 
   // Called when the graph task on this thread brings gradients.
   void pool_gradients();
+  RouteParts for_route() { return {averaging, parameters.gradients(), life, record, pooled, flat.get()}; }
 
  private:
-  void check_between_backwards(const char* what) const;
-  void check_hookable();
   void keep_gradients();
-
-  bool has_hook_ = false;
 };
 
 }  // namespace syncengine

@@ -5,7 +5,6 @@
 // but await_end() releases it while it waits. Failure: the communicator's error.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <mutex>

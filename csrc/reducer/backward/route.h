@@ -7,34 +7,88 @@
 // anybody's code. Failure: throws the communicator's error, or the hook's.
 #pragma once
 
+#include <cstddef>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <torch/csrc/distributed/c10d/comm.hpp>
+#include <utility>
+#include <vector>
 
+#include "reducer/backward/record.h"
+#include "reducer/buckets/averaging.h"
 #include "reducer/buckets/bucket.h"
+#include "reducer/buckets/flat_buckets.h"
+#include "reducer/buckets/nonfinite.h"
+#include "reducer/gradients/gradient.h"
+#include "reducer/gradients/gradient_memory.h"
+#include "reducer/gradients/tree_sums.h"
+#include "steps/bucket_plan.h"
+#include "steps/lifecycle.h"
 
 namespace syncengine {
 
-class Backward;
-struct Model;
+// The parts of a model that routes use.
+struct RouteParts {
+  const Averaging& averaging;
+  const std::vector<Gradient>& gradients;
+  const Lifecycle& life;  // for the step's number
+  Record& record;
+  PooledGradients& pooled;
+  FlatBuckets* flat;  // null on CPUs
+};
+
+// The buckets of a backward that has begun, and what else its route has to know of it.
+struct BackwardBuckets {
+  // With `votes`, one of them is the vote: see Filling.
+  BackwardBuckets(std::shared_ptr<const BucketPlan> shared, bool votes)
+      : plan(std::move(shared)), filling(plan, votes) {
+    buckets.reserve(plan->buckets().size());
+    for (const auto& layout : plan->buckets()) buckets.push_back({.layout = layout});
+  }
+
+  // The bucket that Filling::next_in_order() names, or null.
+  Bucket* next_in_order() {
+    const auto next = filling.next_in_order();
+    return next ? &buckets[*next] : nullptr;
+  }
+
+  const std::shared_ptr<const BucketPlan> plan;
+  Filling filling;
+  std::vector<Bucket> buckets = {};
+  double divisor = 1.0;                      // of the sums; the same on all ranks
+  std::optional<TreeStep> tree = {};         // that the backward completes
+  std::optional<NonfiniteWatch> watch = {};  // if anybody asks for it
+  bool is_over = false;                      // dropped, while another thread may still be in Route::proceed()
+};
 
 class Route {
  public:
-  explicit Route(Model& model) : model_(model) {}
+  explicit Route(const RouteParts& model) : model_(model) {}
   virtual ~Route() = default;
 
   // Called when the model has got another plan, or this route.
-  virtual void install() {}
+  virtual void install(const BucketPlan& /*plan*/) {}
   // Called when a bucket's first gradient of this backward comes.
   virtual void open(Bucket& /*bucket*/) {}
+  // Called when a gradient, the one at `position` in its bucket, is what this rank contributes. Not virtual, since it
+  // is called for each: a small one is copied to the bucket's block, if that has one, while it is still in the cache.
+  void collected(Bucket& bucket, size_t position) {
+    const BucketLayout& layout = *bucket.layout;
+    if (model_.flat) model_.flat->note(layout.index);
+    if (!bucket.memory || !bucket.memory->small || layout.small.offsets[position] == SmallLayout::kLarge) return;
+    const Gradient& gradient = model_.gradients[layout.parameters[position]];
+    bucket.memory->small.copy_in(layout.small.offsets[position], gradient.data(), gradient.memory().nbytes(),
+                                 model_.record.statistics);
+  }
   // Called when a bucket has all its gradients; for a sparse bucket only to say that its turn has come.
-  virtual void ready(Backward& backward, Bucket& bucket) = 0;
+  virtual void ready(BackwardBuckets& backward, Bucket& bucket) = 0;
   // Does what can't be done in ready(), under the lock; `mutex` is the reducer's.
-  virtual void proceed(Backward& /*backward*/, std::mutex& /*mutex*/) {}
+  virtual void proceed(BackwardBuckets& /*backward*/, std::mutex& /*mutex*/) {}
   // Waits until the averages of all the route's buckets are there.
-  virtual void finish(Backward& backward) = 0;
+  virtual void finish(BackwardBuckets& backward) = 0;
   // Puts a bucket's averages where Gradient::deliver() takes them.
-  virtual void deliver(Backward& /*backward*/, Bucket& /*bucket*/) {}
+  virtual void deliver(Bucket& /*bucket*/) {}
 
   virtual bool takes_sparse() const { return false; }
   // Whether buckets are announced, each by itself: then a rank can refuse a step, and the peers go on.
@@ -43,12 +97,15 @@ class Route {
   virtual void drop() {}
 
  protected:
-  Model& model_;
+  // Traces a bucket that is complete and becomes the operation at this place. Does nothing if this rank is not traced.
+  void trace_bucket(const Bucket& bucket, const Work::Place& place) const;
+
+  const RouteParts model_;
 };
 
 // Routes on CPUs, on devices, and through a communication hook on either. They are in routes/.
-std::unique_ptr<Route> make_in_place_route(Model& model);
-std::unique_ptr<Route> make_flat_route(Model& model);
-std::unique_ptr<Route> make_comm_hook_route(Model& model, std::unique_ptr<c10d::CommHookInterface> hook);
+std::unique_ptr<Route> make_in_place_route(const RouteParts& model);
+std::unique_ptr<Route> make_flat_route(const RouteParts& model);
+std::unique_ptr<Route> make_comm_hook_route(const RouteParts& model, std::unique_ptr<c10d::CommHookInterface> hook);
 
 }  // namespace syncengine

@@ -11,6 +11,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -21,6 +22,7 @@
 #include "engine/communicator/communicator.h"
 #include "reducer/buckets/bucket.h"
 #include "reducer/gradients/gradient.h"
+#include "reducer/gradients/tree_sums.h"
 #include "reducer/torch/tensors.h"
 #include "steps/texts.h"
 
@@ -33,10 +35,9 @@ struct ReducerOptions {
   bool skip_all_reduce_unused_params = false;  // buckets of nothing but unused parameters are not reduced
   bool gradient_as_bucket_view = false;        // these two: only for how DDP rounds, see Scaling
   bool batched_grad_copy = false;
-  bool waits_in_between = false;   // ranks wait for each other in forward or backward, too (SyncBatchNorm)
-  std::string nonfinite = {};      // "raise" or "warn": ranks say who brings NaN or Inf
-  bool gradients_in_arena = true;  // as far as the communicator has room for them
-  bool flat_buckets = false;       // on CPUs, too, as on devices: for tests, in a build with test hooks
+  bool waits_in_between = false;  // ranks wait for each other in forward or backward, too (SyncBatchNorm)
+  std::string nonfinite = {};     // "raise" or "warn": ranks say who brings NaN or Inf
+  bool flat_buckets = false;      // on CPUs, too, as on devices: for tests, in a build with test hooks
 };
 
 // The ways in which contributions are scaled to an average. They differ only in rounding, and only if the divisor is
@@ -75,15 +76,34 @@ struct Averaging {
   size_t usage_slot() const { return parameters; }
   size_t vote_slot() const { return parameters + 1; }
   size_t nonfinite_slot() const { return parameters + 2; }
-  // An operation without memory yet.
-  Operation operation_of(const BucketLayout& layout) const {
+  // An operation without memory yet. With a `tree`, it is added up in the order of that step's sums.
+  Operation operation_of(const BucketLayout& layout, const std::optional<TreeStep>& tree) const {
     Operation operation;
     operation.dtype = travels_as ? *gradient_dtype(*travels_as) : layout.dtype;
     operation.op = ReduceOp::Avg;
     operation.numerics = communicator->numerics();
     operation.layout_hash = layout.hash;
     operation.describe = [shared = layout.shared_from_this()] { return shared->describe(); };
+    if (!tree) return operation;
+    operation.numerics = Numerics::Tree;
+    operation.leaves = tree->total;
+    operation.layout_hash = mix(mix(layout.hash, tree->total), tree->number);
+    operation.describe = [shared = layout.shared_from_this(), total = tree->total, number = tree->number] {
+      return shared->describe() + ", in step " + std::to_string(number) +
+             " of micro_batches(total=" + std::to_string(total) + ")";
+    };
     return operation;
+  }
+  // Announces words that are no gradients, in this step of the model; they become `op` of them over all ranks.
+  template <class Word>
+  std::shared_ptr<Work> announce(size_t slot, uint64_t step, std::shared_ptr<std::vector<Word>> words, DType dtype,
+                                 ReduceOp op, std::function<std::string()> describe) const {
+    Operation operation{.dtype = dtype, .op = op, .numerics = communicator->numerics()};
+    operation.output.add(reinterpret_cast<std::byte*>(words->data()), words->size() * sizeof(Word));
+    operation.input = operation.output;
+    operation.describe = std::move(describe);
+    operation.keepalive = std::move(words);
+    return communicator->announce(slots, slot, step, std::move(operation));
   }
   // Whether one factor scales all gradients with the right bits: all three ways agree if the divisor is a power of two.
   bool scales_all_alike(double divisor) const {

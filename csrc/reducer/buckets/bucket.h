@@ -63,7 +63,7 @@ class SmallGradients {
 struct BucketMemory {
   std::vector<at::Tensor> gradients;  // in the layout's order, those in `small` left out
   SmallGradients small;
-  std::vector<uint64_t> flags;  // of the operation: see Backward::add_stamp
+  std::vector<uint64_t> flags;  // of the operation: all ranks' times, or none
 };
 
 // A bucket in one backward. Filling knows how far it is filled.

@@ -56,15 +56,8 @@ void NonfiniteWatch::look_behind_hook(const BucketLayout& layout, const std::vec
 
 void NonfiniteWatch::tell(const Averaging& averaging, const ModelNames& names, uint64_t step) {
   told_ = std::make_shared<std::vector<uint64_t>>(words_.words.get(), words_.words.get() + world_ + 1);
-  Operation operation;
-  operation.dtype = DType::Int64;
-  operation.op = ReduceOp::Min;
-  operation.numerics = averaging.communicator->numerics();
-  operation.output.add(told_->data(), told_->size() * sizeof(uint64_t));
-  operation.input = operation.output;
-  operation.describe = [model = names.model] { return "which gradients of " + model + " are not finite"; };
-  operation.keepalive = told_;
-  work_ = averaging.communicator->announce(averaging.slots, averaging.nonfinite_slot(), step, std::move(operation));
+  work_ = averaging.announce(averaging.nonfinite_slot(), step, told_, DType::Int64, ReduceOp::Min,
+                             [model = names.model] { return "which gradients of " + model + " are not finite"; });
 }
 
 std::string NonfiniteWatch::hear(Communicator& communicator, const ModelNames& names, uint64_t step) const {

@@ -74,15 +74,9 @@ void Gradient::collect(const std::string& name, Statistics& statistics) {
   if (!grad.defined()) return collect_unused(statistics);
   const bool shared = std::exchange(shared_, false), took_over = std::exchange(took_over_, false);
   check_reducible(grad, parameter_, device_, sparse_, name);
-  if (sparse_ && shared) {
-    copy_out(Source::Copy, CopyReason::SharedStorage, grad, statistics);
-  } else if (sparse_) {
-    source_ = Source::Own;
-    memory_ = grad;
-    version_ = grad._version();
-  } else if (!follows_layout(grad, parameter_)) {
+  if (!sparse_ && !follows_layout(grad, parameter_)) {
     copy_out(Source::Copy, CopyReason::Layout, grad, statistics);
-  } else if (grad.requires_grad()) {
+  } else if (!sparse_ && grad.requires_grad()) {
     copy_out(Source::Copy, CopyReason::Graph, grad, statistics);
   } else if (shared) {
     // A .grad that existed before stays where it is: in a flat optimizer's memory, perhaps.

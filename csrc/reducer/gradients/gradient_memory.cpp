@@ -8,7 +8,6 @@
 #include <utility>
 #include <vector>
 
-#include "reducer/torch/hooks.h"
 #include "reducer/torch/python_objects.h"
 
 namespace syncengine::gradient_memory {

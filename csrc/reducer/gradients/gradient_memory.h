@@ -17,10 +17,16 @@
 #include <cstddef>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <unordered_map>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
+#include "reducer/torch/graph_tasks.h"
+#include "reducer/torch/hooks.h"
+#include "steps/bucket_plan.h"
+#include "steps/statistics.h"
 #include "transport/shm/pages.h"
 #include "transport/shm/pool.h"
 
@@ -106,6 +112,56 @@ bool is_tensor_memory(const c10::DataPtr& data);
 }  // namespace syncengine::gradient_memory
 
 namespace syncengine {
+
+// Memory for a model's large gradients on CPUs, in the communicator's pool as far as that has room. Empty on devices,
+// and if the user wants torch's memory. The pool is the communicator's and lives for ever.
+//
+// Thread-safety: the reducer's lock.
+
+class PooledGradients {
+ public:
+  explicit PooledGradients(shm::Pool* pool) : pool_(pool) {
+    if (!pool_) return;
+    gradient_memory::install();
+    pool_->join();
+  }
+  ~PooledGradients() {
+    if (pool_) pool_->leave();
+  }
+  PooledGradients(const PooledGradients&) = delete;
+  PooledGradients& operator=(const PooledGradients&) = delete;
+
+  shm::Pool* pool() const { return pool_; }
+  void install(const BucketPlan& plan) {
+    if (!pool_ || (habits_ && habits_->sizes == plan.pooled_sizes())) return;
+    habits_ = std::make_shared<gradient_memory::AllocationHabits>(plan.pooled_sizes());
+  }
+  // Puts the gradients that the graph task on this thread allocates into the pool. `accumulates`: there are gradients
+  // already.
+  void use_in_this_task(bool accumulates) {
+    if (!pool_ || !habits_ || std::exchange(task_, GraphTasks::current()) == GraphTasks::current()) return;
+    const auto grant = std::make_shared<gradient_memory::Grant>(*pool_, habits_, accumulates);
+    gradient_memory::use(grant);
+    at_task_end(
+        [grant] {
+          grant->revoke();
+          grant->learn();  // a task that has failed shows nothing
+        },
+        [grant](bool) { grant->revoke(); });
+  }
+  // Notes that a gradient's memory is about to be reduced. Returns why peers can't do that there, if they can't.
+  std::optional<StageReason> note(const void* memory, size_t bytes) {
+    if (!pool_) return StageReason::Setting;
+    if (pool_->owns(memory, bytes)) return std::nullopt;
+    if (habits_) habits_->forget(bytes);
+    return pool_->shortage().empty() ? StageReason::Elsewhere : StageReason::Shortage;
+  }
+
+ private:
+  shm::Pool* const pool_;
+  std::shared_ptr<gradient_memory::AllocationHabits> habits_;  // of backward, with blocks of the planned sizes
+  int task_ = -1;                                              // the last graph task that uses the pool
+};
 
 // Whether nothing else will ever read the memory of .grad. Autograd lets .grad take over a tensor whose memory others
 // may still have to read in the same backward, and two parameters may take over the same memory.

@@ -1,6 +1,5 @@
 #include "reducer/parameters/parameters.h"
 
-#include <algorithm>
 #include <utility>
 
 namespace syncengine {

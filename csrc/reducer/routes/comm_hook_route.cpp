@@ -6,12 +6,12 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "base/error.h"
-#include "reducer/backward/backward.h"
 #include "reducer/backward/route.h"
 #include "reducer/torch/python_error.h"
 #include "reducer/torch/python_objects.h"
@@ -63,25 +63,26 @@ std::string current_error_text() {
 // after the communicator has been aborted.
 class CommHookRoute final : public Route {
  public:
-  CommHookRoute(Model& model, std::unique_ptr<c10d::CommHookInterface> hook) : Route(model), hook_(std::move(hook)) {}
+  CommHookRoute(const RouteParts& model, std::unique_ptr<c10d::CommHookInterface> hook)
+      : Route(model), hook_(std::move(hook)) {}
 
   // Forgets the memory of the last plan's buckets.
-  void install() override {
-    const size_t buckets = model_.plan->buckets().size();
+  void install(const BucketPlan& plan) override {
+    const size_t buckets = plan.buckets().size();
     pending_ = std::vector<Pending>(buckets);
     if (model_.flat) model_.flat->lay_out_nothing(buckets);
   }
 
-  void ready(Backward& /*backward*/, Bucket& /*bucket*/) override {}
+  void ready(BackwardBuckets& /*backward*/, Bucket& /*bucket*/) override {}
 
   // Calls the hook in the order of buckets, which is the same on all ranks, since the hooks' collectives match by
   // order.
-  void proceed(Backward& backward, std::mutex& mutex) override {
-    const auto& gradients = model_.parameters.gradients();
+  void proceed(BackwardBuckets& backward, std::mutex& mutex) override {
+    const auto& gradients = model_.gradients;
     std::unique_lock lock(mutex);
-    while (Bucket* bucket = runs_ || backward.is_over() ? nullptr : backward.next_in_order()) {
-      if (backward.filling().is_skipped(bucket->layout->index)) continue;
-      backward.filling().went(bucket->layout->index);
+    while (Bucket* bucket = runs_ || backward.is_over ? nullptr : backward.next_in_order()) {
+      if (backward.filling.is_skipped(bucket->layout->index)) continue;
+      backward.filling.went(bucket->layout->index);
       if (model_.flat) model_.flat->take_over(*bucket, gradients);
       auto memory = bucket->memory = std::make_shared<BucketMemory>();
       std::vector<at::Tensor> parameters;
@@ -92,7 +93,7 @@ class CommHookRoute final : public Route {
         if (!gradient.is_sparse()) model_.record.statistics.count_copy(CopyReason::CommHook, gradient.nbytes());
       }
       model_.record.bucket();
-      backward.trace_bucket(*bucket, {});
+      trace_bucket(*bucket, {});
       const auto layout = bucket->layout;
       runs_ = true;
       lock.unlock();
@@ -109,12 +110,12 @@ class CommHookRoute final : public Route {
     }
   }
 
-  void finish(Backward& backward) override {
+  void finish(BackwardBuckets& backward) override {
     try {
-      for (const auto& bucket : backward.buckets()) {
+      for (const auto& bucket : backward.buckets) {
         if (!bucket.memory) continue;
-        if (model_.flat) model_.flat->take_over(bucket, model_.parameters.gradients());
-        const at::Tensor result = wait(*bucket.layout, bucket.memory->gradients, backward.watch());
+        if (model_.flat) model_.flat->take_over(bucket, model_.gradients);
+        const at::Tensor result = wait(*bucket.layout, bucket.memory->gradients, backward.watch);
         if (model_.flat) model_.flat->keep(result);
       }
     } catch (...) {
@@ -161,7 +162,8 @@ class CommHookRoute final : public Route {
     pending.future = keeping_python_errors([&] { return hook_->runHook(bucket); });
   }
 
-  at::Tensor wait(const BucketLayout& layout, const std::vector<at::Tensor>& memory, const NonfiniteWatch* watch) {
+  at::Tensor wait(const BucketLayout& layout, const std::vector<at::Tensor>& memory,
+                  const std::optional<NonfiniteWatch>& watch) {
     Communicator& communicator = *model_.averaging.communicator;
     Pending& pending = pending_[layout.index];
     auto what = [&] { return "the communication hook's future of " + layout.describe(); };
@@ -196,7 +198,7 @@ class CommHookRoute final : public Route {
     int64_t offset = 0;
     for (size_t k = 0; k < memory.size(); ++k) {
       const at::Tensor part = flat.narrow(0, offset, memory[k].numel());
-      parts.push_back(model_.parameters.gradients()[layout.parameters[k]].order().view(part, memory[k]));
+      parts.push_back(model_.gradients[layout.parameters[k]].order().view(part, memory[k]));
       offset += memory[k].numel();
     }
     return parts;
@@ -209,7 +211,7 @@ class CommHookRoute final : public Route {
 
 }  // namespace
 
-std::unique_ptr<Route> make_comm_hook_route(Model& model, std::unique_ptr<c10d::CommHookInterface> hook) {
+std::unique_ptr<Route> make_comm_hook_route(const RouteParts& model, std::unique_ptr<c10d::CommHookInterface> hook) {
   return std::make_unique<CommHookRoute>(model, std::move(hook));
 }
 

@@ -7,7 +7,6 @@
 
 #include "base/phase_clock.h"
 #include "base/trace.h"
-#include "reducer/backward/backward.h"
 #include "reducer/backward/route.h"
 #include "reducer/torch/python_error.h"
 #include "reducer/torch/tensors.h"
@@ -33,19 +32,19 @@ class InPlaceRoute final : public Route {
     bucket.memory->small = SmallGradients(*pool, bucket.layout->small);
   }
 
-  void ready(Backward& backward, Bucket& bucket) override {
-    if (backward.filling().is_ready(bucket.layout->index) && !bucket.layout->sparse) announce(backward, bucket);
+  void ready(BackwardBuckets& backward, Bucket& bucket) override {
+    if (backward.filling.is_ready(bucket.layout->index) && !bucket.layout->sparse) announce(backward, bucket);
   }
 
-  void finish(Backward& backward) override {
-    for (Bucket& bucket : backward.buckets()) {
+  void finish(BackwardBuckets& backward) override {
+    for (Bucket& bucket : backward.buckets) {
       if (!bucket.work) continue;
       model_.averaging.communicator->wait(bucket.work, raise_pending_signal);
       bucket.row.end();
     }
   }
 
-  void deliver(Backward& /*backward*/, Bucket& bucket) override {
+  void deliver(Bucket& bucket) override {
     if (!bucket.work) return;
     const BucketLayout& layout = *bucket.layout;
     auto& [gradients, small, flags] = *bucket.memory;
@@ -61,14 +60,14 @@ class InPlaceRoute final : public Route {
   bool can_be_refused() const override { return true; }
 
  private:
-  const at::Tensor& gradient(size_t index) const { return model_.parameters.gradients()[index].memory(); }
+  const at::Tensor& gradient(size_t index) const { return model_.gradients[index].memory(); }
 
-  void announce(Backward& backward, Bucket& bucket) {
+  void announce(BackwardBuckets& backward, Bucket& bucket) {
     const Averaging& averaging = model_.averaging;
     Statistics& statistics = model_.record.statistics;
     const BucketLayout& layout = *bucket.layout;
-    const double divisor = backward.weighting().divisor;
-    Operation operation = backward.operation_of(layout);
+    const double divisor = backward.divisor;
+    Operation operation = averaging.operation_of(layout, backward.tree);
     follow_strides(layout, operation);
     const auto memory = bucket.memory;
     if (averaging.travels_as) {
@@ -85,23 +84,26 @@ class InPlaceRoute final : public Route {
     if (averaging.scales_all_alike(divisor)) {
       (averaging.scales_first ? operation.prescale : operation.postscale) = 1.0 / divisor;
     } else {
-      averaging.scale_one_by_one(layout, model_.parameters.gradients(), memory->gradients, divisor);
+      averaging.scale_one_by_one(layout, model_.gradients, memory->gradients, divisor);
     }
-    backward.add_stamp(bucket, memory->flags);
+    if (backward.filling.vote() == layout.index) {  // brings back all ranks' times of the last step
+      memory->flags.resize(averaging.communicator->size());
+      memory->flags[averaging.communicator->rank()] = model_.record.stamp;
+    }
     operation.flags = memory->flags.data();
     operation.flag_words = memory->flags.size();
     statistics.reduced_bytes += operation.output.bytes();
     operation.input = operation.output;
-    if (const auto* watch = backward.watch()) operation.nonfinite = watch->of(layout);
+    if (backward.watch) operation.nonfinite = backward.watch->of(layout);
     operation.keepalive = memory;
     model_.record.bucket();
     bucket.row = ProfilerRow([&] { return "all_reduce of " + layout.describe(); }, memory->gradients);
     const int64_t since = trace::now();
     bucket.work =
-        averaging.communicator->announce(averaging.slots, layout.index, backward.step(), std::move(operation));
+        averaging.communicator->announce(averaging.slots, layout.index, model_.life.step(), std::move(operation));
     waited_here() += trace::now() - since;  // what the engine does here for all ranks is not this one's own time
-    backward.filling().went(layout.index);
-    backward.trace_bucket(bucket, bucket.work->place);
+    backward.filling.went(layout.index);
+    trace_bucket(bucket, bucket.work->place);
   }
 
   // Adds strides to the layout hash if parameters have got other strides, perhaps on one rank alone: ranks must add
@@ -152,6 +154,6 @@ class InPlaceRoute final : public Route {
 
 }  // namespace
 
-std::unique_ptr<Route> make_in_place_route(Model& model) { return std::make_unique<InPlaceRoute>(model); }
+std::unique_ptr<Route> make_in_place_route(const RouteParts& model) { return std::make_unique<InPlaceRoute>(model); }
 
 }  // namespace syncengine
