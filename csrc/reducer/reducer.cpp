@@ -280,13 +280,23 @@ void Reducer::give_up(const std::string& text, Where where, bool keeps) {
   if (loss == Lifecycle::Loss::Nothing) return;
   if (loss == Lifecycle::Loss::Aborts) return model_->averaging.tell_peers(text);
   try {
-    if (loss == Lifecycle::Loss::BeginsStep) begin_backward();
+    if (loss == Lifecycle::Loss::BeginsStep) {
+      if (model_->forward) model_->coming_backward().forwards.expect(std::exchange(model_->forward, nullptr));
+      begin_backward();
+    }
   } catch (const Error&) {
     // The forwards contradict each other, which does not matter any more.
   }
   switch (life().tell(Facts{*this})) {
     case Lifecycle::Tell::Nobody: break;
-    case Lifecycle::Tell::Refuse: model_->outcome.refuse(text, /*raised_in_forward=*/where == Where::Forward); break;
+    case Lifecycle::Tell::Refuse:
+      model_->outcome.refuse(text, /*raised_in_forward=*/where == Where::Forward);
+      try {
+        if (model_->backward) model_->backward->stand_in();
+      } catch (...) {
+        model_->averaging.tell_peers(text);
+      }
+      break;
     case Lifecycle::Tell::Abort: model_->averaging.tell_peers(text); break;
   }
   lose(text, keeps);
@@ -296,13 +306,13 @@ void Reducer::lose(const std::string& text, bool keeps) {
   // A device's thread of autograd may come here when the caller of backward() already has its error and touches .grad,
   // under the GIL.
   const pybind11::gil_scoped_acquire gil;
-  model_->let_go_of_gradients(keeps);
-  model_->outcome.lose(text);
-  model_->record.interrupt();
   if (model_->backward) {
     model_->backward->forwards.give_up(text);
     model_->backward->drop();
   }
+  model_->let_go_of_gradients(keeps);
+  model_->outcome.lose(text);
+  model_->record.interrupt();
   drop_backward();
   life().step_lost();
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 from torch.utils.hooks import RemovableHandle
 
 from syncengine._C import NodeNumber, Reducer, ReducerOptions
-from syncengine.errors import InvalidUsage, error_text
+from syncengine.errors import InvalidUsage, SyncError, error_text
 from syncengine.parallel.audit import Audit
 from syncengine.parallel.buffers import Buffers
 from syncengine.parallel.devices import check_not_capturing
@@ -165,6 +166,9 @@ class Steps:
         if not synchronize and not sync_buffers_after:
             return
         if synchronize:
+            if self.model.device.type == "cuda":  # this rank takes part in that average all the same
+                with contextlib.suppress(SyncError):
+                    self.uneven.average_with_weights()
             self.uneven.weight = None  # it was for this forward
         text = f"raised in forward: {error_text(error)}"
         if sync_buffers_after and not (synchronize and self.reducer.can_refuse()):  # the others wait for them

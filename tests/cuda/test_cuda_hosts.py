@@ -17,6 +17,7 @@ from cuda_ranks import alone, marked, run_processes
 from cuda_training import job
 from test_cuda_conformance import NUMERICS, conformance
 from test_cuda_equality import Run, differ
+from test_cuda_lost_steps import STEPS, loses_steps_of_settings
 from test_cuda_parallel import averages_on_streams
 from test_cuda_parallel_faults import suffers
 
@@ -172,6 +173,17 @@ def test_a_failing_rank(kind: str, killed: int | None, error: str, text: str):
     name, said, is_nan = run("ab", functools.partial(suffers_here, kind=kind), killed=killed)[0]
     assert name == error and text in said
     assert is_nan, "trained on gradients that were not reduced"
+
+
+def loses_steps_here(rank: int) -> list[int]:
+    begin(rank)
+    return loses_steps_of_settings(rank, ["plain", "weight"])
+
+
+@marked
+def test_a_rank_out_of_memory_costs_a_step():
+    lost, others = run("ab", loses_steps_here)
+    assert lost == others and all(5 < n < STEPS - 2 for n in lost), (lost, others)
 
 
 def outcome_of(communicator: syncengine.Communicator, tensor: torch.Tensor) -> tuple[bool, str]:

@@ -143,9 +143,9 @@ def test_averages_on_streams_that_are_not_the_default_one():
 
 
 def host_runs_ahead(rank: int, hook: Any = None) -> str:
-    """A whole step is queued while the GPU has not even begun with it: nothing in it waits on the host.
+    """A whole step is queued while the GPU has not even begun with it: hosts wait for hosts in it, and for no device.
 
-    Rank 0's stream waits for rank 1 there, which goes on when that step is queued.
+    Rank 1's stream waits for rank 0 in a group of its own, and goes on when rank 0's step is queued.
     """
     with job():
         model = syncengine.Parallel(nn.Sequential(Mlp(), nn.BatchNorm1d(7)).cuda(), bucket_cap_mb=0.5)
@@ -153,10 +153,12 @@ def host_runs_ahead(rank: int, hook: Any = None) -> str:
             model.register_comm_hook(None, hook)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         x = batch(0)
+        gate, side = syncengine.default_communicator().split([0, 1]), torch.cuda.Stream()
+        gate.barrier(device=x.device)
         for step in range(5):
             torch.cuda.synchronize()
             if step == 4 and rank == 1:
-                dist.recv(torch.empty(1), 0)
+                gate.barrier(device=x.device)
             syncengine.barrier(device=x.device)
             begun = torch.cuda.Event()
             begun.record()
@@ -165,12 +167,13 @@ def host_runs_ahead(rank: int, hook: Any = None) -> str:
             optimizer.zero_grad()
             if step == 4 and rank == 0:
                 assert not begun.query(), "the device has not waited"
-                dist.send(torch.zeros(1), 1)
+                with torch.cuda.stream(side):
+                    gate.barrier(device=x.device)
     return "good"
 
 
 @marked
-def test_the_host_never_waits_in_a_step():
+def test_the_host_waits_for_no_device_in_a_step():
     assert run_processes(2, host_runs_ahead) == ["good"] * 2
 
 

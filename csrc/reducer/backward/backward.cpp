@@ -26,14 +26,15 @@ void Backward::begin() {
   if (usage.observes()) usage.static_graph()->begin_observation();
   if (model_.flat) model_.flat->begin();
   asks_usage_ = usage.finds_unused() || usage.observes();
-  // If buckets may be skipped, none of them is announced in every step, and none can be the vote.
-  begun_.emplace(plan, model_.route->can_be_refused() && !model_.options.skip_all_reduce_unused_params);
+  // No bucket is the vote if it may be skipped, or if a device reduces it: no host waits for that.
+  const bool on_hosts = !model_.flat && model_.route->can_be_refused();
+  begun_.emplace(plan, on_hosts && !model_.options.skip_all_reduce_unused_params);
   if (!model_.options.nonfinite.empty()) {
     const Communicator& communicator = *model_.averaging.communicator;
     const int world = communicator.size();
     begun_->watch.emplace(plan, model_.parameters.gradients(),
                           model_.flat ? model_.flat->words_for_nonfinite() : host_words_for_nonfinite(world), world,
-                          model_.route->can_be_refused() && plan->sparse().empty() && !communicator.spans_hosts());
+                          on_hosts && plan->sparse().empty() && !communicator.spans_hosts());
   }
   if (model_.step && std::exchange(model_.step->begun, true)) {
     throw Error(ErrorKind::InvalidUsage, second_backward_text(names()));
@@ -162,10 +163,10 @@ void Backward::finish(std::mutex& mutex) {
   Communicator& communicator = *model_.averaging.communicator;
   if (model_.options.skip_all_reduce_unused_params) check_skipped();
   std::shared_ptr<Work> vote;
-  // Carries the stamps if no bucket does. On devices nobody waits here, so the ranks' times by the host's clock say
-  // little.
+  // Carries the stamps if no bucket does. There are none on devices, of which the host's clock knows little.
   std::shared_ptr<std::vector<uint8_t>> told;
   std::vector<uint64_t> stamps(communicator.size());
+  const bool can_refuse = model_.can_refuse();
   {
     std::lock_guard lock(mutex);
     if (const auto last = begun_->filling.vote()) {
@@ -175,9 +176,11 @@ void Backward::finish(std::mutex& mutex) {
       told = std::make_shared<std::vector<uint8_t>>(stamps.size() * sizeof(uint64_t));
       std::memcpy(told->data() + communicator.rank() * sizeof(uint64_t), &model_.record.stamp, sizeof(uint64_t));
       vote = model_.vote(told);
+    } else if (can_refuse) {
+      vote = model_.vote(std::make_shared<std::vector<uint8_t>>(1));
     }
   }
-  if (model_.can_refuse()) communicator.wait(vote, raise_pending_signal);
+  if (can_refuse) communicator.wait(vote, raise_pending_signal);
   model_.route->finish(*begun_);
   if (told) {
     communicator.wait(vote, raise_pending_signal);
@@ -244,8 +247,9 @@ void Backward::deliver(std::vector<size_t>& written) {
 }
 
 void Backward::drop() {
-  if (begun_) begun_->is_over = true;
-  model_.route->drop();
+  if (!begun_) return;
+  begun_->is_over = true;
+  model_.route->drop(*begun_);
 }
 
 }  // namespace syncengine

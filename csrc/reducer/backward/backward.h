@@ -68,7 +68,11 @@ class Backward {
   // parameter.
   void deliver(std::vector<size_t>& written);
 
-  // Ends the backward when it is given up.
+  // Takes part, when this rank has refused the step, in what the peers wait for all the same.
+  void stand_in() {
+    if (begun_) model_.route->stand_in(*begun_);
+  }
+  // Ends the backward when it is given up, as long as its gradients are there.
   void drop();
 
  private:

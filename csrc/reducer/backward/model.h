@@ -81,8 +81,11 @@ struct Model {
     if (plan.before_frozen()) install(plan.before_frozen());
   }
   // Whether ranks can refuse a step. They can't if peers wait for anything but announced buckets, or if all parameters
-  // are frozen.
-  bool can_refuse() const { return plan && !plan.all_frozen() && route->can_be_refused() && !options.waits_in_between; }
+  // are frozen; on a device also if a rank may not know which buckets the others skip.
+  bool can_refuse() const {
+    if (options.waits_in_between || (flat && options.skip_all_reduce_unused_params)) return false;
+    return plan && !plan.all_frozen() && route->can_be_refused();
+  }
   // Announces that this rank's step ends with these bytes, as announce() does; the caller waits for the work.
   std::shared_ptr<Work> vote(std::shared_ptr<std::vector<uint8_t>> bytes) const;
   // Announces bytes that are no gradients, which become their maximum over all ranks.

@@ -91,10 +91,12 @@ class Route {
   virtual void deliver(Bucket& /*bucket*/) {}
 
   virtual bool takes_sparse() const { return false; }
-  // Whether buckets are announced, each by itself: then a rank can refuse a step, and the peers go on.
+  // Whether a rank can refuse a step, and the peers go on.
   virtual bool can_be_refused() const { return false; }
-  // Called when a backward is given up. Memory in use is abandoned, since the communicator has failed.
-  virtual void drop() {}
+  // Called when this rank has refused the step: takes part in what the peers wait for all the same.
+  virtual void stand_in(BackwardBuckets& /*backward*/) {}
+  // Called when a backward is given up, as long as its gradients are there. Memory that is in use is abandoned.
+  virtual void drop(BackwardBuckets& /*backward*/) {}
 
  protected:
   // Traces a bucket that is complete and becomes the operation at this place. Does nothing if this rank is not traced.

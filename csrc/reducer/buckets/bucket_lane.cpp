@@ -33,6 +33,9 @@ class DeviceLane final : public BucketLane {
     if (queue_) queue_->run(operation, queue_->side(), queue_->side_handle());  // no queue: there is one rank
   }
   void finish() override { communicator_->throw_if_failed(); }  // errors on streams show in later calls
+  bool is_captured() const override {
+    return queue_ && (cuda::is_capturing(queue_->side_handle()) || cuda::is_capturing(handle_of(current())));
+  }
   Nonfinite words_for_nonfinite() override {
     return queue_ ? queue_->group().words_for_nonfinite() : host_words_for_nonfinite(communicator_->size());
   }

@@ -43,6 +43,8 @@ class BucketLane {
   virtual void all_reduce(Operation operation) = 0;
   virtual void finish() = 0;
 
+  // Whether its own stream, or the current one, is being captured into a graph.
+  virtual bool is_captured() const { return false; }
   // Words in which its operations may note values that are not finite; see Nonfinite.
   virtual Nonfinite words_for_nonfinite() = 0;
   // Blocks the host until all that is queued on its own stream now is done.

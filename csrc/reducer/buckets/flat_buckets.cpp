@@ -129,6 +129,16 @@ void FlatBuckets::finish(const std::vector<Bucket>& buckets, const Filling& fill
   written_on_ = current;
 }
 
+void FlatBuckets::drop(const std::vector<Bucket>& buckets, const Filling& filling,
+                       const std::vector<Gradient>& gradients) {
+  dropped_ = true;
+  for (const Bucket& bucket : buckets) {
+    if (!filling.has_gone(bucket.layout->index)) continue;
+    for (const at::Tensor& memory : memories(bucket, gradients))
+      if (memory.defined()) lane_->keep_for(lane_->own(), memory);
+  }
+}
+
 void FlatBuckets::take_over(const Bucket& bucket, const std::vector<Gradient>& gradients) {
   const c10::Stream current = lane_->current();
   written_on_ = current;

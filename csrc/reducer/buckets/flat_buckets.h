@@ -13,6 +13,7 @@
 
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "reducer/buckets/bucket.h"
@@ -38,6 +39,9 @@ class FlatBuckets {
   // Whether the current stream has changed since the last call; true the first time.
   bool current_changed();
 
+  // Whether what is queued now becomes a part of a graph.
+  bool is_captured() const { return lane_->is_captured(); }
+
   // Called when a backward begins.
   void begin();
   // Notes that the calling thread's current stream has made a gradient of this bucket.
@@ -50,8 +54,10 @@ class FlatBuckets {
   SpanList span(size_t bucket) const;
   void all_reduce(Operation operation);
 
-  // The words for a backward that begins when nothing of the last one is under way; see BucketLane.
+  // The words for a backward that begins when nothing of the last one is under way; see BucketLane. Blocks if that was
+  // dropped.
   Nonfinite words_for_nonfinite() {
+    if (std::exchange(dropped_, false)) lane_->wait();
     if (!words_.words) words_ = lane_->words_for_nonfinite();
     return words_;
   }
@@ -60,6 +66,8 @@ class FlatBuckets {
   // Copies all buckets that were reduced back to the gradients' memory, before what the current stream gets from now
   // on.
   void finish(const std::vector<Bucket>& buckets, const Filling& filling, const std::vector<Gradient>& gradients);
+  // Called instead, before the gradients' memory is freed.
+  void drop(const std::vector<Bucket>& buckets, const Filling& filling, const std::vector<Gradient>& gradients);
   // Lets the current stream read and write the gradients' memory from now on, after all streams that have touched it.
   void take_over(const Bucket& bucket, const std::vector<Gradient>& gradients);
   // Keeps memory that the current stream reads from being given to others before that, whichever stream has made it.
@@ -77,6 +85,7 @@ class FlatBuckets {
   std::unique_ptr<BucketLane> lane_;
   at::Tensor memory_;  // of all buckets
   Nonfinite words_;
+  bool dropped_ = false;  // what the last backward has queued may be under way
   std::vector<Flat> flats_;
   std::optional<c10::Stream> written_on_;  // see join()
   std::optional<c10::Stream> seen_;        // see current_changed()

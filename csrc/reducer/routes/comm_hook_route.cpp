@@ -127,7 +127,7 @@ class CommHookRoute final : public Route {
   bool takes_sparse() const override { return true; }
 
   // Abandons the flat memory, to which a hook's collectives may still write.
-  void drop() override { pending_ = std::vector<Pending>(pending_.size()); }
+  void drop(BackwardBuckets& /*backward*/) override { pending_ = std::vector<Pending>(pending_.size()); }
 
  private:
   struct Pending {

@@ -1,5 +1,6 @@
 #include <c10/core/StreamGuard.h>
 
+#include <exception>
 #include <memory>
 #include <utility>
 
@@ -30,7 +31,42 @@ class FlatRoute final : public Route {
     model_.flat->finish(backward.buckets, backward.filling, model_.gradients);
   }
 
+  // A graph has no vote. If a bucket has failed while it was queued, nobody knows what its peers still wait for.
+  bool can_be_refused() const override { return !starting_ && !model_.flat->is_captured(); }
+
+  // Streams of peers wait for all buckets, which then hold anything: nobody delivers them.
+  void stand_in(BackwardBuckets& backward) override {
+    for (Bucket& bucket : backward.buckets)
+      if (!backward.filling.has_gone(bucket.layout->index) && !bucket.layout->sparse)
+        model_.flat->all_reduce(operation_of(backward, bucket));
+  }
+
+  void drop(BackwardBuckets& backward) override {
+    try {
+      model_.flat->drop(backward.buckets, backward.filling, model_.gradients);
+    } catch (const std::exception&) {
+      // The device has failed, and so will whatever uses it next.
+    }
+  }
+
  private:
+  Operation operation_of(BackwardBuckets& backward, Bucket& bucket) const {
+    const Averaging& averaging = model_.averaging;
+    Operation operation = averaging.operation_of(*bucket.layout, backward.tree);
+    operation.layout_hash =
+        operation.layout_hash * 31 + averaging.slots->first();  // of this model: another may look the same
+    operation.output = operation.input = model_.flat->span(bucket.layout->index);
+    if (backward.watch) operation.nonfinite = backward.watch->of(*bucket.layout);
+    if (scales_at_the_end(backward.divisor)) operation.postscale = 1.0 / backward.divisor;
+    return operation;
+  }
+
+  // Scaled as in place, except that contributions that are scaled first are scaled in flat memory, where peers read
+  // them.
+  bool scales_at_the_end(double divisor) const {
+    return !model_.averaging.scales_first && model_.averaging.scales_all_alike(divisor);
+  }
+
   void start(BackwardBuckets& backward, Bucket& bucket) {
     const Averaging& averaging = model_.averaging;
     FlatBuckets& flat = *model_.flat;
@@ -38,27 +74,23 @@ class FlatRoute final : public Route {
     const size_t index = bucket.layout->index;
     const double divisor = backward.divisor;
     flat.fill(bucket, model_.gradients);
-    Operation operation = averaging.operation_of(*bucket.layout, backward.tree);
-    operation.layout_hash =
-        operation.layout_hash * 31 + averaging.slots->first();  // of this model: another may look the same
-    operation.output = operation.input = flat.span(index);
-    if (backward.watch) operation.nonfinite = backward.watch->of(*bucket.layout);
-    // Scaled as in place, except that contributions that are scaled first are scaled in flat memory, where peers read
-    // them.
-    if (!averaging.scales_first && averaging.scales_all_alike(divisor)) {
-      operation.postscale = 1.0 / divisor;
-    } else {
+    if (!scales_at_the_end(divisor)) {
       const c10::StreamGuard on(flat.stream());
       averaging.scale_one_by_one(*bucket.layout, model_.gradients, flat.views(index), divisor);
     }
+    Operation operation = operation_of(backward, bucket);
     record.statistics.reduced_bytes += operation.output.bytes();
     record.statistics.count_copy(averaging.travels_as ? CopyReason::Compression : CopyReason::Bucket,
                                  operation.output.bytes());
     record.bucket();
     trace_bucket(bucket, {});
+    starting_ = true;
     flat.all_reduce(std::move(operation));
+    starting_ = false;
     backward.filling.went(index);
   }
+
+  bool starting_ = false;  // an all-reduce is being queued, or has failed while it was
 };
 
 }  // namespace
