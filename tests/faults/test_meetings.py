@@ -14,12 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from faults import live_on, my_rank, wait_for_file
+from faults import live_on, my_rank, wait_for_failure, wait_for_file
 from parallel_models import Mlp
 from pool import RankPool
 
 import syncengine
-from syncengine.errors import SyncError
+import syncengine.horovod as hvd
+from syncengine.errors import PeerLost, SyncError
 
 DEADLINE = 50.0  # seconds; who waits for it raises Timeout
 DEAD = 1
@@ -44,6 +45,13 @@ def await_end(folder: str) -> None:
             time.sleep(0.01)
 
 
+def gather(folder: str, name: str, world: int) -> None:
+    """Blocks until all ranks call it. The engine, which would tell of deaths, takes no part."""
+    Path(folder, f"{name}{my_rank()}").touch()
+    for rank in range(world):
+        wait_for_file(Path(folder, f"{name}{rank}"))
+
+
 def group(backend: str, folder: str, world: int) -> None:
     dist.init_process_group(
         backend, f"file://{folder}/store", rank=my_rank(), world_size=world, timeout=timedelta(seconds=DEADLINE)
@@ -52,13 +60,13 @@ def group(backend: str, folder: str, world: int) -> None:
 
 def default(folder: str, world: int) -> Callable[[], object]:
     syncengine.init(timeout=DEADLINE)
-    syncengine.barrier()
     return lambda: syncengine.Parallel(Mlp())
 
 
 def anew(folder: str, world: int) -> Callable[[], object]:
     """All have raised a failure before."""
     syncengine.init(timeout=DEADLINE)
+    gather(folder, "connected", world)
     with pytest.raises(SyncError):
         syncengine.all_reduce(torch.ones(1 + my_rank()))
     return syncengine.init
@@ -66,13 +74,11 @@ def anew(folder: str, world: int) -> Callable[[], object]:
 
 def wrap(folder: str, world: int) -> Callable[[], object]:
     group("syncengine", folder, world)
-    dist.barrier()
     return lambda: syncengine.Parallel(Mlp())
 
 
 def new_group(folder: str, world: int) -> Callable[[], object]:
     group("syncengine", folder, world)
-    dist.barrier()
     return lambda: dist.new_group(list(range(world)))
 
 
@@ -80,7 +86,6 @@ def second_group(folder: str, world: int) -> Callable[[], object]:
     group("gloo", folder, world)
     other = dist.new_group(list(range(world)))
     syncengine.Parallel(Mlp())
-    dist.barrier()
     return lambda: syncengine.Parallel(Mlp(), process_group=other)
 
 
@@ -89,11 +94,74 @@ def patched(folder: str, world: int) -> Callable[[], object]:
 
     syncengine_autoload.patch()
     group("syncengine", folder, world)
-    dist.barrier()
     return lambda: torch.nn.parallel.DistributedDataParallel(Mlp())
 
 
-MEETINGS = {each.__name__: each for each in (default, anew, wrap, new_group, second_group, patched)}
+def of_a_few(folder: str, world: int) -> Callable[[], object]:
+    """Rank 2 has no communicator: it hears of the end from those that know."""
+    group("gloo", folder, world)
+    few = dist.new_group([0, 1])
+    if my_rank() < 2:
+        syncengine.Parallel(Mlp(), process_group=few)
+    return lambda: syncengine.Parallel(Mlp())
+
+
+def sharded(folder: str, world: int) -> Callable[[], object]:
+    """The first forward moves the parameters into memory that the host's ranks share."""
+    syncengine.init(timeout=DEADLINE)
+    model = syncengine.Parallel(Mlp())
+    optimizer = syncengine.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    return lambda: (model(torch.ones(1, 24)), optimizer)
+
+
+def process_set(folder: str, world: int) -> Callable[[], object]:
+    syncengine.init(timeout=DEADLINE)
+    hvd.init()
+    return lambda: hvd.add_process_set([1])
+
+
+def horovod_anew(folder: str, world: int) -> Callable[[], object]:
+    """All have heard of a failure before."""
+    syncengine.init(timeout=DEADLINE)
+    hvd.init()
+    gather(folder, "connected", world)
+    if my_rank() == 0:
+        syncengine.default_communicator().abort("a bad day")
+    wait_for_failure()
+    return hvd.init
+
+
+def horovod_optimizer(folder: str, world: int) -> Callable[[], object]:
+    syncengine.init(timeout=DEADLINE)
+    hvd.init()
+    model = Mlp()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    return lambda: (hvd.broadcast_parameters(model.state_dict(), 0), optimizer)
+
+
+def shrink(folder: str, world: int) -> Callable[[], object]:
+    """Not an error: the others go on."""
+    syncengine.init(timeout=DEADLINE)
+
+    def call() -> list[int]:
+        communicator = syncengine.shrink(patience=DEADLINE)
+        try:
+            communicator.barrier()
+        except PeerLost:  # it had come, and ended while another was on the way
+            communicator = syncengine.shrink(patience=DEADLINE)
+            communicator.barrier()
+        return communicator.global_ranks
+
+    return call
+
+
+MEETINGS = {
+    each.__name__: each
+    for each in (
+        *(default, anew, wrap, new_group, second_group, patched, of_a_few, sharded),
+        *(process_set, horovod_anew, horovod_optimizer, shrink),
+    )
+}
 
 
 def meet(folder: str, hosts: str, meeting: str, how: str, when: str) -> tuple[str, str]:
@@ -101,6 +169,7 @@ def meet(folder: str, hosts: str, meeting: str, how: str, when: str) -> tuple[st
     world = live_on(hosts)
     torch.set_num_threads(1)
     call = MEETINGS[meeting](folder, world)
+    gather(folder, "ready", world)
     if my_rank() == DEAD:
         Path(folder, "pid.new").write_text(str(os.getpid()))
         Path(folder, "pid.new").rename(Path(folder, "pid"))
@@ -112,10 +181,9 @@ def meet(folder: str, hosts: str, meeting: str, how: str, when: str) -> tuple[st
     if when == "before" or my_rank() == 2:
         await_end(folder)
     try:
-        call()
+        return "nothing", str(call())
     except Exception as error:
         return type(error).__name__, str(error)
-    return "nothing", ""
 
 
 def heard(pool: RankPool, folder: Path, hosts: str, meeting: str, how: str, when: str) -> list[tuple[str, str]]:
@@ -125,13 +193,20 @@ def heard(pool: RankPool, folder: Path, hosts: str, meeting: str, how: str, when
 
 def check(said: list[tuple[str, str]], meeting: str, how: str) -> None:
     kinds = ("PeerLost", "Aborted", *(("RuntimeError", "HeardError") if meeting == "patched" else ()))
+    if meeting == "shrink":
+        assert said == [("nothing", str([0, 2][: len(said)]))] * len(said)
+        return
     for kind, text in said:
         assert kind in kinds and "rank 1" in text, said
-    if how == "raise" and meeting != "anew":  # where what all have raised before is the communicator's last word
+    if how == "raise" and "anew" not in meeting:  # where what failed before is the communicator's last word
         assert "ValueError: shard 1 is empty" in said[0][1], said
 
 
-FEW = [("wrap", "raise", "before", "aa"), ("new_group", "kill", "during", "aaa"), ("default", "exit", "before", "ab")]
+FEW = [
+    *(("wrap", "raise", "before", "aa"), ("new_group", "kill", "during", "aaa"), ("default", "exit", "before", "ab")),
+    *(("of_a_few", "kill", "before", "aab"), ("sharded", "kill", "before", "aa"), ("shrink", "kill", "during", "aab")),
+    *(("process_set", "kill", "during", "aaa"), ("horovod_anew", "exit", "before", "ab")),
+]
 WAYS = ("kill", "raise", "exit", "os._exit")
 ALL = [
     *((meeting, how, "before", "aa") for meeting in MEETINGS for how in WAYS),

@@ -95,6 +95,39 @@ def test_the_default_arena_is_no_larger_than_files_may_be():
     assert model.module.weight.grad.eq(1.5).all()
 
 
+# --- Ranks of two users
+
+NOBODY = 54321
+
+
+def as_other_user(own_host: bool, port: int) -> str:
+    """Rank 1 is another user's."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=my_rank() == 0, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=my_rank(), world_size=2)
+    if my_rank() == 1:
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+    if own_host:
+        os.environ["SYNCENGINE_HOST_ID"] = "ab"[my_rank()]
+    try:
+        syncengine.init(timeout=50)
+    except SyncError as error:
+        return str(error)
+    syncengine.all_reduce(both := torch.ones(3))
+    return str(both.tolist())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize("own_host", [False, True])
+def test_ranks_of_two_users_are_told_what_lets_them_meet(pool: RankPool, unused_port: int, own_host: bool):
+    with pool.spawn_ranks(as_other_user, own_host, unused_port, settings=None) as ranks:
+        said = [rank.result() for rank in ranks]
+    if own_host:
+        assert said == ["[2.0, 2.0, 2.0]"] * 2
+    for text in () if own_host else said:
+        assert "runs as another user: start all ranks of a host as one, or give the ranks of each user" in text, said
+
+
 # --- The script's own call
 
 
