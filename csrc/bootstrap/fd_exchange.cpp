@@ -28,8 +28,8 @@ namespace {
 
 constexpr int kBacklog = 128;
 
-UniqueFd open_socket() {
-  UniqueFd fd(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+ParentFd open_socket() {
+  ParentFd fd([] { return socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0); });
   if (!fd) throw_system_error("can't open a local socket", errno, "socket");
   return fd;
 }
@@ -60,8 +60,8 @@ bool must_wait(int error) { return error == EAGAIN || error == EINTR; }
 
 }  // namespace
 
-UniqueFd listen(const std::string& name) {
-  UniqueFd listener = open_socket();
+ParentFd listen(const std::string& name) {
+  ParentFd listener = open_socket();
   sockaddr_un address;
   socklen_t length = fill(address, name);
   if (bind(listener.get(), reinterpret_cast<sockaddr*>(&address), length) != 0 ||
@@ -70,7 +70,7 @@ UniqueFd listen(const std::string& name) {
   return listener;
 }
 
-Called call(const std::string& name, UniqueFd& socket) {
+Called call(const std::string& name, ParentFd& socket) {
   if (!socket) socket = open_socket();
   sockaddr_un address;
   socklen_t length = fill(address, name);
@@ -78,49 +78,49 @@ Called call(const std::string& name, UniqueFd& socket) {
   return must_wait(errno) ? Called::NotYet : Called::Refused;
 }
 
-UniqueFd accept(const UniqueFd& listener) {
+ParentFd accept(const ParentFd& listener) {
   for (;;) {
-    UniqueFd fd(accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    ParentFd fd([&] { return accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK); });
     if (fd || errno == EAGAIN) return fd;
     if (errno != EINTR && errno != ECONNABORTED)
       throw_system_error("can't accept a local connection", errno, "accept4");
   }
 }
 
-bool same_user(const UniqueFd& socket) {
+bool same_user(const ParentFd& socket) {
   ucred credentials{};
   socklen_t length = sizeof(credentials);
   return getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &credentials, &length) == 0 && credentials.uid == geteuid();
 }
 
-Got receive(const UniqueFd& socket, void* message, size_t bytes) {
-  ssize_t got = recv(socket.get(), message, bytes, 0);
+Got receive(int socket, void* message, size_t bytes) {
+  ssize_t got = recv(socket, message, bytes, 0);
   if (got < 0 && must_wait(errno)) return Got::Nothing;
   return got == static_cast<ssize_t>(bytes) ? Got::Message : Got::BrokenOff;
 }
 
-bool send(const UniqueFd& socket, const void* message, size_t bytes) {
-  return ::send(socket.get(), message, bytes, MSG_NOSIGNAL) == static_cast<ssize_t>(bytes);
+bool send(int socket, const void* message, size_t bytes) {
+  return ::send(socket, message, bytes, MSG_NOSIGNAL) == static_cast<ssize_t>(bytes);
 }
 
-Sent send_fd(const UniqueFd& socket, const void* message, size_t bytes, int fd) {
+Sent send_fd(int socket, const void* message, size_t bytes, int fd) {
   DescriptorMessage buffers(const_cast<void*>(message), bytes);
   cmsghdr* header = CMSG_FIRSTHDR(&buffers.message);
   header->cmsg_level = SOL_SOCKET;
   header->cmsg_type = SCM_RIGHTS;
   header->cmsg_len = CMSG_LEN(sizeof(int));
   std::memcpy(CMSG_DATA(header), &fd, sizeof(fd));
-  if (sendmsg(socket.get(), &buffers.message, MSG_NOSIGNAL) >= 0) return Sent::Done;
+  if (sendmsg(socket, &buffers.message, MSG_NOSIGNAL) >= 0) return Sent::Done;
   if (errno == EPIPE || errno == ECONNRESET) return Sent::BrokenOff;
   if (errno != ETOOMANYREFS && !must_wait(errno))
     throw_system_error("can't hand shared memory to a peer", errno, "sendmsg");
   char byte;  // the kernel checks that limit before it checks whether the other side still exists
-  return recv(socket.get(), &byte, 1, MSG_PEEK) == 0 ? Sent::BrokenOff : Sent::NotYet;
+  return recv(socket, &byte, 1, MSG_PEEK) == 0 ? Sent::BrokenOff : Sent::NotYet;
 }
 
-Got receive_fd(const UniqueFd& socket, void* message, size_t bytes, UniqueFd& fd, const std::string& who) {
+Got receive_fd(int socket, void* message, size_t bytes, UniqueFd& fd, const std::string& who) {
   DescriptorMessage buffers(message, bytes);
-  ssize_t got = recvmsg(socket.get(), &buffers.message, MSG_CMSG_CLOEXEC);
+  ssize_t got = recvmsg(socket, &buffers.message, MSG_CMSG_CLOEXEC);
   if (got < 0 && must_wait(errno)) return Got::Nothing;
   cmsghdr* header = CMSG_FIRSTHDR(&buffers.message);
   if (got > 0 && header && header->cmsg_type == SCM_RIGHTS) {
@@ -154,7 +154,7 @@ struct RendezvousPoint {
 class LocalRendezvous {
  public:
   // `places` holds the points of the peers and of this rank, by rank; `own` is the descriptor to hand out.
-  LocalRendezvous(int rank, std::map<int, RendezvousPoint> places, int own, const UniqueFd& listener, RankNames names);
+  LocalRendezvous(int rank, std::map<int, RendezvousPoint> places, int own, const ParentFd& listener, RankNames names);
 
   // Does what can be done without blocking. Throws if a peer is lost.
   void step();
@@ -170,17 +170,18 @@ class LocalRendezvous {
     return memories;
   }
   // Sockets of the peers that have received this rank's descriptor. Used to send them a final error.
-  const std::vector<UniqueFd>& served() const { return served_; }
+  const std::vector<ParentFd>& served() const { return served_; }
 
  private:
   struct Call {
     enum class Stage : uint8_t { Unreached, Greeted, Received, Over };
     Stage stage = Stage::Unreached;
-    UniqueFd socket = {}, memory = {};
+    ParentFd socket = {};
+    UniqueFd memory = {};
     bool misses_memory() const { return stage < Stage::Received; }
   };
   struct Visitor {
-    UniqueFd socket;
+    ParentFd socket;
     int rank = -1;  // -1 until the visitor has proved to be that rank
     bool is_owed() const { return rank >= 0; }
   };
@@ -207,11 +208,11 @@ class LocalRendezvous {
   const int rank_, own_;
   const RankNames names_;
   const std::map<int, RendezvousPoint> places_;
-  const UniqueFd& listener_;
+  const ParentFd& listener_;
   std::map<int, Call> calls_;
   std::list<Visitor> visitors_;  // the oldest first
   std::set<int> unserved_, unreachable_, lost_;
-  std::vector<UniqueFd> served_;
+  std::vector<ParentFd> served_;
 };
 
 constexpr size_t kMaxUnidentified = 64;  // at once, beyond the ranks that are still expected
@@ -231,7 +232,7 @@ constexpr int kPollMs = 50, kRetryMs = 5;
                   " through this host's memory, though it runs on the same host: it died or broke off");
 }
 
-LocalRendezvous::LocalRendezvous(int rank, std::map<int, RendezvousPoint> places, int own, const UniqueFd& listener,
+LocalRendezvous::LocalRendezvous(int rank, std::map<int, RendezvousPoint> places, int own, const ParentFd& listener,
                                  RankNames names)
     : rank_(rank), own_(own), names_(std::move(names)), places_(std::move(places)), listener_(listener) {
   for (const auto& [peer, place] : places_) {
@@ -269,7 +270,7 @@ void LocalRendezvous::reach(int peer, Call& call) {
                     "SYNCENGINE_HOST_ID of their own");
   call.stage = Call::Stage::Greeted;
   const Greeting greeting = greeting_to(peer);
-  if (!local_socket::send(call.socket, &greeting, sizeof(greeting))) unreachable_.insert(peer);
+  if (!local_socket::send(call.socket.get(), &greeting, sizeof(greeting))) unreachable_.insert(peer);
 }
 
 void LocalRendezvous::advance(int peer, Call& call) {
@@ -279,12 +280,12 @@ void LocalRendezvous::advance(int peer, Call& call) {
     reach(peer, call);
   } else if (call.stage == Call::Stage::Greeted) {
     Greeting greeting;
-    got = local_socket::receive_fd(call.socket, &greeting, sizeof(greeting), call.memory, names_(rank_));
+    got = local_socket::receive_fd(call.socket.get(), &greeting, sizeof(greeting), call.memory, names_(rank_));
     if (got == Got::Message && !is_of(peer, greeting)) got = Got::BrokenOff;
     if (got == Got::Message) call.stage = Call::Stage::Received;
   } else if (call.stage == Call::Stage::Received) {
     Goodbye goodbye;
-    got = local_socket::receive(call.socket, &goodbye, sizeof(goodbye));
+    got = local_socket::receive(call.socket.get(), &goodbye, sizeof(goodbye));
     if (got == Got::Message) {
       call.stage = Call::Stage::Over;
       const auto kind = Checked<ErrorKind>::at_most(kLastErrorKind, goodbye.kind);
@@ -295,7 +296,7 @@ void LocalRendezvous::advance(int peer, Call& call) {
 }
 
 void LocalRendezvous::accept() {
-  for (UniqueFd socket = local_socket::accept(listener_); socket; socket = local_socket::accept(listener_)) {
+  for (ParentFd socket = local_socket::accept(listener_); socket; socket = local_socket::accept(listener_)) {
     if (!local_socket::same_user(socket)) continue;
     visitors_.push_back({.socket = std::move(socket)});
     if (visitors_.size() <= unserved_.size() + kMaxUnidentified) continue;
@@ -310,7 +311,7 @@ bool LocalRendezvous::advance(Visitor& visitor) {
   using local_socket::Sent;
   if (!visitor.is_owed()) {
     Greeting greeting;
-    const Got got = local_socket::receive(visitor.socket, &greeting, sizeof(greeting));
+    const Got got = local_socket::receive(visitor.socket.get(), &greeting, sizeof(greeting));
     if (got == Got::Nothing) return false;
     if (got == Got::BrokenOff || !unserved_.contains(greeting.rank) || !is_of(greeting.rank, greeting)) return true;
     visitor.rank = greeting.rank;
@@ -318,7 +319,7 @@ bool LocalRendezvous::advance(Visitor& visitor) {
   const int peer = visitor.rank;
   if (!unserved_.contains(peer)) return true;
   const Greeting greeting = greeting_to(peer);
-  const Sent sent = local_socket::send_fd(visitor.socket, &greeting, sizeof(greeting), own_);
+  const Sent sent = local_socket::send_fd(visitor.socket.get(), &greeting, sizeof(greeting), own_);
   if (sent == Sent::NotYet) return false;
   if (sent == Sent::Done) {
     unserved_.erase(peer);
@@ -376,8 +377,8 @@ RendezvousPoint parse(const std::string& address) {
   return {.name = address.substr(0, slash), .secret = address.substr(slash + 1)};
 }
 
-void say_goodbye(const std::vector<UniqueFd>& peers, const Goodbye& goodbye) {
-  for (const auto& peer : peers) (void)local_socket::send(peer, &goodbye, sizeof(goodbye));
+void say_goodbye(const std::vector<ParentFd>& peers, const Goodbye& goodbye) {
+  for (const auto& peer : peers) (void)local_socket::send(peer.get(), &goodbye, sizeof(goodbye));
 }
 
 }  // namespace

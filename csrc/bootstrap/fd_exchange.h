@@ -15,34 +15,36 @@
 #include "base/deadline.h"
 #include "base/descriptors.h"
 #include "base/error.h"
+#include "base/parent_fd.h"
 #include "base/texts.h"
 
 namespace syncengine::local_socket {
 
-// Abstract AF_UNIX sockets, which have a name but no file, and descriptors that are passed over them. No call blocks.
+// Abstract AF_UNIX sockets, which have a name but no file and which no forked child keeps, and descriptors that are
+// passed over them. No call blocks.
 //
 // Thread-safety: any thread. Failure: throws InvalidUsage if this process or machine has run out of a resource;
 // failures that the other side can cause are return values.
 
-UniqueFd listen(const std::string& name);
+ParentFd listen(const std::string& name);
 
 enum class Called : uint8_t { Connected, Refused, NotYet };  // NotYet: the listener's queue is full
-Called call(const std::string& name, UniqueFd& socket);
+Called call(const std::string& name, ParentFd& socket);
 // The next caller's socket, or an empty descriptor if nobody calls.
-UniqueFd accept(const UniqueFd& listener);
+ParentFd accept(const ParentFd& listener);
 
 // Whether the process at the other end of `socket` runs as the same user.
-bool same_user(const UniqueFd& socket);
+bool same_user(const ParentFd& socket);
 
 enum class Got : uint8_t { Nothing, Message, BrokenOff };  // BrokenOff: also by a message of another size
-Got receive(const UniqueFd& socket, void* message, size_t bytes);
-bool send(const UniqueFd& socket, const void* message, size_t bytes);  // false: the other side is gone
+Got receive(int socket, void* message, size_t bytes);
+bool send(int socket, const void* message, size_t bytes);  // false: the other side is gone
 
 // NotYet: the kernel holds as many descriptors of this user that nobody has received as it allows (RLIMIT_NOFILE).
 enum class Sent : uint8_t { Done, NotYet, BrokenOff };
-Sent send_fd(const UniqueFd& socket, const void* message, size_t bytes, int fd);
+Sent send_fd(int socket, const void* message, size_t bytes, int fd);
 // `who` names this rank in the error that is thrown if this process can't open another descriptor.
-Got receive_fd(const UniqueFd& socket, void* message, size_t bytes, UniqueFd& fd, const std::string& who);
+Got receive_fd(int socket, void* message, size_t bytes, UniqueFd& fd, const std::string& who);
 
 }  // namespace syncengine::local_socket
 
@@ -84,7 +86,7 @@ class FdExchange {
 
  private:
   std::string name_, secret_;
-  UniqueFd listener_;
+  ParentFd listener_;
 };
 
 }  // namespace syncengine

@@ -16,6 +16,7 @@
 #include <fstream>
 #include <functional>
 #include <iterator>
+#include <optional>
 #include <thread>
 
 #include "bootstrap/fd_exchange.h"
@@ -206,7 +207,7 @@ TEST(who_knows_the_name_but_not_the_secret_gets_nothing) {
 TEST(a_listener_that_does_not_know_the_secret_is_not_believed) {
   FdExchange fd_exchange;
   const std::string name = "syncengine-impostor-" + fd_exchange.name().substr(fd_exchange.name().rfind('-') + 1);
-  const UniqueFd impostor = local_socket::listen(name);
+  const ParentFd impostor = local_socket::listen(name);
   const std::vector<std::string> addresses{fd_exchange.address(), name + "/" + std::string(64, 'a')};
   run_ranks(2, [&](int rank) {
     if (rank == 0) {
@@ -217,18 +218,18 @@ TEST(a_listener_that_does_not_know_the_secret_is_not_believed) {
       return;
     }
     using local_socket::Got;
-    UniqueFd caller;
+    ParentFd caller;
     auto wait_for = [](auto&& step) {
       while (!step()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     };
     wait_for([&] { return static_cast<bool>(caller = local_socket::accept(impostor)); });
     Greeting greeting;
-    wait_for([&] { return local_socket::receive(caller, &greeting, sizeof(greeting)) == Got::Message; });
+    wait_for([&] { return local_socket::receive(caller.get(), &greeting, sizeof(greeting)) == Got::Message; });
     greeting.rank = 1;
     UniqueFd bait = memory_of(1);
-    CHECK(local_socket::send_fd(caller, &greeting, sizeof(greeting), bait.get()) == local_socket::Sent::Done);
+    CHECK(local_socket::send_fd(caller.get(), &greeting, sizeof(greeting), bait.get()) == local_socket::Sent::Done);
     Greeting more;
-    wait_for([&] { return local_socket::receive(caller, &more, sizeof(more)) == Got::BrokenOff; });
+    wait_for([&] { return local_socket::receive(caller.get(), &more, sizeof(more)) == Got::BrokenOff; });
   });
 }
 
@@ -300,6 +301,33 @@ TEST(a_rank_that_breaks_off_is_named) {
         CHECK_THROWS(fd_exchange.exchange(0, names, own.get(), Deadline::after(kPatience), end), ErrorKind::PeerLost);
     CHECK(text.starts_with("rank 1 "));
   }
+}
+
+TEST(a_forked_child_keeps_no_socket) {
+  using local_socket::Called;
+  int ends[2];
+  CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends), 0);
+  UniqueFd here(ends[0]), there(ends[1]);
+  std::optional<FdExchange> fd_exchange(std::in_place);
+  const std::string name = fd_exchange->name();
+  ParentFd caller, other;
+  CHECK(local_socket::call(name, caller) == Called::Connected);
+  const pid_t child = testing::start_child([&] {
+    char byte = 0;
+    here.reset();
+    return send(there.get(), &byte, 1, MSG_NOSIGNAL) == 1 &&
+           recv(there.get(), &byte, 1, 0) == 0;  // lives until the parent closes its end
+  });
+  there.reset();
+  char byte = 0;
+  CHECK_EQ(recv(here.get(), &byte, 1, 0), 1);
+  fd_exchange.reset();
+  const Called again = local_socket::call(name, other);
+  const auto heard = local_socket::receive(caller.get(), ends, sizeof(ends));
+  here.reset();
+  CHECK(testing::was_true(child));
+  CHECK(again == Called::Refused);
+  CHECK(heard == local_socket::Got::BrokenOff);
 }
 
 TEST(a_death_is_seen_beside_signals) {
@@ -378,10 +406,10 @@ TEST(a_rank_that_runs_out_of_descriptors_says_so) {
     CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, pair), 0);
     UniqueFd one(pair[0]), other(pair[1]), own = memory_of(3), received;
     char letter = 'x';
-    CHECK(local_socket::send_fd(one, &letter, 1, own.get()) == local_socket::Sent::Done);
+    CHECK(local_socket::send_fd(one.get(), &letter, 1, own.get()) == local_socket::Sent::Done);
     limit_descriptors(next_descriptor());
     const auto text =
-        CHECK_THROWS(local_socket::receive_fd(other, &letter, 1, received, "rank 7"), ErrorKind::InvalidUsage);
+        CHECK_THROWS(local_socket::receive_fd(other.get(), &letter, 1, received, "rank 7"), ErrorKind::InvalidUsage);
     return testing::contains(text, "rank 7") && testing::contains(text, "ulimit -n");
   }));
 }

@@ -209,7 +209,7 @@ void raw(const Settings& settings) {
   tcp::Address own{.ip = tcp::choose_ip(options.interface, tcp::local_interfaces()),
                    .network = tcp::own_network(),
                    .key = tcp::random_bytes(32)};
-  tcp::ParentFd listener = tcp::listen_on(own.ip);
+  ParentFd listener = tcp::listen_on(own.ip);
   own.port = tcp::port_of(listener);
   auto addresses = swap_addresses(settings, encode(own));
   int peer = 1 - settings.rank;

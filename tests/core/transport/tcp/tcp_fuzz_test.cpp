@@ -166,7 +166,7 @@ TEST(tcp_fuzz_streams) {
   const int streams = 3000 / testing::kSlowdown;
   int lost = 0;
   for (int i = 0; i < streams; ++i) {
-    std::vector<tcp::ParentFd> ours;
+    std::vector<ParentFd> ours;
     std::vector<UniqueFd> theirs;
     for (int connection = 0; connection < 2; ++connection) {
       int pair[2];

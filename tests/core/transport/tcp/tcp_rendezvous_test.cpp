@@ -31,7 +31,7 @@ void connect_two(Options options, const std::function<void(const std::string&, c
 }
 
 bool answers(const tcp::Address& address) {
-  tcp::ParentFd fd = tcp::begin_connect(address.ip, address.ip, address.port);
+  ParentFd fd = tcp::begin_connect(address.ip, address.ip, address.port);
   if (!fd) return false;
   pollfd wait{fd.get(), POLLOUT, 0};
   poll(&wait, 1, 5000);
@@ -138,6 +138,63 @@ TEST(tcp_wrong_secret_is_named_on_both_ranks) {
   });
 }
 
+// Without a secret, a byte that is changed on the way is no other secret. The test plays rank 0, or what is before it.
+TEST(tcp_a_changed_handshake_is_not_said_to_be_another_secret) {
+  Listeners ranks(2, kQuick);
+  tcp::Address zero = ranks.address_of(0);
+  const tcp::Address one = ranks.address_of(1);
+  const ParentFd server = tcp::listen_on(zero.ip);
+  zero.port = tcp::port_of(server);
+  ranks.addresses[0] = tcp::encode(zero);
+  std::atomic<bool> over{false};
+  run_ranks(2, [&](int rank) {
+    if (rank == 1) {
+      const std::shared_ptr<void> end(nullptr, [&](void*) { over = true; });
+      const auto text = CHECK_THROWS(ranks.connect(1, 1), ErrorKind::Timeout);
+      CHECK(contains(text, "its part of the handshake") && contains(text, "faulty") && !contains(text, "secret"));
+      return;
+    }
+    while (!over) {
+      pollfd wait{server.get(), POLLIN, 0};
+      if (poll(&wait, 1, 10) <= 0) continue;
+      const UniqueFd caller(accept4(server.get(), nullptr, nullptr, SOCK_CLOEXEC));
+      const auto keys = tcp::pair_keys(0, zero, 1, one, "");
+      tcp::ServerHandshake handshake(tcp::random_bytes(32), [&](const tcp::Hello&) { return std::optional(keys); });
+      std::string challenge = handshake.receive(get(caller, handshake.wanted()));
+      challenge.back() ^= 1;
+      put(caller, challenge);
+      get(caller, handshake.wanted());
+    }
+  });
+}
+
+// Ranks that have shown a ticket are not turned away, and who comes behind them waits.
+TEST(tcp_a_full_port_is_not_looked_at_again_and_again) {
+  Options patient = kQuick;
+  patient.handshake = 60;
+  Listeners ranks(1, patient);
+  Actor actor(1, patient);
+  const std::string zero = ranks.addresses[0];
+  ranks.addresses.push_back(actor.address());
+  std::atomic<int> looks{0};
+  run_ranks(2, [&](int rank) {
+    if (rank == 0) {
+      CHECK_THROWS(ranks.connect(0, 2, [&] { ++looks; }), ErrorKind::Timeout);
+      return;
+    }
+    std::vector<UniqueFd> callers;
+    for (int i = 0; i < 8 + 3; ++i) {  // 3 are expected
+      auto handshake = actor.greet(0, zero, 0);
+      callers.push_back(dial(tcp::decode_address(0, zero)));
+      put(callers.back(), handshake.first_words());
+      CHECK_EQ(get(callers.back(), handshake.wanted()).size(), handshake.wanted());
+    }
+    callers.push_back(dial(tcp::decode_address(0, zero)));
+    CHECK(is_closed(callers.back()));  // when rank 0 has given up
+  });
+  CHECK(looks < 2000);  // within 2 s; some 50 are enough, and who never waits looks more than 100 000 times
+}
+
 // Whoever reads the launcher's exchange has the addresses, and so a valid ticket.
 TEST(tcp_readers_of_the_exchange_do_not_end_init) {
   Options options = kQuick;
@@ -205,12 +262,12 @@ TEST(tcp_running_out_of_descriptors_is_named_and_no_rank_is_blamed) {
 
 // A signal that comes while a socket is asked says nothing of the socket.
 TEST(tcp_signals_connect_nobody) {
-  tcp::ParentFd full([] { return socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0); });
+  ParentFd full([] { return socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0); });
   tcp::Ip here = tcp::decode_address(0, Listener(kQuick).address()).ip;
   auto address = tcp::socket_address(here, 0);
   CHECK(bind(full.get(), address.get(), address.length) == 0 && listen(full.get(), 0) == 0);
   uint16_t port = tcp::port_of(full);
-  std::vector<tcp::ParentFd> callers;
+  std::vector<ParentFd> callers;
   for (int i = 0; i < 4; ++i) callers.push_back(tcp::begin_connect(here, here, port));
   std::this_thread::sleep_for(std::chrono::milliseconds(20));
   CHECK(!tcp::is_decided(callers.back()));  // there is no room for it in the listener's queue
