@@ -11,6 +11,7 @@ from parallel_models import Run, bits_between_ours_and_ddp, train
 from pool import RankPool, run_on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch_versions import IS_SINCE_2_13
 
 import syncengine
 
@@ -31,6 +32,11 @@ def test_ring_is_bit_equal_to_ddp_at_any_size(pool: RankPool, world: int):
         Run(model="mixed", dtype=None),
         Run(options=(("bucket_cap_mb", 0.5),)),
         Run(options=(("find_unused_parameters", True),)),
+        Run(model="waves", dtype=None),
+        *(
+            Run(model="waves", dtype=None, steps=8, set_to_none=False, options=((name, True),))
+            for name in ("gradient_as_bucket_view", "batched_grad_copy")[: 1 + IS_SINCE_2_13]
+        ),
     ]
     answers = pool.run(bits_between_ours_and_ddp, runs, world=world, gloo=True, settings={"numerics": "ring"})
     assert answers == [dict.fromkeys(runs, 0)] * world

@@ -67,16 +67,20 @@ class Language(nn.Module):
 
 
 class Branches(nn.Module):
-    """Which branch a micro-batch uses depends on its samples; one is used by none, one is frozen."""
+    """Which branch a micro-batch uses depends on its samples; one is used by none, one is frozen.
+
+    A parameter has no dimensions.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Linear(8, 8)
         self.branches = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
         self.branches[1].requires_grad_(False)
+        self.gain = nn.Parameter(torch.full((), 1.5))
 
     def forward(self, ids: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-        x = self.stem(noise).relu()
+        x = self.stem(noise).relu() * self.gain
         return self.branches[int(ids.sum()) % 3](x).square().mean()
 
 

@@ -117,6 +117,8 @@ class Program:
             return False  # gradients that share memory get several averages, one over the other, by some options
         if any(set(step.fails) - {"forward"} or (step.frozen is not None and not finds) for step in self.steps):
             return False  # it waits for gradients that do not come
+        if finds and "batched_grad_copy" in self.options:
+            return False  # torch 2.13's raises "a bug in DDP implementation" in some programs, or leaves no averages
         # It fails in an assertion of its own; and leaves what was accumulated on each rank.
         cannot = {"static_graph", "skip_all_reduce_unused_params"} & self.options.keys()
         return not (cannot and any(step.micro for step in self.steps))

@@ -82,6 +82,19 @@ class Mixed(nn.Module):
         return self.third(self.second(self.first(x).double()).bfloat16())
 
 
+class Waves(nn.Module):
+    """Parameters that are complex, and that have no dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(24, 40), nn.Linear(40, 9)
+        self.waves = nn.Parameter(torch.randn(40, dtype=torch.complex64))
+        self.gain, self.turn = nn.Parameter(torch.tensor(1.3)), nn.Parameter(torch.tensor(0.6 + 0.8j))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last((self.first(x) * self.waves * self.turn).real * self.gain)
+
+
 class Branches(nn.Module):
     """Uses one branch or the other; `never` is not used at all."""
 
@@ -116,7 +129,7 @@ class Opposite(nn.Module):
         return torch.stack([part(x) for part in order])
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"mlp": Mlp, "conv": Conv, "tied": Tied, "mixed": Mixed}
+MODELS: dict[str, Callable[[], nn.Module]] = {"mlp": Mlp, "conv": Conv, "tied": Tied, "mixed": Mixed, "waves": Waves}
 
 
 @dataclass(frozen=True)

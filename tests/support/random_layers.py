@@ -123,7 +123,7 @@ class Table(nn.Module):
         self.rows = nn.Embedding(11, WIDTH, sparse=sparse)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.rows((x.detach().abs() * 10).long().clamp(max=10)[:, :3]).mean(1)
+        return x + self.rows((x.detach().abs() * 10).long().clamp(0, 10)[:, :3]).mean(1)
 
 
 def nested(outer: bool, inner: bool) -> nn.Module:

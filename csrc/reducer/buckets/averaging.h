@@ -6,7 +6,6 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/scalar_tensor.h>
 
 #include <cmath>
 #include <cstddef>
@@ -115,13 +114,14 @@ struct Averaging {
                         const std::vector<at::Tensor>& contributions, double divisor) const {
     at::NoGradGuard no_grad;
     for (size_t k = 0; k < contributions.size(); ++k) {
-      bool divide = scaling == Scaling::Divide || gradients[layout.parameters[k]].is_kept();
-      // Scaled in place, as torch does. The factor is a tensor, since mul_(Scalar) rounds it to 16 bits if the gradient
-      // has 16.
-      if (divide) {
+      // DDP divides a bucket of complex numbers as one of their parts, but a gradient that it has kept as it is: there
+      // torch multiplies by 1/N.
+      if (scaling == Scaling::Divide) {
+        elements_of(contributions[k]).div_(divisor);
+      } else if (gradients[layout.parameters[k]].is_kept()) {
         contributions[k].div_(divisor);
       } else {
-        contributions[k].mul_(at::scalar_tensor(1.0 / divisor, at::kDouble));
+        scale(contributions[k], 1.0 / divisor);
       }
     }
   }

@@ -3,7 +3,6 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_sparse_coo_tensor_unsafe.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/scalar_tensor.h>
 
 #include <algorithm>
 #include <cstring>
@@ -145,7 +144,7 @@ size_t average_sparse(const std::vector<at::Tensor>& gradients, Communicator& co
         brought |= !look(i, rank, unpack(everyone[rank], places[rank][i], own[i], count_of[rank * own.size() + i]));
       if (!brought) look(i, size, sum);
     }
-    if (!ring) sum._values().mul_(at::scalar_tensor(1.0 / divisor, at::kDouble));
+    if (!ring) scale(elements_of(sum), 1.0 / divisor);
     gradients[i].copy_(sum);
   }
   return places[communicator.rank()].back().end;

@@ -1,12 +1,11 @@
 #include "reducer/gradients/tree_sums.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/scalar_tensor.h>
-#include <ATen/ops/view_as_real.h>
 
 #include <utility>
 
 #include "reducer/gradients/sparse.h"
+#include "reducer/torch/tensors.h"
 
 namespace syncengine {
 
@@ -65,9 +64,7 @@ void TreeSums::deliver(double divisor) {
     auto& [value, made] = sums_.at(0)[i];
     if (!value.defined()) continue;
     if (!made) value = value.resolve_conj().resolve_neg().clone();
-    const at::Tensor elements = value.is_sparse() ? value._values() : value;
-    // The factor is a tensor, since torch would round a number to 16 bits for some dtypes.
-    (elements.is_complex() ? at::view_as_real(elements) : elements).mul_(at::scalar_tensor(1.0 / divisor, at::kDouble));
+    scale(elements_of(value), 1.0 / divisor);
     parameters_[i].mutable_grad() = std::move(value);
   }
   sums_.clear();

@@ -3,6 +3,7 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/view_as_real.h>
 #include <c10/core/ScalarType.h>
 
@@ -36,6 +37,12 @@ inline std::string why_without_memory(const at::Tensor& tensor) {
 inline at::Tensor elements_of(const at::Tensor& tensor) {
   const at::Tensor values = tensor.is_sparse() ? tensor._values() : tensor;
   return values.is_complex() ? at::view_as_real(values.resolve_conj()) : values;
+}
+
+// Multiplies numbers by a factor as the engine's kernels do, rounding once. The factor is a tensor, since torch
+// would round a number to 16 bits for some dtypes; and torch computes in double where both have no dimensions.
+inline void scale(const at::Tensor& numbers, double factor) {
+  (numbers.dim() == 0 ? numbers.view({1}) : numbers).mul_(at::scalar_tensor(factor, at::kDouble));
 }
 
 // Takes one pass, since a sum is finite only if all of its terms are, and a second one if the sum has overflowed.
