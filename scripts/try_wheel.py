@@ -24,7 +24,7 @@ TRIED = ROOT / "build" / "wheels" / "tried"
 DIGEST = """
 import hashlib
 weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
-print("digest", hashlib.sha256(weights).hexdigest())
+print(f"digest {hashlib.sha256(weights).hexdigest()}\\n", end="", flush=True)  # in one piece: both ranks write there
 """
 DDP = [
     ("import syncengine", "import torch.distributed as dist"),

@@ -1,4 +1,4 @@
-"""The updates of weights in a step of elastic training, counted."""
+"""A count of the updates of weights in a step of elastic training, by which a step that has happened is known."""
 
 from __future__ import annotations
 

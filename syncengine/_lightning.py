@@ -140,7 +140,7 @@ class FabricSeam(InPlaceOfDDP):
         return self._wrap(module)
 
     def get_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """The state dict of an optimizer, as by TrainerSeam.optimizer_state."""
+        """The state dict of an optimizer. That of a ShardedOptimizer is whole on every rank."""
         if isinstance(optimizer, ShardedOptimizer):
             return optimizer.state_dict()
         state: dict[str, Any] = super().get_optimizer_state(optimizer)  # type: ignore[misc]

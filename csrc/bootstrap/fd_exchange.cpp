@@ -240,7 +240,8 @@ LocalRendezvous::LocalRendezvous(int rank, std::map<int, RendezvousPoint> places
     calls_[peer];
     unserved_.insert(peer);
   }
-  // Three descriptors for each peer: the call to it, its call here, and its memory.
+  // Three descriptors for each peer: a socket on which this rank calls it, one on which it calls this rank, and its
+  // memory.
   require_descriptors(names_(rank) + " with " + std::to_string(calls_.size()) + " peers on its host",
                       3 * calls_.size());
 }

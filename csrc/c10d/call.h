@@ -137,7 +137,7 @@ class Call {
   // The sender of the last message to be received, or -1 while it is not known.
   int source() const { return source_ ? source_->load(std::memory_order_relaxed) : -1; }
 
-  // For a call that stands for others: throws if `other` uses another device.
+  // For the call of a batch: throws if `other`, a call within it, uses another device.
   void require_device_of(const Call& other) {
     if (other.device_) stay_on(*other.device_);
   }

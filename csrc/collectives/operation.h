@@ -42,11 +42,11 @@ inline constexpr size_t kMaxFlagWords = 64;  // one for each rank
 
 inline constexpr int kNoRoot = -1;
 
-// A run of bytes that lies in the caller's memory at `user`, and in a slot at `slot`.
+// A range of bytes that lies in the caller's memory at the offset `user`, and in the staging slot at the offset `slot`.
 struct Copy {
   size_t user, slot, bytes;
 };
-// The copy that contains byte `slot` of the slot, or null if none does.
+// The copy that contains the byte of the staging slot at the offset `slot`, or null if none does.
 inline const Copy* copy_at(const std::vector<Copy>& copies, size_t slot) {
   for (const Copy& copy : copies)
     if (copy.slot <= slot && slot < copy.slot + copy.bytes) return &copy;

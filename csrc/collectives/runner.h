@@ -23,14 +23,14 @@ void reduce_noting(const Nonfinite& nonfinite, int world, Nonfinite::Place place
 void note_overflow(const Nonfinite& nonfinite, int world, Nonfinite::Place place, DType dtype, const std::byte* results,
                    const float* sums, size_t count);
 
-// A part of an operation that is contiguous in its input and in its output, and is summed in one order.
+// A range of an operation's bytes that is contiguous in its input and in its output, and is summed in one order.
 struct Run {
   std::byte *own, *out;  // null: there is no output
   size_t offset, bytes;
 };
 inline constexpr size_t kNoOutput = ~size_t{0};
-// Calls `visit` for each run of the `bytes` bytes from `input` on, whose results go to `output`. `order` becomes the
-// order in which the run's `sources` contributions are added.
+// Cuts `bytes` bytes of an operation, which lie from `input` on and whose results go to `output`, into runs, and calls
+// `visit` for each. During a call `order` says in which order the contributions of the `sources` ranks are added.
 void for_each_run(const Operation& operation, int sources, size_t input, size_t output, size_t bytes,
                   std::vector<int>& order, const std::function<void(const Run& run)>& visit);
 

@@ -58,7 +58,7 @@ class Proxy {
 
   void post(std::shared_ptr<const Posted> posted);
 
-  // Ends pieces that are posted, now and later. Idempotent.
+  // Ends the thread, when all that was posted has ended. What is posted later ends at once, as failed. Idempotent.
   void stop();
 
  private:

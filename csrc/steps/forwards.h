@@ -156,6 +156,7 @@ class Usage {
   bool is_static() const { return static_graph_.has_value(); }
 
   void note(size_t parameter) { here_[parameter] = true; }
+  void forget(size_t parameter) { here_[parameter] = false; }
   void clear() { here_.assign(here_.size(), false); }
 
   bool here(size_t parameter) const { return here_[parameter]; }

@@ -37,9 +37,9 @@ class Parameters:
         return self._names
 
     def newcomers(self, groups: Groups) -> dict[torch.Tensor, str]:
-        """The parameters that need a gradient and were not accepted yet, with their names.
+        """The parameters that need a gradient and were not given to ``accept()`` yet, with their names.
 
-        It is called at each step.
+        The optimizer asks at each step, since a parameter may be added or unfrozen at any time.
         """
         unknown = [(i, p) for i, p in enumerate(_all(groups)) if id(p) not in self._accepted]
         return {p: self._names.get(p, f"parameter {i}") for i, p in unknown if p.requires_grad}

@@ -46,7 +46,10 @@ class Membership:
         self._sizes = None
 
     def unshared(self, groups: Groups) -> list[Member]:
-        """The parameters that are not shared, or not yet; the same list while they are the same."""
+        """The parameters that are not in shared memory, or not yet.
+
+        The call returns the same list object as long as these parameters stay the same.
+        """
         lists = list(map(_parameters, groups))
         sizes, parameters = list(map(len, lists)), list(chain.from_iterable(lists))
         if self._sizes == sizes and all(map(is_, parameters, self._parameters)):

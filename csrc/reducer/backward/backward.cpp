@@ -148,8 +148,11 @@ void Backward::count_collected(size_t index) {
   model_.route->collected(bucket, plan().position_of(index));
   if (!full) return;
   if (begun_->filling.filled(at, skips(*bucket.layout))) model_.route->ready(*begun_, bucket);
-  if (begun_->filling.all() && asks_usage_)
-    usage_work_ = model_.announce(model_.averaging.usage_slot(), model_.usage.share(), "used parameters");
+  if (!begun_->filling.all() || !asks_usage_) return;
+  // A gradient that was accumulated under no_sync() may have been dropped since, by zero_grad().
+  for (size_t i = 0; i < model_.parameters.gradients().size(); ++i)
+    if (gradient(i).stands_in() && !model_.parameters.tensor(i).grad().defined()) model_.usage.forget(i);
+  usage_work_ = model_.announce(model_.averaging.usage_slot(), model_.usage.share(), "used parameters");
 }
 
 bool Backward::skips(const BucketLayout& layout) const {

@@ -76,7 +76,8 @@ class Backward {
   void drop();
 
  private:
-  // The change that each collected gradient needs before it is reduced.
+  // Whether each collected gradient is multiplied by this rank's weight, or completed by the sums of earlier
+  // micro-batches, before it is reduced.
   enum class Change : uint8_t { None, Weigh, Complete };
 
   bool is_last_fire(size_t index, const at::Tensor& incoming, bool kept);

@@ -50,7 +50,7 @@ struct Model {
   Record record;
   const std::unique_ptr<FlatBuckets> flat;  // null on CPUs
   PooledGradients pooled;
-  // Parts that last from one step to the next.
+  // The state of the steps, which changes with each.
   Lifecycle life;
   Outcome outcome;
   // The plan and the route, each until another takes its place.

@@ -84,7 +84,7 @@ bool Endpoint::pass() {
       });
     }
   }
-  // Peers that have failed make steps, too: a Goodbye is owed to them.
+  // A peer that has failed is served, too: the message that says goodbye still has to be sent to it.
   for (auto& item : peers_) guarded(item.first, [](Peer& peer) { peer.step(); });
   if (stopping_ && !is_leaving()) last_moved_ = Clock::now();
   bool running = !stopping_ || !has_left();
