@@ -67,3 +67,16 @@ def test_the_reducer_says_which_parameters_are_used(find_unused: bool, same: boo
 
     ours, theirs = of_both(step, Branches if find_unused else AllBranches, find_unused_parameters=find_unused)
     assert ours == theirs
+
+
+@run_on_ranks()
+def test_a_gradient_that_was_accumulated_and_dropped_counts_for_nothing():
+    model = syncengine.Parallel(Branches(), find_unused_parameters=True)
+    for drops in (True, False):
+        with model.no_sync():
+            model(data(0), True).sum().backward()
+        if drops:
+            model.zero_grad()
+        model(data(1), False).sum().backward()
+        assert (model.module.left.weight.grad is None) == drops
+        assert model.module.right.weight.grad is not None

@@ -28,6 +28,7 @@ class Odd(nn.Module):
 
 
 MODELS = {**LARGER, "odd": Odd}
+del MODELS["waves"]  # its parameters are not all of one dtype
 
 # Of torch's elementwise ones, the options with most state.
 OPTIMIZERS: dict[str, dict[str, Any]] = {
