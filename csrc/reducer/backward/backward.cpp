@@ -149,8 +149,8 @@ void Backward::count_collected(size_t index) {
   if (!full) return;
   if (begun_->filling.filled(at, skips(*bucket.layout))) model_.route->ready(*begun_, bucket);
   if (!begun_->filling.all() || !asks_usage_) return;
-  // A gradient that was accumulated under no_sync() may have been dropped since, by zero_grad(). Those of earlier
-  // micro-batches are in the tree's sums.
+  // A gradient that was accumulated under no_sync() may have been dropped since, by zero_grad(). Earlier
+  // micro-batches' gradients are in the tree's sums.
   for (size_t i = 0; !begun_->tree && i < model_.parameters.gradients().size(); ++i)
     if (gradient(i).stands_in() && !model_.parameters.tensor(i).grad().defined()) model_.usage.forget(i);
   usage_work_ = model_.announce(model_.averaging.usage_slot(), model_.usage.share(), "used parameters");
