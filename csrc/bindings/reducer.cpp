@@ -149,8 +149,7 @@ void install_futures(Reducer& reducer, const std::vector<std::shared_ptr<torch::
 py::dict statistics_dict(Reducer& reducer) {
   const auto [statistics, shortage] = [&] {
     py::gil_scoped_release no_gil;
-    const auto now = reducer.snapshot();
-    return std::pair(now.statistics, now.shortage);
+    return std::pair(reducer.snapshot().statistics, reducer.shortage());
   }();
   auto by_name = [](const auto& names, const auto& bytes) {
     py::dict result;
@@ -248,9 +247,9 @@ void bind_reducer(py::module_& module) {
       .def("set_compression", &Reducer::set_compression, py::arg("dtype"), py::arg("divides_first") = true, NoGil())
       .def("set_all_reduce_hook", &Reducer::set_all_reduce_hook, NoGil())
       .def("set_static_graph", &Reducer::set_static_graph, NoGil())
-      .def("last_error", &read<&Snapshot::last_error>, NoGil())
-      .def("not_averaged", &read<&Snapshot::not_averaged>, NoGil())
-      .def("ready_order", &read<&Snapshot::ready_order>, NoGil())
+      .def("last_error", &Reducer::last_error, NoGil())
+      .def("not_averaged", &Reducer::not_averaged, NoGil())
+      .def("ready_order", &Reducer::ready_order, NoGil())
       .def("knows_order", &read<&Snapshot::knows_order>, NoGil())
       .def("graph_is_static", &read<&Snapshot::graph_is_static>, NoGil())
       .def("step_times", &read<&Snapshot::step_times>, NoGil())

@@ -101,13 +101,19 @@ class Reducer final : public Listener, public std::enable_shared_from_this<Reduc
   // --- Reads
 
   std::vector<size_t> wanted() { return locked()->parameters.wanted(); }
-  // All else that is known of the model at one moment.
+  std::vector<size_t> ready_order() { return locked()->record.ready_order; }
+  std::string last_error() { return locked()->outcome.last_error; }
+  std::string not_averaged() { return locked()->outcome.not_averaged; }
+  // The reason why the pool of gradients could not grow, if it could not.
+  std::string shortage() {
+    const shm::Pool* pool = model_->pooled.pool();
+    return pool ? pool->shortage() : "";
+  }
+  // All else that is known of the model at one moment. A snapshot allocates nothing, since a hook of each parameter may
+  // ask for one.
   struct Snapshot {
     Statistics statistics;
     std::shared_ptr<StepTimes> step_times;
-    std::vector<size_t> ready_order;
-    std::string shortage;  // the reason why the pool of gradients could not grow, if it could not
-    std::string last_error, not_averaged;
     uint64_t backwards;
     bool can_refuse, is_undecided, knows_order, graph_is_static;
     bool has_averaged;  // the user's hooks that run now get averages

@@ -100,13 +100,8 @@ void Reducer::install_futures(const std::vector<TorchFuture>& futures) {
 
 Reducer::Snapshot Reducer::snapshot() {
   std::lock_guard lock(mutex_);
-  const shm::Pool* pool = model_->pooled.pool();
   return {.statistics = model_->record.statistics,
           .step_times = model_->record.step_times,
-          .ready_order = model_->record.ready_order,
-          .shortage = pool ? pool->shortage() : "",
-          .last_error = model_->outcome.last_error,
-          .not_averaged = model_->outcome.not_averaged,
           .backwards = model_->backwards,
           .can_refuse = model_->can_refuse(),
           .is_undecided = life().is_undecided(),

@@ -80,8 +80,9 @@ struct Model {
   void thaw() {
     if (plan.before_frozen()) install(plan.before_frozen());
   }
-  // Whether ranks can refuse a step. They can't if peers wait for anything but announced buckets, or if all parameters
-  // are frozen; on a device also if a rank may not know which buckets the others skip.
+  // Whether a rank that raises can refuse the step, so that all ranks lose it and go on. It can't if peers wait for
+  // anything but buckets that each rank announces, or if all parameters are frozen; on a device also if a rank may not
+  // know which buckets the others skip.
   bool can_refuse() const {
     if (options.waits_in_between || (flat && options.skip_all_reduce_unused_params)) return false;
     return plan && !plan.all_frozen() && route->can_be_refused();
