@@ -14,7 +14,6 @@ import sys
 import time
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
@@ -24,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import syncengine
+from benchmarks.sharded import BATCHES, WARMUP_ROUNDS, interval, slowest
 from benchmarks.support import arguments, output, ranks, stats
 from benchmarks.support.start_line import StartLine
 from benchmarks.support.workloads import WORKLOADS, Workload
@@ -38,8 +38,6 @@ MEANING = {
     "fsdp_gloo": "fully_shard over Gloo",
 }
 ENGINES = tuple(MEANING)
-WARMUP_ROUNDS = 5
-BATCHES = 8  # different ones, used in turn
 
 
 @dataclass
@@ -139,14 +137,8 @@ def evaluate(trainees: dict[str, Trainee]) -> dict[str, dict]:
     step = {name: 1e3 * slowest(trainee.step) for name, trainee in trainees.items()}
     results = {name: {"step_ms": stats.summary(ms)} for name, ms in step.items()}
     for name in set(step) - {"parallel"} if "parallel" in step else ():
-        found = stats.median_interval(step[name] / step["parallel"])
-        results[name]["of_parallel"] = dict(zip(("median", "lower", "upper"), found, strict=True))
+        results[name]["of_parallel"] = interval(step[name] / step["parallel"])
     return results
-
-
-def slowest(samples: list[float]) -> np.ndarray:
-    """The samples of the slowest rank, without the warm-up."""
-    return ranks.slowest(torch.tensor(samples[WARMUP_ROUNDS:], dtype=torch.float64)).numpy()
 
 
 def report(results: list[dict], options: argparse.Namespace) -> None:
