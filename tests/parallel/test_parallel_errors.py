@@ -17,7 +17,7 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation
 from torch.optim.optimizer import _global_optimizer_pre_hooks as step_hooks
 
 import syncengine
-from syncengine.errors import Aborted, InvalidUsage, SyncError
+from syncengine.errors import Aborted, InvalidUsage, PeerLost, SyncError
 
 
 @run_on_ranks()
@@ -130,8 +130,8 @@ def test_a_refusal_is_forgotten_with_its_communicator():
     with pytest.raises(Bad):
         syncengine.Parallel(module)(data())
     if syncengine.rank() == 1:
-        with pytest.raises(Aborted):
-            syncengine.barrier()  # it notices that rank 0 has left before it leaves itself
+        with pytest.raises((Aborted, PeerLost)):  # rank 0's refusal may be read before it leaves, or after
+            syncengine.barrier()
     syncengine.shutdown()
     other = torch.nn.Parameter(torch.ones(2))
     other.grad = torch.ones(2)
