@@ -30,19 +30,18 @@ from benchmarks.support import arguments, output, ranks, stats
 from benchmarks.support.start_line import StartLine
 from benchmarks.support.workloads import WORKLOADS, Workload
 
-ENGINES = ("plain", "waiting", "syncengine", "staged", "nonfinite", "traced", "ddp", "backend")
+ENGINES = ("plain", "waiting", "syncengine", "nonfinite", "traced", "ddp", "backend")
 ON_DEMAND = ("nonfinite", "traced")  # measured only if they are asked for
 MEANING = {
     "plain": "torch without any wrapper",
     "waiting": "the same; after backward the ranks wait for each other: an engine of no cost",
     "syncengine": "syncengine.Parallel",
-    "staged": "syncengine.Parallel with gradients where torch puts them (gradient_memory=torch)",
     "nonfinite": 'syncengine.Parallel(nonfinite="raise")',
     "traced": "syncengine.Parallel while a trace is recorded",
     "ddp": "DistributedDataParallel over Gloo",
     "backend": "DistributedDataParallel over the torch.distributed backend syncengine",
 }
-OURS = ("syncengine", "staged", "nonfinite", "traced")
+OURS = ("syncengine", "nonfinite", "traced")
 TRAINED = (*OURS, "ddp", "backend")  # to the same bits
 WARMUP_PAIRS = 5  # gradient buckets settle after the first steps
 BATCHES = 8  # different ones, used in turn
@@ -174,13 +173,7 @@ def make_trainee(engine: str, workload: Workload) -> Trainee:
     if engine in OURS:
         import syncengine
 
-        class Parallel(syncengine.Parallel):
-            def _reducer_options(self) -> syncengine._C.ReducerOptions:
-                options = super()._reducer_options()
-                options.gradients_in_arena = engine != "staged"
-                return options
-
-        model = Parallel(model, nonfinite="raise" if engine == "nonfinite" else None)
+        model = syncengine.Parallel(model, nonfinite="raise" if engine == "nonfinite" else None)
     elif engine == "ddp":
         model = DistributedDataParallel(model)
     elif engine == "backend":

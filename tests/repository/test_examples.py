@@ -277,7 +277,7 @@ def test_train_step_benchmark(tmp_path):
     (result,) = document["results"]
     assert (result["model"], result["parameters"]) == ("small", 500 * (16 * 16 + 16))
     engines = result["engines"]
-    assert engines.keys() == {"plain", "waiting", "syncengine", "staged", "ddp", "backend"}
+    assert engines.keys() == {"plain", "waiting", "syncengine", "ddp", "backend"}
     assert engines["syncengine"]["loss"] == engines["ddp"]["loss"] == engines["backend"]["loss"]
     for engine in ("syncengine", "ddp"):
         assert engines[engine]["sync_ms"]["count"] == engines[engine]["no_sync_ms"]["count"] == 3
