@@ -329,9 +329,9 @@ def torch_packet_transport(
 ) -> PacketTransport:
     """Makes a packet transport of a process group whose send and recv take CPU tensors.
 
-    `ranks` has the number in the group of each rank of the job. Nobody else may use `tag` there. `closed` is called
-    once the transport is not needed any more. `silence`: seconds without a heartbeat after which a rank is lost; 0:
-    never. `by` and `checksum` are as in python_packet_transport.
+    `ranks` has the number in the group of each rank of the job. Nobody else may use `tag` in that group. `closed` is
+    called once the transport is not needed any more. `silence`: seconds without a heartbeat after which a rank is lost;
+    0: never. `by` and `checksum` are as in python_packet_transport.
     """
 
 def end_packet_transports() -> None:
@@ -416,7 +416,7 @@ class CommonMemory:
 
     @property
     def torn(self) -> int:
-        """The update that will never be complete; 0: none."""
+        """The number of the update of shared weights that a rank has left half done; 0 if there is none."""
 
     def detach(self) -> bool:
         """Makes the memory a private copy, at the same addresses.

@@ -23,7 +23,7 @@ UNUSED = f"{NAME}_find_unused_parameters_true"
 
 
 class InPlaceOfDDP:
-    """A mixin that replaces the process group's backend, and DDP as the wrapper."""
+    """A mixin of strategies: the process group has the engine's backend, and Parallel wraps in place of DDP."""
 
     root_device: torch.device
     _process_group_backend: str | None

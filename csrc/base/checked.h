@@ -19,7 +19,7 @@
 
 namespace syncengine {
 
-// Ends the text of an error about a word that has failed its check.
+// The end of the text of an error about a value out of shared memory, or off the wire, that can't be right.
 inline constexpr const char* kDamaged = ": its memory or the network is faulty, or somebody interferes";
 
 template <class T>

@@ -95,16 +95,17 @@ void bind_common_memory(py::module_& module) {
       .def("completed", &shm::Region::completed, py::arg("ranks"), "The last update that each rank has completed.")
       .def("tear", &shm::Region::tear, py::arg("number"), "Notes that update `number` will never be complete.")
       .def_property_readonly("torn", &shm::Region::torn,
-                             "The number of the update that will never be complete; 0 "
-                             "if there is none.")
+                             "The number of the update of shared weights that a rank has left half "
+                             "done; 0 if there is none.")
       .def("detach", &shm::Region::detach, py::call_guard<py::gil_scoped_release>(),
            "Replaces the memory by a private copy at the same addresses. Returns False if memory is short.");
 
   py::class_<MemoryExchange>(module, "MemoryExchange", "Gives the ranks of a host memory in common.")
-      .def(py::init<size_t>(), py::arg("bytes"), "`bytes` of memory on the rank that makes it; 0 on the others.")
+      .def(py::init<size_t>(), py::arg("bytes"),
+           "`bytes` is the size of the memory on the rank that makes the memory, and 0 on the others.")
       .def(
           "address", [](const MemoryExchange& self) { return py::bytes(self.fd_exchange.address()); },
-          "The address for the other ranks: less than 144 bytes, which contain a secret.")
+          "The address under which the other ranks reach this exchange: less than 144 bytes, which contain a secret.")
       .def("exchange", &MemoryExchange::exchange, py::arg("rank"), py::arg("addresses"), py::arg("maker"),
            py::arg("timeout"), py::arg("global_ranks"), py::call_guard<py::gil_scoped_release>(),
            "Returns the memory that rank `maker` has made. `addresses` are by rank, empty for ranks of other hosts; "

@@ -75,7 +75,8 @@ void bind_weights(py::module_& module) {
   py::class_<WatchedWeights>(module, "WatchedWeights", "Whether parameters were written to since this rank looked.")
       .def(py::init<std::vector<at::Tensor>>(), py::arg("parameters"),
            "Notes where the parameters lie, for good, and their versions.")
-      .def("note", &WatchedWeights::note, "Notes the parameters' present versions as the right ones.")
+      .def("note", &WatchedWeights::note,
+           "Takes the parameters' present versions for those of weights that nobody has written to.")
       .def("note_update", &WatchedWeights::note_update, "Raises the parameters' versions, and notes the new ones.")
       .def("moved", &WatchedWeights::moved,
            "The index of the first parameter that does not lie where it did, or "

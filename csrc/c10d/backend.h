@@ -161,7 +161,7 @@ class TorchBackend final : public ::c10d::Backend {
     std::chrono::milliseconds timeout;
     bool async;
   };
-  // The beginning and the end of every call. `inputs` are for profilers.
+  // Every collective of torch begins with begin(), and ends with count() and start(). `inputs` are for profilers.
   Call begin(const char* name, at::ArrayRef<at::Tensor> inputs, Counted counted = Counted::AtStart);
   void count(Call& call);
   TorchWorkPtr start(Call call, const How& how);

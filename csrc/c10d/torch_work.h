@@ -58,7 +58,8 @@ class TorchWork final : public ::c10d::Work {
   void complete_future();
   bool ended() const;
   bool is_late() const { return origin_.at_most && deadline_.passed() && !ended(); }
-  // Delivers the results, once, after the call has ended well. Keeps an error for deliver_or_throw().
+  // Copies the results into the caller's tensors, once, after the collective has ended well. Keeps an error for
+  // deliver_or_throw().
   void deliver();
   // Delivers the results of earlier works, then those of this one. Throws an error of deliver().
   void deliver_or_throw();

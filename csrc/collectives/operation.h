@@ -87,7 +87,7 @@ struct Nonfinite {
     uint64_t first;  // the number of the element
     size_t valid;    // this many elements from there on belong to the ranks
   };
-  // Finds the elements of [byte, byte + bytes) of the input, which lies in at most one part.
+  // Returns which elements the bytes [byte, byte + bytes) of the input are. These bytes lie in at most one of `parts`.
   Place locate(size_t byte, size_t bytes, size_t element_bytes) const {
     if (parts.empty()) return {begin + byte / element_bytes, bytes / element_bytes};
     const Copy* part = copy_at(parts, byte);

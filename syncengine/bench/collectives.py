@@ -90,7 +90,7 @@ class Shape:
 
     @classmethod
     def of_size(cls, name: str, ranks: int, size: int, dtype: torch.dtype, op: str, root: int) -> Shape:
-        """The largest shape of at most `size` bytes, with at least one element."""
+        """The collective on as many elements as `size` bytes hold, but at least one."""
         parts = ranks if name in _SPREADS else 1
         count = 0 if name == "barrier" else max(1, size // dtype.itemsize // parts)
         return cls(name, ranks, count, dtype, op, root)

@@ -114,7 +114,7 @@ def gathering(stream: Calls, call: Call, tensors: Tensors, counts: list[Sequence
     wholes: list[torch.Tensor] = []
 
     def begin(round: Round) -> Sequence[Work]:
-        # An announcement has room for one number, so the rows of several tensors are told by a collective.
+        # An announcement has room for one number, so a collective tells how many rows several tensors have.
         rows = [len(own) for own in owns]
         of_ranks = table(stream.communicator, rows) if call.grouped else [[request.own] for request in round]
         works: list[Work] = []

@@ -151,7 +151,7 @@ def cuda_built() -> bool:
 
 
 def _not_there() -> bool:
-    """Returns False, as collectives are the engine's own, and there is no side for ROCm."""
+    """Returns False: the engine uses neither NCCL, Gloo, oneCCL and DDL, nor ROCm."""
     return False
 
 

@@ -36,7 +36,7 @@ class Model:
     def of(
         cls, module: torch.nn.Module, communicator: Communicator, device: torch.device, ignored: Container[str]
     ) -> Model:
-        """The model of all parameters of ``module`` but those that are ``ignored``."""
+        """Makes a Model of ``module`` with all its parameters but those that are ``ignored``."""
         named = named_parameters(module, ignored)
         parameters = list(named.values())
         return cls(module, communicator, device, list(named), parameters, sparse_parameters(module, parameters))

@@ -67,7 +67,7 @@ class Round(NamedTuple):
         return None if min(weights) < 0 else weights
 
     def check(self) -> None:
-        """Raises ``Mismatch`` if the ranks that have a batch do not do the same."""
+        """Raises ``Mismatch`` unless all ranks with a batch ask the same of this round: averages, a weight, a step."""
         first, *others = self.training
         for rank in others:
             for field, does, does_not in (

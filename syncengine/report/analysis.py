@@ -62,7 +62,7 @@ class ExposedBucket:
 
 @dataclass(frozen=True)
 class Analysis:
-    """The numbers and texts that the page shows."""
+    """The numbers and texts that the report's page shows of one training run."""
 
     model: str
     steps: int
@@ -116,7 +116,7 @@ class Analysis:
         return f"No rank is late. E{takes} {times}{mostly}."
 
     def as_dict(self) -> dict[str, object]:
-        """The numbers as a dict for JSON, the verdict first."""
+        """The analysis as a dict for JSON, with the sentence on who is late first."""
         said = asdict(replace(self, example={}))
         del said["example"]
         return {"verdict": self.verdict, **said}

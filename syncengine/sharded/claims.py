@@ -132,7 +132,7 @@ def _refuse_plain_optimizers(optimizer: torch.optim.Optimizer, args: Any, kwargs
 
 
 def guard(module: torch.nn.Module) -> None:
-    """Hooks into the loading, saving and copying of claimed parameters, of ``module`` and its submodules."""
+    """Hooks into the loading, saving and copying of parameters of ``module`` that a ShardedOptimizer has claimed."""
     _guard_below(module, {id(parameter) for parameter in _claims})
 
 

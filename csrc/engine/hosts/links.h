@@ -129,7 +129,7 @@ struct Heard {
   bool is_sound(const Limits&) const { return true; }
 };
 
-// The verdict of the sender's host in shrink(), after the sender's communicator has ended.
+// The decision of the sender's host in shrink(), which a rank sends when its own communicator has ended.
 struct Shrinks {
   static constexpr Kind kKind = Kind::Shrinks;
   Head head;

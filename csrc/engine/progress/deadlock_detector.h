@@ -42,7 +42,7 @@ class DeadlockDetector {
   };
   std::vector<Link> chain(uint64_t stuck) const;
 
-  // The waits on the board of `rank` that need a call of this rank.
+  // The waits that `rank` has published on its board, and that a call of this rank would end.
   std::vector<Wait> waits_for_me(int rank) const;
 
  private:

@@ -104,7 +104,7 @@ struct Averaging {
     operation.keepalive = std::move(words);
     return communicator->announce(slots, slot, step, std::move(operation));
   }
-  // Whether one factor scales all gradients with the right bits: all three ways agree if the divisor is a power of two.
+  // Whether one factor gives all gradients the right bits: if the divisor is a power of two, all members of Scaling do.
   bool scales_all_alike(double divisor) const {
     int exponent = 0;
     return scaling == Scaling::Multiply || std::frexp(divisor, &exponent) == 0.5;

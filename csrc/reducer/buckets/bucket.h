@@ -34,7 +34,7 @@ class SmallGradients {
     pieces_.reserve(layout.count);
   }
 
-  // Whether the bucket has a block at all.
+  // Whether the bucket has a block of shared memory for its gradients.
   explicit operator bool() const { return block_ != nullptr; }
   std::byte* at(size_t offset) const { return block_.get() + offset; }
 

@@ -92,8 +92,8 @@ const torch::autograd::Node* hook_output(const std::weak_ptr<Listener>& listener
 // fails: then `gone` is called, with whether `reached` was before.
 void at_task_end(std::function<void()> reached, std::function<void(bool)> gone);
 
-// Queues Listener::on_backward_end in the graph task that runs on this thread. If the task ends without it,
-// on_task_failed is called instead, with the two numbers.
+// Queues Listener::on_backward_end in the graph task that runs on this thread. If the task ends without
+// that call, on_task_failed is called instead, with the numbers of the backward and of the forwards.
 void queue_backward_end(std::shared_ptr<Listener> listener, uint64_t backward, uint64_t forwards);
 
 // Calls Listener::on_outer_task in the task around the one on this thread, if there is one, when this one is gone.

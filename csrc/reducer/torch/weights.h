@@ -31,7 +31,7 @@ class WatchedWeights {
     note();
   }
 
-  // Notes the parameters' present versions as the right ones.
+  // Takes the parameters' present versions for those of weights that nobody has written to.
   void note() {
     for (Noted& noted : noted_) noted.version = noted.present_version();
   }
