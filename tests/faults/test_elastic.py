@@ -299,7 +299,7 @@ def test_killed_in_a_step(pool, undisturbed, place):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS[1:])
-@pytest.mark.parametrize("place", ["summed", "updated"])
+@pytest.mark.parametrize("place", mostly_nightly(["summed", "updated"], 1))
 def test_killed_in_a_step_of_other_optimizers(pool, place, kind):
     expected = pool.run(partial(train, kind=kind), world=1, settings=None)[0][0]
     kills = {1: (3, place)}
@@ -337,7 +337,7 @@ def test_a_step_that_a_scaler_skipped_is_made_again_by_the_same_scale(pool):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", mostly_nightly(KINDS, 2, 4, 5))
 def test_a_step_that_was_updated_and_not_finished_is_not_made_twice(pool, kind):
     behind_an_update = partial(disturbed, tells=True, kind=kind)
     with pool.spawn_ranks(behind_an_update, {1: (6, "updated")}, world=3, settings=None) as ranks:

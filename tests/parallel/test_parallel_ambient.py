@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import mostly_nightly
 from models.workload import same_bits
 from parallel_models import gradients, of_both
 from pool import run_on_ranks
@@ -203,7 +204,7 @@ def run(wrap: Any, way: str, state: str | None = None) -> Any:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", mostly_nightly(WAYS, 0, 3, 5))
 @run_on_ranks(gloo=True)
 def test_what_is_set_outside_is_for_the_model(way: str):
     expected = run(syncengine.Parallel, way)
