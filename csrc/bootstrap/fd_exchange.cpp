@@ -13,7 +13,6 @@
 #include <iterator>
 #include <list>
 #include <map>
-#include <optional>
 #include <set>
 #include <utility>
 

@@ -6,8 +6,6 @@
 
 #include <immintrin.h>
 
-#include <type_traits>
-
 // Enabled from here on, so that the build needs no flags for this file and the headers above stay generic.
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,f16c"))), apply_to = function)

@@ -9,8 +9,6 @@
 #endif
 #include <immintrin.h>
 
-#include <type_traits>
-
 // Enabled from here on, so that the build needs no flags for this file and the headers above stay generic.
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))), apply_to = function)

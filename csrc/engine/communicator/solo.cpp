@@ -1,7 +1,6 @@
 #include "engine/communicator/communicator.h"
 
 #include <atomic>
-#include <cstdlib>
 #include <exception>
 #include <functional>
 #include <limits>

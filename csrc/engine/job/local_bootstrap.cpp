@@ -1,7 +1,6 @@
 #include "engine/job/local_bootstrap.h"
 
 #include <cstring>
-#include <new>
 
 #include "base/checked.h"
 #include "base/error.h"

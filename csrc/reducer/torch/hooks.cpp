@@ -7,7 +7,6 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
-#include <cstring>
 #include <mutex>
 #include <typeinfo>
 #include <utility>

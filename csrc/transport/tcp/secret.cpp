@@ -4,12 +4,10 @@
 #include <sys/stat.h>
 
 #include <array>
-#include <bit>
 #include <cerrno>
 #include <cstddef>
 #include <cstdint>
 #include <fstream>
-#include <iterator>
 
 #include "base/error.h"
 #include "base/say.h"

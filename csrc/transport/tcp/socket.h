@@ -1,9 +1,7 @@
 // The few operations on TCP sockets that are needed. All sockets are non-blocking and closed on exec.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
-#include <string>
 
 #include "base/parent_fd.h"
 #include "transport/tcp/address.h"
