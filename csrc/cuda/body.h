@@ -245,22 +245,32 @@ SYNCENGINE_BOTH void poison_share(const Args& args, size_t element_bytes, size_t
     poison_bytes(out<unsigned char>(args, d), args.count * element_bytes, thread, threads);
 }
 
-SYNCENGINE_BOTH void copy_run(void* destination, const void* source, size_t bytes, size_t thread, size_t threads) {
-  const size_t vectors = is_packed(source) && is_packed(destination) ? bytes / sizeof(Pack) : 0;
+// This thread's share of copying what lies at source(offset), in runs of whole vectors that are packed if the first is.
+template <class Source>
+SYNCENGINE_BOTH void copy_from(void* destination, const Source& source, size_t bytes, size_t thread, size_t threads) {
+  const size_t vectors = bytes && is_packed(source(0)) && is_packed(destination) ? bytes / sizeof(Pack) : 0;
   constexpr int kUnroll = 8;
-  const auto* from = static_cast<const Pack*>(source);
+  auto from = [&](size_t v) { return *reinterpret_cast<const Pack*>(source(v * sizeof(Pack))); };
   auto* to = static_cast<Pack*>(destination);
   size_t v = thread;
   for (; v + (kUnroll - 1) * threads < vectors; v += kUnroll * threads) {
     Pack packs[kUnroll];
     SYNCENGINE_UNROLL
-    for (int u = 0; u < kUnroll; ++u) packs[u] = from[v + u * threads];
+    for (int u = 0; u < kUnroll; ++u) packs[u] = from(v + u * threads);
     SYNCENGINE_UNROLL
     for (int u = 0; u < kUnroll; ++u) to[v + u * threads] = packs[u];
   }
-  for (; v < vectors; v += threads) to[v] = from[v];
+  for (; v < vectors; v += threads) to[v] = from(v);
   for (size_t i = vectors * sizeof(Pack) + thread; i < bytes; i += threads)
-    static_cast<unsigned char*>(destination)[i] = static_cast<const unsigned char*>(source)[i];
+    static_cast<unsigned char*>(destination)[i] = *source(i);
+}
+
+struct Contiguous {
+  const unsigned char* begin;
+  SYNCENGINE_BOTH const unsigned char* operator()(size_t at) const { return begin + at; }
+};
+SYNCENGINE_BOTH void copy_run(void* destination, const void* source, size_t bytes, size_t thread, size_t threads) {
+  copy_from(destination, Contiguous{static_cast<const unsigned char*>(source)}, bytes, thread, threads);
 }
 
 }  // namespace syncengine::cuda

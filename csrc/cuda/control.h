@@ -9,7 +9,6 @@
 #pragma once
 
 #include <atomic>
-#include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -20,7 +19,7 @@ inline constexpr int kMaxRanks = 16;  // a set of words is one cache line
 inline constexpr int kSets = 3;
 
 inline constexpr uint32_t kArrived = 0x80000000;   // set in every fingerprint; waits look at this bit alone
-inline constexpr uint32_t kInKernel = kSets + 1;   // a value of `waiting`: see cuda/one_shot.h
+inline constexpr uint32_t kInKernel = kSets + 1;   // a value of `waiting`: see cuda/in_kernel.h
 inline constexpr uint32_t kReleased = 0xffffffff;  // no fingerprint: an abort puts it there to end every wait
 
 // The description of a call, for the text of a mismatch. The owner may overwrite it while a peer reads it:

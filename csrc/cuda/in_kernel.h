@@ -1,11 +1,16 @@
-// All-reduce of few bytes by one kernel, a sum of a floating dtype: each block stages its part, tells the peers' same
-// block, waits for theirs, and reduces all parts itself. The kernel itself waits, since a stream's wait costs more than
-// such a message, and looks at the abort word meanwhile.
+// All-reduce by one kernel, a sum of a floating dtype, whose blocks wait for the peers themselves: exchanges by a
+// stream cost more than moving so few bytes. A peer that is late holds the blocks' multiprocessors meanwhile.
 //
-// The kernel counts epochs in device memory, so a replayed graph goes on where the last call was. Slots and marks take
-// turns: a peer writes those of epoch e + 2 only after this rank's mark of e + 1, which this rank writes when it is
-// done with e. Each call cuts the slots anew, so all blocks are always in the same epoch, including those that a small
-// call does without.
+// Each block has a part of the tensor. A block stages its part, tells the peers' same block, and waits for theirs. Few
+// bytes take one shot: every rank reduces all of the part. More bytes take two: every rank reduces a slice of the part,
+// puts the slice into its slot, too, tells the peers again, and takes the other slices from their slots. The kernel
+// looks at the abort word while it waits.
+//
+// The kernel counts calls in device memory, so a replayed graph goes on where the last call was. Slots and marks take
+// turns: a peer writes those of call c + 2 only after this rank's first mark of c + 1, which this rank writes when it
+// is done with c. Each call cuts the slots anew, so all blocks are always in the same call, including those that a
+// small call does without. Behind a call that has failed this rank writes no slot and no mark any more: it does not
+// wait, and a peer may still read what it has staged.
 //
 // Ownership: none. Aliasing: input and output are the same or do not overlap. Failure: as in body.h.
 #pragma once
@@ -14,18 +19,23 @@
 
 namespace syncengine::cuda {
 
-inline constexpr int kOneShotBlocks = 16;
-inline constexpr size_t kOneShotBytes = 128 << 10;  // not yet tuned on a GPU
+inline constexpr int kInKernelBlocks = 16;
+// The most bytes that one shot and two shots take. Neither has been tuned on a GPU.
+inline constexpr size_t kOneShotBytes = 128 << 10;
+inline constexpr size_t kTwoShotBytes = 8 << 20;
 
-// Device memory that all peers reach, initially zero.
-struct OneShotArea {
-  alignas(64) uint64_t marks[2][kOneShotBlocks][kMaxRanks];  // written by each peer: epoch << 32 | fingerprint
-  alignas(64) uint32_t epochs[kOneShotBlocks];               // of each block, written by this rank's kernels
-  alignas(64) unsigned char slots[2][kOneShotBytes];         // this rank's input
+// Device memory that all peers reach. All but the slots is zero at first.
+struct InKernelArea {
+  // By call and shot, from each peer: call << 32 | fingerprint.
+  alignas(64) uint64_t marks[2][2][kInKernelBlocks][kMaxRanks];
+  alignas(64) uint32_t calls[kInKernelBlocks];  // of each block so far; these two are written by this rank's kernels
+  uint32_t failed;                              // the first call that has failed; 0: none
+  // By call: this rank's input, and then the results of its slice.
+  alignas(64) unsigned char slots[2][kTwoShotBytes];
 };
 
-struct OneShotArgs {
-  OneShotArea* areas[kMaxRanks];
+struct InKernelArgs {
+  InKernelArea* areas[kMaxRanks];
   Control* control;
   const void* input;
   void* output;
@@ -33,68 +43,116 @@ struct OneShotArgs {
   double scale;
   uint32_t fingerprint;
   int rank, world;
+  int shots;  // 1 or 2, the same on all ranks
 };
 
-// Bytes of one block's part, the same on all ranks whatever their tensors' alignment.
-SYNCENGINE_BOTH size_t one_shot_part(size_t bytes, int blocks) {
-  return ((bytes + blocks - 1) / blocks + 15) / 16 * 16;
+// A run of the tensor's bytes.
+struct ByteRun {
+  size_t begin, bytes;
+};
+
+// One of `pieces` pieces of `whole`, the same on all ranks whatever their tensors' alignment. The last ones may be
+// empty.
+SYNCENGINE_BOTH ByteRun piece_of(ByteRun whole, int index, int pieces) {
+  const size_t piece = ((whole.bytes + pieces - 1) / pieces + 15) / 16 * 16;
+  const size_t begin = piece * index < whole.bytes ? piece * index : whole.bytes;
+  return {whole.begin + begin, piece < whole.bytes - begin ? piece : whole.bytes - begin};
 }
 
-// Notes that the block is in `epoch`; called by each thread of it. Block 0 counts for the blocks that this call lacks.
-SYNCENGINE_BOTH void count_epoch(OneShotArea& area, int block, int blocks, int thread, uint32_t epoch) {
-  if (thread == 0) area.epochs[block] = epoch;
-  if (block == 0 && thread >= blocks && thread < kOneShotBlocks) area.epochs[thread] = epoch;
+// Notes that the block is in `call`; called by each thread of it. Block 0 counts for the blocks that this call lacks.
+SYNCENGINE_BOTH void count_call(InKernelArea& area, int block, int blocks, int thread, uint32_t call) {
+  if (thread == 0) area.calls[block] = call;
+  if (block == 0 && thread >= blocks && thread < kInKernelBlocks) area.calls[thread] = call;
+}
+
+// Whether an earlier call of this rank has failed. All threads of a block get the same answer.
+SYNCENGINE_BOTH bool has_failed(const InKernelArea& area, uint32_t call) {
+  return area.failed != 0 && area.failed != call;
+}
+SYNCENGINE_BOTH void note_failure(InKernelArea& area, uint32_t call) {
+  if (area.failed == 0) area.failed = call;
 }
 
 // Accesses to the words of the protocol, on the device and in threads that stand in for it.
-#ifdef __CUDACC__
-__device__ __forceinline__ void put_mark(uint64_t* mark, uint64_t value) {
+SYNCENGINE_BOTH void put_mark(uint64_t* mark, uint64_t value) {
+#ifdef __CUDA_ARCH__
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(mark), "l"(value) : "memory");
+#else
+  __atomic_store_n(mark, value, __ATOMIC_RELEASE);
+#endif
 }
-__device__ __forceinline__ uint64_t get_mark(const uint64_t* mark) {
+SYNCENGINE_BOTH uint64_t get_mark(const uint64_t* mark) {
+#ifdef __CUDA_ARCH__
   uint64_t value;
   asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(mark) : "memory");
   return value;
-}
 #else
-inline void put_mark(uint64_t* mark, uint64_t value) { __atomic_store_n(mark, value, __ATOMIC_RELEASE); }
-inline uint64_t get_mark(const uint64_t* mark) { return __atomic_load_n(mark, __ATOMIC_ACQUIRE); }
+  return __atomic_load_n(mark, __ATOMIC_ACQUIRE);
 #endif
+}
 
 enum class MarkState : uint8_t { NotYet, Here, Bad };
 
-// Whether the mark of `peer` for `epoch` is there, and whether it is the expected one.
-#ifdef __CUDACC__
-__device__ __forceinline__
-#else
-inline
-#endif
-    MarkState look_for(const OneShotArgs& args, int peer, int block, uint32_t epoch) {
-  const uint64_t mark = get_mark(&args.areas[args.rank]->marks[epoch & 1][block][peer]);
-  if (static_cast<uint32_t>(mark >> 32) != epoch) return MarkState::NotYet;
-  if (static_cast<uint32_t>(mark) == args.fingerprint) return MarkState::Here;
-  tell_mismatch(*args.control, peer, static_cast<uint32_t>(mark), args.fingerprint);
-  return MarkState::Bad;
-}
+// A block's meeting with the peers' same block, behind what it has staged (shot 0) or reduced (1).
+struct BlockMeeting {
+  const InKernelArgs& args;
+  int block, shot;
+  uint32_t call;
 
-// A block's part as a reduction of what the slots hold. It is not a ReduceArgs: a list of that length on every thread's
-// stack would cost the device hundreds of megabytes, and a wait for all of it when the first such kernel starts.
-struct OneShotPart {
-  const OneShotArgs& call;
+  SYNCENGINE_BOTH void tell(int peer) const {
+    put_mark(&args.areas[peer]->marks[call & 1][shot][block][args.rank],
+             static_cast<uint64_t>(call) << 32 | args.fingerprint);
+  }
+
+  // Whether the peer's mark is there, and whether it is the expected one.
+  SYNCENGINE_BOTH MarkState look_for(int peer) const {
+    const uint64_t mark = get_mark(&args.areas[args.rank]->marks[call & 1][shot][block][peer]);
+    if (static_cast<uint32_t>(mark >> 32) != call) return MarkState::NotYet;
+    if (static_cast<uint32_t>(mark) == args.fingerprint) return MarkState::Here;
+    tell_mismatch(*args.control, peer, static_cast<uint32_t>(mark), args.fingerprint);
+    return MarkState::Bad;
+  }
+};
+
+// A run as a reduction of what the slots hold, and no ReduceArgs: a list of that length on every thread's stack would
+// cost the device hundreds of megabytes, and a wait for all of it when the first such kernel starts.
+struct SlotsReduction {
+  const InKernelArgs& call;
   uint32_t half;  // which of the two halves of the slots
   size_t begin;   // bytes
   size_t count;   // elements
-  int source_count = call.world, destination_count = 1;
+  int source_count = call.world, destination_count = call.shots;
   double scale = call.scale;
 };
 
 template <class Stored>
-SYNCENGINE_BOTH const Stored* in(const OneShotPart& part, int s) {
+SYNCENGINE_BOTH const Stored* in(const SlotsReduction& part, int s) {
   return reinterpret_cast<const Stored*>(part.call.areas[s]->slots[part.half] + part.begin);
 }
 template <class Stored>
-SYNCENGINE_BOTH Stored* out(const OneShotPart& part, int) {
-  return reinterpret_cast<Stored*>(static_cast<unsigned char*>(part.call.output) + part.begin);
+SYNCENGINE_BOTH Stored* out(const SlotsReduction& part, int d) {
+  auto* base =
+      d == 0 ? static_cast<unsigned char*>(part.call.output) : part.call.areas[part.call.rank]->slots[part.half];
+  return reinterpret_cast<Stored*>(base + part.begin);
+}
+
+// Where a part's slices are, by the offset in the part.
+struct SlicesOfPeers {
+  const InKernelArgs& args;
+  uint32_t half;
+  size_t begin;    // of the part
+  uint32_t slice;  // bytes of each slice but the last ones
+
+  SYNCENGINE_BOTH const unsigned char* operator()(size_t at) const {
+    return args.areas[static_cast<uint32_t>(at) / slice]->slots[half] + begin + at;
+  }
+};
+
+// This thread's share of taking the slices that all ranks have reduced, its own among them.
+SYNCENGINE_BOTH void take_slices(const InKernelArgs& args, ByteRun part, uint32_t half, size_t thread, size_t threads) {
+  const auto slice = static_cast<uint32_t>(piece_of(part, 0, args.world).bytes);
+  copy_from(static_cast<unsigned char*>(args.output) + part.begin, SlicesOfPeers{args, half, part.begin, slice},
+            part.bytes, thread, threads);
 }
 
 }  // namespace syncengine::cuda

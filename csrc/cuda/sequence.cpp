@@ -180,8 +180,8 @@ class Sequence {
   bool looked_ = false;
 };
 
-void run_one_shot(const Operation& operation, const Site& site, uint32_t fingerprint, Steps& steps) {
-  OneShotArgs args{};
+void run_in_kernel(const Operation& operation, const Site& site, Path path, uint32_t fingerprint, Steps& steps) {
+  InKernelArgs args{};
   std::copy(site.areas.begin(), site.areas.end(), args.areas);
   args.control = site.control;
   args.input = operation.input.at(0);
@@ -191,7 +191,8 @@ void run_one_shot(const Operation& operation, const Site& site, uint32_t fingerp
   args.fingerprint = fingerprint;
   args.rank = site.rank;
   args.world = site.world;
-  steps.one_shot({.dtype = operation.dtype, .op = operation.op}, args);
+  args.shots = path == Path::OneShot ? 1 : 2;
+  steps.in_kernel({.dtype = operation.dtype, .op = operation.op}, args);
 }
 
 }  // namespace
@@ -213,15 +214,16 @@ uint32_t fingerprint(const Operation& operation, Path path, uint64_t place) {
 }
 
 bool fits_one_kernel(const Operation& operation, const Site& site, const MemoryRoute& route) {
-  return route.path == Path::OneShot && operation.collective == Collective::AllReduce && !site.areas.empty() &&
+  const size_t most = route.path == Path::OneShot ? kOneShotBytes : route.path == Path::Staged ? kTwoShotBytes : 0;
+  return operation.input.bytes() <= most && operation.collective == Collective::AllReduce && !site.areas.empty() &&
          (operation.op == ReduceOp::Sum || operation.op == ReduceOp::Avg) && is_floating(operation.dtype) &&
          rounding_of(operation.numerics) == kernels::Rounding::Once && operation.prescale == 1.0 &&
-         !operation.nonfinite && operation.input.spans().size() == 1 && operation.input.bytes() <= kOneShotBytes;
+         !operation.nonfinite && operation.input.spans().size() == 1;
 }
 
 void run_sequence(const Operation& operation, const Site& site, const MemoryRoute& route, uint32_t fingerprint,
                   Steps& steps) {
-  if (fits_one_kernel(operation, site, route)) return run_one_shot(operation, site, fingerprint, steps);
+  if (fits_one_kernel(operation, site, route)) return run_in_kernel(operation, site, route.path, fingerprint, steps);
   Sequence(operation, site, route, fingerprint, steps).run();
 }
 

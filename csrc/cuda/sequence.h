@@ -17,7 +17,7 @@
 
 #include "collectives/operation.h"
 #include "collectives/plan.h"
-#include "cuda/one_shot.h"
+#include "cuda/in_kernel.h"
 
 namespace syncengine::cuda {
 
@@ -35,7 +35,7 @@ class Steps {
   virtual void reduce(const kernels::Reduction& reduction, const ReduceArgs& args) = 0;
   virtual void note(const kernels::Reduction& reduction, const NoteArgs& args) = 0;
   virtual void copy(const CopyArgs& args) = 0;
-  virtual void one_shot(const kernels::Reduction& reduction, const OneShotArgs& args) = 0;
+  virtual void in_kernel(const kernels::Reduction& reduction, const InKernelArgs& args) = 0;
 };
 
 // Queues copies as few kernels, all behind the same gate.
@@ -66,9 +66,9 @@ class Copies {
 // One rank's group, slots and words. Addresses are those that its kernels use.
 struct Site {
   int rank = 0, world = 1;
-  Control* control = nullptr;       // this rank's
-  std::vector<std::byte*> slots;    // of each rank, two halves of `slot_bytes` each
-  std::vector<OneShotArea*> areas;  // of each rank; empty: there are none, and small messages are sent like others
+  Control* control = nullptr;        // this rank's
+  std::vector<std::byte*> slots;     // of each rank, two halves of `slot_bytes` each
+  std::vector<InKernelArea*> areas;  // of each rank; empty: there are none, and no kernel waits
   size_t slot_bytes = 0;
 };
 
@@ -82,7 +82,7 @@ struct MemoryRoute {
 // is never kReleased.
 uint32_t fingerprint(const Operation& operation, Path path, uint64_t place);
 
-// Whether one kernel can do this all-reduce, if the route is Path::OneShot.
+// Whether one kernel can do this all-reduce: by one shot on Path::OneShot, by two on Path::Staged.
 bool fits_one_kernel(const Operation& operation, const Site& site, const MemoryRoute& route);
 
 void run_sequence(const Operation& operation, const Site& site, const MemoryRoute& route, uint32_t fingerprint,

@@ -52,7 +52,7 @@ CASES = [
 DRAWN = 12 if SOFTWARE else int(os.environ.get("SYNCENGINE_TEST_CASES", "240"))
 ONE_OF_EACH_PATH = [
     Case("all_reduce", torch.float32, size, memory)
-    for size, memory in [(37, "ordinary"), (40_000, "ordinary"), (40_000, "empty")]
+    for size, memory in [(37, "ordinary"), (40_000, "ordinary"), (LARGE, "empty")]
 ]
 
 

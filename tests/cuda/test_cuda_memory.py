@@ -46,7 +46,7 @@ def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def trains(drops_first: bool) -> None:
-    """With a model, 32 MiB in a tensor that peers reach, and two groups' staging, of 32 each."""
+    """With a model, 32 MiB in a tensor that peers reach, and two groups' staging, of 48 each."""
     syncengine.init(timeout=60.0)
     model, optimizer = trained()
     tensor = syncengine.empty(8 * MIB, device="cuda").zero_()

@@ -22,11 +22,8 @@ bool fakes_arrivals() {
   return fakes;
 }
 
-// Half of a rank's staging memory. It is large, since each chunk costs two exchanges. Not measured on a GPU yet.
+// Half of the staging memory of chunks, which is large since each chunk costs two exchanges. Not measured on a GPU yet.
 constexpr size_t kSlotBytes = 16 << 20;
-// Up to this size a kernel that waits for its peers beats three exchanges. Beyond, no wait should hold a
-// multiprocessor.
-constexpr size_t kTinyBytes = 16 << 10;
 constexpr int kBlocks = 16;  // the rest of the device is the model's
 constexpr auto kPatience = std::chrono::seconds(2);
 
@@ -86,16 +83,18 @@ PeerGroup::PeerGroup(std::shared_ptr<Communicator> communicator, int device, con
 }
 
 void PeerGroup::prepare_staging(const std::function<void()>& interrupted) {
-  staging_ = std::make_unique<DeviceMemory>(2 * kSlotBytes + sizeof(OneShotArea));
-  check(cudaMemset(staging_->data() + 2 * kSlotBytes, 0, sizeof(OneShotArea)), "clearing device memory");
+  staging_ = std::make_unique<DeviceMemory>(2 * kSlotBytes + sizeof(InKernelArea));
+  check(cudaMemset(staging_->data() + 2 * kSlotBytes, 0, offsetof(InKernelArea, slots)), "clearing device memory");
   check(cudaDeviceSynchronize(), "clearing device memory");  // before a peer is told the address
   peer_staging_ = std::make_unique<PeerMemory>(*communicator_, *staging_, interrupted);
   counters_["devices"] = peer_staging_->devices();
   if (peer_staging_->unreachable().empty()) {
     site_.slots = peer_staging_->bases();
     // A kernel that waits would keep a shared device from the peer that it waits for, until its time slice is over.
-    if (peer_staging_->take_turns() && communicator_->options().algorithm == Algorithm::Auto) return;
-    for (std::byte* base : site_.slots) site_.areas.push_back(reinterpret_cast<OneShotArea*>(base + 2 * kSlotBytes));
+    const Algorithm algorithm = communicator_->options().algorithm;  // a way that is forced is no kernel's but OneShot
+    if (algorithm != Algorithm::OneShot && (algorithm != Algorithm::Auto || peer_staging_->take_turns())) return;
+    if (fakes_arrivals()) return;
+    for (std::byte* base : site_.slots) site_.areas.push_back(reinterpret_cast<InKernelArea*>(base + 2 * kSlotBytes));
     return;
   }
   if (site_.rank == 0) say_staged("without peer access CUDA tensors go through pinned host memory", *peer_staging_);
@@ -130,10 +129,8 @@ const char* PeerGroup::enqueue(const Operation& operation, cudaStream_t stream) 
 MemoryRoute PeerGroup::choose(const Operation& operation) const {
   const Algorithm algorithm = communicator_->options().algorithm;
   const bool by_size = algorithm == Algorithm::Auto;
-  const MemoryRoute one_kernel{.path = Path::OneShot};
-  if (by_size && operation.input.bytes() <= kTinyBytes && fits_one_kernel(operation, site_, one_kernel) &&
-      !fakes_arrivals())
-    return one_kernel;
+  for (Path path : {Path::OneShot, Path::Staged})
+    if (by_size && fits_one_kernel(operation, site_, {.path = path})) return {.path = path};
   if (algorithm != Algorithm::Staged && algorithm != Algorithm::OneShot && !host_staging_ &&
       operation.prescale == 1.0 && operation.input.bytes() > 0) {
     MemoryRoute direct{.path = Path::Direct, .memories = std::vector<SpanList>(site_.world)};

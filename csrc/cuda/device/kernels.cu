@@ -1,6 +1,4 @@
 #include <algorithm>
-#include <utility>
-#include <vector>
 
 #include "cuda/device/driver.h"
 #include "cuda/device/kernels/kernels.h"
@@ -46,7 +44,7 @@ void load_kernels() {
         for (int sources : {1, 2, 4, 8}) {
           const Kernels found = find({dtype, op, rounding}, sources);
           load(found.reduce);
-          load(found.one_shot);
+          load(found.in_kernel);
           load(found.note);
         }
   load(copy_kernel());
@@ -62,9 +60,9 @@ void StreamSteps::note(const kernels::Reduction& reduction, const NoteArgs& args
   launch(find(reduction, args.sum.source_count).note, grid, args, stream_, "launching a look at what is finite");
 }
 
-void StreamSteps::one_shot(const kernels::Reduction& reduction, const OneShotArgs& args) {
-  const dim3 grid = blocks_for(args.bytes, kOneShotBlocks);  // the same on all ranks: the fingerprint has the bytes
-  launch(find(reduction, args.world).one_shot, grid, args, stream_, "launching a small reduction");
+void StreamSteps::in_kernel(const kernels::Reduction& reduction, const InKernelArgs& args) {
+  const dim3 grid = blocks_for(args.bytes, kInKernelBlocks);  // the same on all ranks: the fingerprint has the bytes
+  launch(find(reduction, args.world).in_kernel, grid, args, stream_, "launching a reduction that waits");
 }
 
 void StreamSteps::copy(const CopyArgs& args) {

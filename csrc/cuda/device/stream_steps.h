@@ -1,4 +1,4 @@
-// Steps on a CUDA stream: the kernels whose bodies are in cuda/body.h and cuda/one_shot.h, and exchanges, which are
+// Steps on a CUDA stream: the kernels whose bodies are in cuda/body.h and cuda/in_kernel.h, and exchanges, which are
 // memory operations of the stream, so that waiting holds no multiprocessor and needs no host.
 //
 // Ownership: none; arguments are copied into the launch. Thread-safety: one thread at a time, on the current device.
@@ -29,7 +29,7 @@ class StreamSteps final : public Steps {
   void reduce(const kernels::Reduction& reduction, const ReduceArgs& args) override;
   void note(const kernels::Reduction& reduction, const NoteArgs& args) override;
   void copy(const CopyArgs& args) override;
-  void one_shot(const kernels::Reduction& reduction, const OneShotArgs& args) override;
+  void in_kernel(const kernels::Reduction& reduction, const InKernelArgs& args) override;
 
  private:
   cudaStream_t stream_;

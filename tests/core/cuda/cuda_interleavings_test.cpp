@@ -1,6 +1,7 @@
 // Walks all interleavings of the steps of a few GPU ranks: nobody waits for ever, no signal is lost, no kernel touches
 // memory that another running one writes, and all words end as they began. So the order of eager calls and replays does
 // not matter: each collective begins from nothing but zeros.
+#include <memory>
 #include <set>
 #include <string>
 #include <vector>
@@ -24,8 +25,8 @@ struct Touched {
 
 // A stream's operations one by one: a kernel takes two, for others run between its beginning and its end.
 struct Action {
-  enum Kind { Reset, Signal, Wait, Begin, End } kind;
-  int set = 0, peer = 0;
+  enum Kind { Reset, Signal, Wait, Mark, Look, Begin, End } kind;
+  int set = 0, peer = 0, call = 0;  // of Mark and Look, the set is a half and a shot
   std::vector<Touched> ranges = {};
 };
 
@@ -56,7 +57,30 @@ class Recorder : public cuda::Steps {
     }
     if (args.pieces) kernel(std::move(ranges));
   }
-  void one_shot(const kernels::Reduction&, const cuda::OneShotArgs&) override {}  // waits within a kernel
+  // Records a call as one block, with a kernel for each part of the call between its waits.
+  void in_kernel(const kernels::Reduction&, const cuda::InKernelArgs& args) override {
+    const uint32_t half = ++calls_ & 1;
+    auto* output = static_cast<const std::byte*>(args.output);
+    auto slot = [&](int rank, cuda::ByteRun run, bool writes) {
+      return Touched{args.areas[rank]->slots[half] + run.begin, run.bytes, writes};
+    };
+    kernel({{args.input, args.bytes, false}, slot(rank_, {0, args.bytes}, true)});
+    meet(2 * half);
+    const cuda::ByteRun all{0, args.bytes}, run = args.shots == 1 ? all : cuda::piece_of(all, rank_, world_);
+    std::vector<Touched> ranges{{output + run.begin, run.bytes, true}};
+    for (int rank = 0; rank < world_; ++rank) ranges.push_back(slot(rank, run, rank == rank_ && args.shots == 2));
+    kernel(std::move(ranges));
+    if (args.shots == 1) return;
+    meet(2 * half + 1);
+    ranges.clear();
+    for (int peer = 0; peer < world_; ++peer) {
+      const cuda::ByteRun theirs = cuda::piece_of(all, peer, world_);
+      if (peer == rank_) continue;
+      ranges.push_back(slot(peer, theirs, false));
+      ranges.push_back({output + theirs.begin, theirs.bytes, true});
+    }
+    kernel(std::move(ranges));
+  }
   void kernel(std::vector<Touched> ranges) {
     actions.push_back({.kind = Action::Begin, .ranges = std::move(ranges)});
     actions.push_back({.kind = Action::End});
@@ -65,9 +89,13 @@ class Recorder : public cuda::Steps {
  private:
   void with_peers(Action::Kind kind, int set) {
     for (int peer = 0; peer < world_; ++peer)
-      if (peer != rank_) actions.push_back({.kind = kind, .set = set, .peer = peer});
+      if (peer != rank_) actions.push_back({.kind = kind, .set = set, .peer = peer, .call = calls_});
   }
-  int rank_, world_;
+  void meet(int set) {
+    with_peers(Action::Mark, set);
+    with_peers(Action::Look, set);
+  }
+  int rank_, world_, calls_ = 0;
 };
 
 class Explorer {
@@ -77,7 +105,7 @@ class Explorer {
 
   // The number of different states. Throws at the first bad one.
   size_t explore() {
-    std::vector<State> open{State(world_ + cuda::kSets * world_ * world_, '\0')};
+    std::vector<State> open{State(world_ + (cuda::kSets + kMarks) * world_ * world_, '\0')};
     seen_.insert(open[0]);
     while (!open.empty()) {
       State state = std::move(open.back());
@@ -93,17 +121,18 @@ class Explorer {
       }
       CHECK(moved || ended);  // else everybody waits
       if (ended)
-        for (size_t i = world_; i < state.size(); ++i) CHECK(state[i] == 0);
+        for (size_t i = world_; i < world_ + cuda::kSets * world_ * world_; ++i) CHECK(state[i] == 0);
     }
     return seen_.size();
   }
 
  private:
-  using State = std::string;  // where each rank is, then the words
+  static constexpr int kMarks = 4;  // halves and shots
+  using State = std::string;        // where each rank is, then the words and the marks, by set
 
   size_t at(const State& state, size_t rank) const { return static_cast<unsigned char>(state[rank]); }
   char& word(State& state, size_t owner, int set, size_t peer) const {
-    return state[world_ + (owner * cuda::kSets + set) * world_ + peer];
+    return state[world_ + (set * world_ + owner) * world_ + peer];
   }
 
   // False if it has to wait.
@@ -118,6 +147,12 @@ class Explorer {
       }
       case Action::Wait:
         if (!word(state, rank, action.set, action.peer)) return false;
+        break;
+      case Action::Mark:
+        word(state, action.peer, cuda::kSets + action.set, rank) = static_cast<char>(action.call);
+        break;
+      case Action::Look:
+        if (word(state, rank, cuda::kSets + action.set, action.peer) != action.call) return false;
         break;
       case Action::Reset: word(state, rank, action.set, action.peer) = 0; break;
       case Action::Begin: check_alone(state, rank, action); break;
@@ -146,6 +181,7 @@ struct Call {
   Collective collective;
   Path path;
   size_t bytes = 256;
+  bool in_kernel = false;
 };
 
 // `calls` one after the other on every rank; between them each rank's program writes its tensor.
@@ -153,18 +189,22 @@ void explore(int world, const std::vector<Call>& calls) {
   constexpr size_t kSlot = 128, kTensor = 4096;
   std::vector<std::vector<std::byte>> inputs(world), outputs(world), slots(world);
   std::vector<cuda::Control> controls(1);
+  auto places = std::make_unique_for_overwrite<cuda::InKernelArea[]>(world);  // of which nothing is written
+  std::vector<cuda::InKernelArea*> areas;
   cuda::Site site{.world = world, .control = controls.data(), .slots = {}, .slot_bytes = kSlot};
   for (int rank = 0; rank < world; ++rank) {
     inputs[rank].resize(kTensor);
     outputs[rank].resize(kTensor);
     slots[rank].resize(2 * kSlot);
     site.slots.push_back(slots[rank].data());
+    areas.push_back(&places[rank]);
   }
   std::vector<std::vector<Action>> programs;
   for (int rank = 0; rank < world; ++rank) {
     Recorder recorder(rank, world);
     site.rank = rank;
     for (const Call& call : calls) {
+      site.areas = call.in_kernel ? areas : decltype(areas)();
       Operation operation;
       operation.collective = call.collective;
       if (call.collective == Collective::Broadcast) operation.root = 0;
@@ -190,13 +230,23 @@ void explore(int world, const std::vector<Call>& calls) {
 }
 
 constexpr Call kBarrier{Collective::Barrier, Path::Staged};
+constexpr Call kOneShot{Collective::AllReduce, Path::OneShot, 64, true};
+constexpr Call kTwoShot{Collective::AllReduce, Path::Staged, 64, true};
 constexpr Call kCalls[] = {
-    {Collective::AllReduce, Path::Staged},     {Collective::AllReduce, Path::OneShot, 64},
-    {Collective::AllReduce, Path::Direct},     {Collective::Broadcast, Path::Staged},
-    {Collective::Broadcast, Path::Direct},     {Collective::AllGather, Path::Staged},
-    {Collective::AllGather, Path::Direct},     {Collective::ReduceScatter, Path::Staged},
-    {Collective::ReduceScatter, Path::Direct}, kBarrier,
-    {Collective::AllReduce, Path::Staged, 4},  {Collective::AllReduce, Path::Direct, 0},
+    {Collective::AllReduce, Path::Staged},
+    {Collective::AllReduce, Path::OneShot, 64},
+    {Collective::AllReduce, Path::Direct},
+    {Collective::Broadcast, Path::Staged},
+    {Collective::Broadcast, Path::Direct},
+    {Collective::AllGather, Path::Staged},
+    {Collective::AllGather, Path::Direct},
+    {Collective::ReduceScatter, Path::Staged},
+    {Collective::ReduceScatter, Path::Direct},
+    kBarrier,
+    {Collective::AllReduce, Path::Staged, 4},
+    {Collective::AllReduce, Path::Direct, 0},
+    kOneShot,
+    kTwoShot,
 };
 
 }  // namespace
@@ -209,12 +259,16 @@ TEST(cuda_interleavings_of_any_two_collectives) {
 TEST(cuda_interleavings_of_three_collectives) {
   explore(2, {{Collective::AllReduce, Path::Staged, 384}, kBarrier, kCalls[2]});
   explore(2, {kBarrier, kBarrier, kBarrier});
+  for (const Call& first : {kOneShot, kTwoShot})
+    for (const Call& second : {kOneShot, kTwoShot})
+      for (const Call& third : {kOneShot, kTwoShot}) explore(2, {first, second, third, kTwoShot});
 }
 
 TEST(cuda_interleavings_of_three_ranks) {
   if (testing::kSlowdown > 1) return;
   explore(3, {{Collective::AllReduce, Path::Direct, 192}});
   explore(3, {kBarrier, kBarrier});
+  explore(3, {kTwoShot, kOneShot, kTwoShot});
 }
 
 // The walk finds what it is there for: exchanges that use one set twice in a row lose a signal.

@@ -1,6 +1,7 @@
 // GPU sequences on threads: results against the CPU's kernels, eager calls and replays of a captured graph mixed,
 // aborts.
 #include <atomic>
+#include <cstring>
 #include <vector>
 
 #include "cuda_cases.h"
@@ -93,14 +94,16 @@ TEST(cuda_sequences_of_all_reduce_by_the_tree) {
             if (path == Path::Staged) run_case(c, world);
           }
 }
-TEST(cuda_small_all_reduce_in_one_kernel) {
+// Blocks and slices are cut unevenly, and some are empty.
+TEST(cuda_all_reduce_in_one_kernel) {
   for (int world : {1, 2, 3, 8})
-    for (size_t count : {1, 5, 37, 150, 4000}) {
-      Case c{.collective = Collective::AllReduce, .path = Path::OneShot, .count = count, .one_kernel = true};
-      run_case(c, world);
-      c.dtype = DType::BFloat16;
-      run_case(c, world);
-    }
+    for (Path path : {Path::OneShot, Path::Staged})
+      for (size_t count : {1, 5, 37, 150, 4000}) {
+        Case c{.collective = Collective::AllReduce, .path = path, .count = count, .one_kernel = true};
+        run_case(c, world);
+        c.dtype = DType::BFloat16;
+        run_case(c, world);
+      }
 }
 TEST(cuda_sequences_of_reduce_scatter) { run_cases(Collective::ReduceScatter); }
 TEST(cuda_sequences_of_all_gather) { run_cases(Collective::AllGather); }
@@ -121,19 +124,17 @@ TEST(cuda_fingerprints_say_how_long_each_piece_is) {
   CHECK_EQ(cuda::fingerprint(one, Path::Staged, 0), cuda::fingerprint(other, Path::Staged, 0));
 }
 
-// A step of four collectives, captured once; eager calls before, between and after replays; ranks are late in turn.
+// A step of five collectives, captured once; eager calls before, between and after replays; ranks are late in turn.
 TEST(cuda_graphs_replay_between_eager_calls) {
   constexpr int kWorld = 3;
   const int rounds = 300 / testing::kSlowdown;
   TwinGroup group(kWorld, kSlot, true);
-  Ranks parts[] = {{{Collective::AllReduce, Path::Staged, Numerics::RankOrder, DType::Float32, 400}, kWorld},
-                   {{Collective::AllReduce, Path::OneShot, Numerics::RankOrder, DType::Float32, 30}, kWorld},
-                   {{Collective::AllReduce, Path::Direct, Numerics::RankOrder, DType::Float32, 100}, kWorld}};
+  Ranks parts[] = {
+      {{Collective::AllReduce, Path::Staged, Numerics::RankOrder, DType::Float32, 400}, kWorld},
+      {{.collective = Collective::AllReduce, .path = Path::OneShot, .count = 30, .one_kernel = true}, kWorld},
+      {{.collective = Collective::AllReduce, .path = Path::Staged, .count = 200, .one_kernel = true}, kWorld},
+      {{Collective::AllReduce, Path::Direct, Numerics::RankOrder, DType::Float32, 100}, kWorld}};
   const Ranks barrier({Collective::Barrier, Path::Staged}, kWorld);
-  for (int rank = 0; rank < kWorld; ++rank) {  // the small one has one span
-    auto& input = parts[1].tensors[rank].input;
-    parts[1].operations[rank].input = parts[1].operations[rank].output = {input.data(), input.size()};
-  }
   run_ranks(kWorld, [&](int rank) {
     TwinSteps steps(rank, group.controls);
     auto all = [&](bool with_barrier) {
@@ -167,6 +168,42 @@ TEST(cuda_mismatch_poisons_the_result) {
     for (std::byte byte : ranks.tensors[rank].input) CHECK(byte == std::byte{0xff});
     CHECK_EQ(group.controls[rank]->mismatch[0], 2u - rank);
   });
+}
+
+// The same where the kernels wait: by one shot and by two.
+TEST(cuda_mismatch_poisons_the_result_of_one_kernel) {
+  for (Path path : {Path::OneShot, Path::Staged}) {
+    TwinGroup group(2, kSlot, true);
+    Ranks ranks({.collective = Collective::AllReduce, .path = path, .count = 300, .one_kernel = true}, 2);
+    ranks.operations[1].postscale = 0.5;
+    run_ranks(2, [&](int rank) {
+      TwinSteps steps(rank, group.controls);
+      ranks.run(rank, group, steps);
+      for (std::byte byte : ranks.tensors[rank].input) CHECK(byte == std::byte{0xff});
+      CHECK_EQ(group.controls[rank]->mismatch[0], 2u - rank);
+    });
+  }
+}
+
+// A peer stages its part and dies before it has reduced its slice. The abort ends the wait, nothing looks like a
+// result, and calls behind that one write nothing that a peer may still read.
+TEST(cuda_death_between_two_shots_poisons_all) {
+  TwinGroup group(2, kSlot, true);
+  Ranks ranks({.collective = Collective::AllReduce, .path = Path::Staged, .count = 300, .one_kernel = true}, 2);
+  cuda::InKernelArea& own = *group.areas[0];
+  for (auto& block : own.marks[1][0]) cuda::put_mark(&block[1], uint64_t{1} << 32 | ranks.mark(0));
+  std::memset(own.slots[0], 7, sizeof(own.slots[0]));
+  TwinSteps steps(0, group.controls);
+  const std::jthread watchdog([&group] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    cuda::store(group.controls[0]->aborted, 1);
+  });
+  for (int call = 0; call < 3; ++call) {
+    ranks.run(0, group, steps);
+    for (std::byte byte : ranks.tensors[0].input) CHECK(byte == std::byte{0xff});
+  }
+  CHECK_EQ(own.failed, 1u);
+  for (int word = 0; word < 300; ++word) CHECK_EQ(own.slots[0][word * 4], 7);
 }
 
 // While it lives, and once 20 ms have passed since `begun`: stores `value` into all words that `owner` has of `peer`,

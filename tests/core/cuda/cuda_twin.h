@@ -83,40 +83,53 @@ class TwinSteps : public cuda::Steps {
     });
   }
   // Blocks run one after the other: none waits for another one.
-  void one_shot(const kernels::Reduction& reduction, const cuda::OneShotArgs& args) override {
+  void in_kernel(const kernels::Reduction& reduction, const cuda::InKernelArgs& args) override {
     step([this, reduction, args] {
       const int blocks = 1 + static_cast<int>(args.bytes / 128 % 3);
-      for (int block = 0; block < blocks; ++block) run_block(reduction, args, block, blocks);
+      for (int block = 0; block < blocks; ++block) {
+        const cuda::ByteRun part = cuda::piece_of({0, args.bytes}, block, blocks);
+        if (!run_block(reduction, args, block, blocks, part))
+          cuda::poison_bytes(static_cast<std::byte*>(args.output) + part.begin, part.bytes, 0, 1);
+      }
       cuda::count_progress(own());
     });
   }
 
  private:
-  void run_block(const kernels::Reduction& reduction, const cuda::OneShotArgs& args, int block, int blocks) {
-    const size_t part = cuda::one_shot_part(args.bytes, blocks);
-    const size_t begin = std::min(args.bytes, part * block), length = std::min(args.bytes, begin + part) - begin;
-    cuda::OneShotArea& area = *args.areas[args.rank];
-    const uint32_t epoch = area.epochs[block] + 1;
-    cuda::copy_run(area.slots[epoch & 1] + begin, static_cast<const unsigned char*>(args.input) + begin, length, 0, 1);
-    for (int thread = 0; thread < cuda::kOneShotBlocks; ++thread) cuda::count_epoch(area, block, blocks, thread, epoch);
+  static bool run_block(const kernels::Reduction& reduction, const cuda::InKernelArgs& args, int block, int blocks,
+                        cuda::ByteRun part) {
+    cuda::InKernelArea& area = *args.areas[args.rank];
+    const uint32_t call = area.calls[block] + 1, half = call & 1;
+    if (cuda::has_failed(area, call)) return false;
+    cuda::copy_run(area.slots[half] + part.begin, static_cast<const std::byte*>(args.input) + part.begin, part.bytes, 0,
+                   1);
+    const bool open = meet({args, block, 0, call});
+    for (int thread = 0; thread < cuda::kInKernelBlocks; ++thread) cuda::count_call(area, block, blocks, thread, call);
+    if (!open) return cuda::note_failure(area, call), false;
+    const cuda::ByteRun run = args.shots == 1 ? part : cuda::piece_of(part, args.rank, args.world);
+    run_reduce(reduction, cuda::SlotsReduction{args, half, run.begin, run.bytes / element_size(reduction.dtype)});
+    if (args.shots == 1) return true;
+    if (!meet({args, block, 1, call})) return cuda::note_failure(area, call), false;
+    for (int thread = 0; thread < 3; ++thread) cuda::take_slices(args, part, half, thread, 3);
+    return true;
+  }
+
+  static bool meet(const cuda::BlockMeeting& meeting) {
     bool good = true;
+    const cuda::InKernelArgs& args = meeting.args;
     for (int peer = 0; peer < args.world; ++peer)
-      if (peer != args.rank)
-        cuda::put_mark(&args.areas[peer]->marks[epoch & 1][block][args.rank], uint64_t{epoch} << 32 | args.fingerprint);
+      if (peer != args.rank) meeting.tell(peer);
     for (int peer = 0; peer < args.world; ++peer) {
       if (peer == args.rank) continue;
       auto arrival = cuda::MarkState::NotYet;
-      while ((arrival = cuda::look_for(args, peer, block, epoch)) == cuda::MarkState::NotYet) {
+      while ((arrival = meeting.look_for(peer)) == cuda::MarkState::NotYet) {
         if (cuda::load(args.control->aborted)) arrival = cuda::MarkState::Bad;
         if (arrival == cuda::MarkState::Bad) break;
         std::this_thread::yield();
       }
       good &= arrival == cuda::MarkState::Here;
     }
-    const size_t element = element_size(reduction.dtype);
-    const cuda::OneShotPart mine{args, epoch & 1, begin, length / element};
-    if (good) return run_reduce(reduction, mine);
-    cuda::poison_share(mine, element, 0, 1);
+    return good;
   }
 
   void step(std::function<void()> run) {
@@ -157,7 +170,7 @@ class TwinSteps : public cuda::Steps {
 
 // The memory of `world` ranks: words and staging.
 struct TwinGroup {
-  // `one_kernel`: small messages take cuda/one_shot.h.
+  // `one_kernel`: sums of floats take cuda/in_kernel.h.
   TwinGroup(int world, size_t slot_bytes, bool one_kernel = false) : slot_bytes(slot_bytes) {
     for (int rank = 0; rank < world; ++rank) {
       owned.push_back(std::make_unique<cuda::Control>());
@@ -165,8 +178,10 @@ struct TwinGroup {
       controls.push_back(owned.back().get());
       staging.emplace_back(2 * slot_bytes);
       slots.push_back(staging.back().data());
-      owned_areas.push_back(std::make_unique<cuda::OneShotArea>());
-      if (one_kernel) areas.push_back(owned_areas.back().get());
+      if (!one_kernel) continue;
+      owned_areas.push_back(std::make_unique_for_overwrite<cuda::InKernelArea>());
+      areas.push_back(owned_areas.back().get());
+      std::memset(static_cast<void*>(areas.back()), 0, offsetof(cuda::InKernelArea, slots));
     }
   }
   cuda::Site site(int rank) const {
@@ -183,8 +198,8 @@ struct TwinGroup {
   std::vector<cuda::Control*> controls;
   std::vector<std::vector<std::byte>> staging;
   std::vector<std::byte*> slots;
-  std::vector<std::unique_ptr<cuda::OneShotArea>> owned_areas;
-  std::vector<cuda::OneShotArea*> areas;
+  std::vector<std::unique_ptr<cuda::InKernelArea>> owned_areas;
+  std::vector<cuda::InKernelArea*> areas;
 };
 
 }  // namespace syncengine::testing

@@ -18,7 +18,7 @@ size_t free_memory() {
 
 }  // namespace
 
-constexpr size_t kCount = 5000;  // floats: too many for one kernel
+constexpr size_t kCount = 5000;  // floats; direct, as both processes are on one device
 
 // What is dropped by all is given back; a closed group keeps nothing.
 TEST(gpu_memory_is_given_back) {
@@ -37,7 +37,7 @@ TEST(gpu_memory_is_given_back) {
                                    CHECK(gpu.get(data, 4 * kCount) == floats(kCount, 1));
                                  }
                                  CHECK_EQ(gpu.group().counters().at("direct_bytes"), uint64_t{50 * 4 * kCount});
-                                 CHECK(before - free_memory() < (40 << 20));  // staging, and one or two of these
+                                 CHECK(before - free_memory() < (56 << 20));  // staging, and one or two of these
                                }
                                CHECK_EQ(free_memory(), before);
                              });

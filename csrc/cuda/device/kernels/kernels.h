@@ -3,8 +3,8 @@
 // Ownership: none. Thread-safety: reentrant. Failure: as in body.h.
 #pragma once
 
+#include "cuda/in_kernel.h"
 #include "cuda/kernel_choice.h"
-#include "cuda/one_shot.h"
 
 namespace syncengine::cuda {
 
@@ -13,8 +13,8 @@ inline constexpr int kThreads = 512;  // in each block
 // The kernels of one op. A null pointer says that the op has no such kernel; the comments say which ops have one.
 struct Kernels {
   void (*reduce)(ReduceArgs) = nullptr;
-  void (*one_shot)(OneShotArgs) = nullptr;  // sums of floating dtypes, rounded once
-  void (*note)(NoteArgs) = nullptr;         // sums of floating dtypes
+  void (*in_kernel)(InKernelArgs) = nullptr;  // sums of floating dtypes, rounded once
+  void (*note)(NoteArgs) = nullptr;           // sums of floating dtypes
 };
 
 // Each instance is compiled in a file of its own.

@@ -42,60 +42,74 @@ constexpr unsigned kLongWait = 1u << 14;
 constexpr unsigned kAbortEvery = 64;  // looks between two at the abort word, which lies beyond the bus
 
 // Returns false if the peer called something else, or never comes.
-__device__ bool wait_for(const OneShotArgs& args, int peer, int block, uint32_t epoch) {
+__device__ bool wait_for(const BlockMeeting& meeting, int peer) {
+  Control& control = *meeting.args.control;
   bool good = true;
   unsigned looks = 0;
   for (;; ++looks) {
-    const MarkState arrival = look_for(args, peer, block, epoch);
+    const MarkState arrival = meeting.look_for(peer);
     good = arrival != MarkState::Bad;
     if (arrival != MarkState::NotYet) break;
     if (looks % kAbortEvery == kAbortEvery - 1) {
-      if (get_word(&args.control->aborted)) {
+      if (get_word(&control.aborted)) {
         good = false;
         break;
       }
       __nanosleep(0);  // lets the block's other threads look for their peers
     }
-    if (block == 0 && looks == kLongWait) {
-      set_word(&args.control->waiting, kInKernel);
-      set_word(&args.control->late[peer], 1);
+    if (looks % kLongWait == kLongWait - 1) {  // again and again: another block may have ended its wait for this peer
+      set_word(&control.waiting, kInKernel);
+      set_word(&control.late[peer], 1);
     }
   }
-  if (block == 0 && looks >= kLongWait) set_word(&args.control->late[peer], 0);
+  if (looks >= kLongWait) {
+    set_word(&control.late[peer], 0);
+    set_word(&control.waiting, 0);
+  }
   return good;
 }
 
-template <class Element, int kSources>
-__global__ void __launch_bounds__(kThreads, 1) one_shot_kernel(const __grid_constant__ OneShotArgs args) {
-  const int block = blockIdx.x;
-  const size_t part = one_shot_part(args.bytes, gridDim.x);
-  const size_t begin = min(args.bytes, part * block), length = min(args.bytes, begin + part) - begin;
-  OneShotArea& own = *args.areas[args.rank];
-  const uint32_t epoch = own.epochs[block] + 1;
-  copy_run(own.slots[epoch & 1] + begin, static_cast<const unsigned char*>(args.input) + begin, length, threadIdx.x,
-           kThreads);
-  __syncthreads();  // all has been staged, and every thread knows the epoch
-  count_epoch(own, block, gridDim.x, threadIdx.x, epoch);
+// Tells the peers that what this block's threads have written is there, and waits for what theirs write. All threads
+// return the same: false if a peer called something else, or never comes.
+__device__ bool meet(const BlockMeeting& meeting) {
+  __syncthreads();
   bool bad = false;
-  if (threadIdx.x < args.world && threadIdx.x != args.rank) {
-    const int peer = threadIdx.x;
-    __threadfence_system();  // the other threads' staged bytes come before the mark
-    put_mark(&args.areas[peer]->marks[epoch & 1][block][args.rank],
-             static_cast<uint64_t>(epoch) << 32 | args.fingerprint);
-    bad = !wait_for(args, peer, block, epoch);
+  if (threadIdx.x < meeting.args.world && threadIdx.x != meeting.args.rank) {
+    __threadfence_system();  // the other threads' bytes come before the mark
+    meeting.tell(threadIdx.x);
+    bad = !wait_for(meeting, threadIdx.x);
   }
-  const bool open = !__syncthreads_or(bad);
-  if (block == 0 && threadIdx.x == 0) {
-    set_word(&args.control->waiting, 0);
-    count_progress(*args.control);
-  }
+  return !__syncthreads_or(bad);
+}
+
+// Returns false if the block's part of the output has no result.
+template <class Element, int kSources>
+__device__ __forceinline__ bool reduce_part(const InKernelArgs& args, ByteRun part) {
   constexpr size_t kElement = sizeof(typename Element::Stored);
-  const OneShotPart part_of_all{args, epoch & 1, begin, length / kElement};
+  const int block = blockIdx.x;
+  InKernelArea& own = *args.areas[args.rank];
+  const uint32_t call = own.calls[block] + 1, half = call & 1;
+  if (has_failed(own, call)) return false;
+  copy_run(own.slots[half] + part.begin, static_cast<const unsigned char*>(args.input) + part.begin, part.bytes,
+           threadIdx.x, kThreads);
+  bool open = meet({args, block, 0, call});
+  count_call(own, block, gridDim.x, threadIdx.x, call);  // every thread has read the call before it
   if (open) {
-    reduce_share<Element, kernels::SumElement, kernels::Rounding::Once, kSources>(part_of_all, threadIdx.x, kThreads);
-  } else {
-    poison_share(part_of_all, kElement, threadIdx.x, kThreads);
+    const ByteRun run = args.shots == 1 ? part : piece_of(part, args.rank, args.world);
+    const SlotsReduction slice{args, half, run.begin, run.bytes / kElement};
+    reduce_share<Element, kernels::SumElement, kernels::Rounding::Once, kSources>(slice, threadIdx.x, kThreads);
+    if (args.shots == 2 && (open = meet({args, block, 1, call}))) take_slices(args, part, half, threadIdx.x, kThreads);
   }
+  if (!open && threadIdx.x == 0) note_failure(own, call);
+  return open;
+}
+
+template <class Element, int kSources>
+__global__ void __launch_bounds__(kThreads, 1) in_kernel(const __grid_constant__ InKernelArgs args) {
+  const ByteRun part = piece_of({0, args.bytes}, blockIdx.x, gridDim.x);
+  const bool good = reduce_part<Element, kSources>(args, part);
+  if (blockIdx.x == 0 && threadIdx.x == 0) count_progress(*args.control);
+  if (!good) poison_bytes(static_cast<unsigned char*>(args.output) + part.begin, part.bytes, threadIdx.x, kThreads);
 }
 
 }  // namespace
@@ -107,7 +121,7 @@ Kernels KernelsOf<Element>::find(ReduceOp op, kernels::Rounding rounding, int so
     found.reduce = reduce_kernel<E, Op, kRounding, kSources>;
     if constexpr (E::kFloating && std::is_same_v<Op, kernels::SumElement>) {
       found.note = note_kernel<E, kRounding>;
-      if constexpr (kRounding == kernels::Rounding::Once) found.one_shot = one_shot_kernel<E, kSources>;
+      if constexpr (kRounding == kernels::Rounding::Once) found.in_kernel = in_kernel<E, kSources>;
     }
   });
   return found;
