@@ -12,6 +12,7 @@
 #   make core-test   only the C++ core's tests
 #   make pages       tests of shared memory under pages of 16 and 64 KiB, as kernels for ARM have
 #   make arm-check   compiles the C++ core for ARM, if aarch64-linux-gnu-g++ is installed
+#   make arm         and runs tests of the core, and trains on two ranks, for ARM under QEMU; build/arm gets 5 GB
 #   make cuda-check  compiles and links the CUDA side, and runs it on a device in software, if nvcc is installed
 #   make cuda-torch-check  the GPU tests of Python on that device, by a torch without CUDA, if nvcc is installed
 #                    (neither needs a GPU)
@@ -114,7 +115,7 @@ wheels: .venv-wheel/ready
 
 # ---- what it is for ----
 
-.PHONY: train test test-python test-thorough test-integrations nightly core-build-tsan core-test sanitize pages arm-check cuda-check cuda-torch-check gpu gpu-prebuild docs figures lint format clean
+.PHONY: train test test-python test-thorough test-integrations nightly core-build-tsan core-test sanitize pages arm-check arm cuda-check cuda-torch-check gpu gpu-prebuild docs figures lint format clean
 train: build
 	$(PY) -m examples.same_bits
 	$(PY) -m examples.train_gpt compare
@@ -158,6 +159,9 @@ pages: build-for-tests
 
 arm-check:
 	$(MAKE) --no-print-directory -C tests/core -j$(shell nproc) arm-check
+
+arm: arm-check .venv/ready $(if $(shell command -v qemu-aarch64-static),build-for-tests)
+	$(PY) scripts/arm.py
 
 cuda-check:
 	$(MAKE) --no-print-directory -C tests/core -j$(shell nproc) cuda-check

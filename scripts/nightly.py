@@ -38,7 +38,7 @@ PARTS = {
     "lint": Part(2, "make lint"),
     "build": Part(5, "make build-for-tests .venv-openmpi/ready .venv-mpich/ready"),
     "docs": Part(1, "make docs"),
-    "core": Part(17, "make core-test sanitize arm-check"),
+    "core": Part(15, "make core-test sanitize"),
     "tests": Part(22, f"{PYTEST} -m 'not alone'"),
     "alone": Part(3, f"{PYTEST} -n 0 -m 'alone and not gpu'"),
     "programs": Part(12, f"{PYTEST} -k programs tests/parallel tests/sharded tests/torch_backend",
@@ -51,6 +51,7 @@ PARTS = {
                     {"SYNCENGINE_TEST_MESSAGES": "10000000", "SYNCENGINE_TEST_SCRIBBLES": "50000"}),
     "frameworks": Part(12, "make test-integrations"),
     "cuda": Part(14, "make cuda-check cuda-torch-check"),
+    "arm": Part(14, "make arm"),
     "loaded": Part(15, "trap 'kill $(jobs -p)' EXIT; for _ in 1 2 3 4; do (while :; do :; done) & done; make test"),
 }  # fmt: skip
 

@@ -47,7 +47,7 @@ TEST(what_is_no_region_is_refused) {
   CHECK_THROWS(Region::open(create_sealed_memfd("syncengine", 5 * kMiB)), ErrorKind::InvalidUsage);
   CHECK_THROWS(Region::open(UniqueFd(memfd_create("syncengine", MFD_CLOEXEC))), ErrorKind::InvalidUsage);
   auto region = Region::create(kMiB);
-  CHECK_THROWS(region->at(kMiB - 1, 2), ErrorKind::InvalidUsage);
+  CHECK_THROWS(region->at(region->bytes() - 1, 2), ErrorKind::InvalidUsage);
   CHECK_THROWS(region->at(~size_t{0}, 2), ErrorKind::InvalidUsage);
   CHECK_THROWS(Region::create(size_t{1} << 60), ErrorKind::InvalidUsage);
 }
