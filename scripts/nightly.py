@@ -35,19 +35,19 @@ class Part(NamedTuple):
 
 
 PARTS = {
-    "lint": Part(2, "make lint"),
+    "lint": Part(1, "make lint"),
     "build": Part(5, "make build-for-tests .venv-openmpi/ready .venv-mpich/ready"),
     "docs": Part(1, "make docs"),
     "core": Part(15, "make core-test sanitize"),
     "tests": Part(22, f"{PYTEST} -m 'not alone'"),
-    "alone": Part(3, f"{PYTEST} -n 0 -m 'alone and not gpu'"),
+    "alone": Part(1, f"{PYTEST} -n 0 -m 'alone and not gpu'"),
     "programs": Part(12, f"{PYTEST} -k programs tests/parallel tests/sharded tests/torch_backend",
                      {"SYNCENGINE_TEST_PROGRAMS": "30"}),
     "kills": Part(7, f"{PYTEST} -k random tests/sharded/test_sharded_kills.py tests/faults/test_elastic.py",
                   {"SYNCENGINE_TEST_KILLS": "200"}),
     "chaos": Part(20, f"{PYTEST} tests/faults/test_chaos.py", {"SYNCENGINE_TEST_CHAOS": "2000"}),
-    "garbage": Part(20, "make -C tests/core FLAVORS=asan build && "
-                    "TEST_DEADLINE=2400 build/core-asan/core_tests fuzz_messages scribbles",
+    "garbage": Part(11, "make -C tests/core FLAVORS=asan build && export TEST_DEADLINE=2400 && "
+                    "printf '%s\\n' fuzz_messages scribbles | xargs -P 2 -n 1 build/core-asan/core_tests",
                     {"SYNCENGINE_TEST_MESSAGES": "10000000", "SYNCENGINE_TEST_SCRIBBLES": "50000"}),
     "frameworks": Part(12, "make test-integrations"),
     "cuda": Part(14, "make cuda-check cuda-torch-check"),
