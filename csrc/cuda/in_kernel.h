@@ -28,8 +28,9 @@ inline constexpr size_t kTwoShotBytes = 8 << 20;
 struct InKernelArea {
   // By call and shot, from each peer: call << 32 | fingerprint.
   alignas(64) uint64_t marks[2][2][kInKernelBlocks][kMaxRanks];
-  alignas(64) uint32_t calls[kInKernelBlocks];  // of each block so far; these two are written by this rank's kernels
-  uint32_t failed;                              // the first call that has failed; 0: none
+  // By block, the number of calls so far; and the first call that has failed, or 0. This rank's kernels write both.
+  alignas(64) uint32_t calls[kInKernelBlocks];
+  uint32_t failed;
   // By call: this rank's input, and then the results of its slice.
   alignas(64) unsigned char slots[2][kTwoShotBytes];
 };

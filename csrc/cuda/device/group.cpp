@@ -91,7 +91,8 @@ void PeerGroup::prepare_staging(const std::function<void()>& interrupted) {
   if (peer_staging_->unreachable().empty()) {
     site_.slots = peer_staging_->bases();
     // A kernel that waits would keep a shared device from the peer that it waits for, until its time slice is over.
-    const Algorithm algorithm = communicator_->options().algorithm;  // a way that is forced is no kernel's but OneShot
+    // A test that forces another way than OneShot wants none of these kernels.
+    const Algorithm algorithm = communicator_->options().algorithm;
     if (algorithm != Algorithm::OneShot && (algorithm != Algorithm::Auto || peer_staging_->take_turns())) return;
     if (fakes_arrivals()) return;
     for (std::byte* base : site_.slots) site_.areas.push_back(reinterpret_cast<InKernelArea*>(base + 2 * kSlotBytes));
