@@ -161,8 +161,8 @@ def all_reduce() -> str:
         call, slowest rank, all peers interleaved in one run (MPICH in a run of its own),
         {openmpi["machine"]["Model name"]}, torch {openmpi["versions"]["torch"]}, {distance(openmpi)} ns from
         core to core and back. *Floor*: each rank scales the bytes in place. *`syncengine.empty`*: in memory
-        that peers read and write. *Gloo*: with quartiles, as it has threads of its own, and as many ranks as cores
-        leave them no core. Results with spread are in `benchmarks/results`. {measured_at(openmpi, mpich)}"""
+        that peers read and write. *Gloo*: with quartiles, since its own threads compete with the ranks for the cores
+        and its times vary. Results with spread are in `benchmarks/results`. {measured_at(openmpi, mpich)}"""
     return f"{markdown(head, rows)}\n\n{wrapped(caption)}"
 
 
@@ -187,12 +187,12 @@ def train_step() -> str:
             ]
         )
     worst = max(result["engines"]["syncengine"]["no_sync_over_plain"]["median"] for result in step["results"])
-    head = ["model", "parameters", "step, ms", "floor, ms", "overhead, ms", "DDP's, ms", "ratio"]
-    head += ["peak memory, MiB", "DDP's", "DDP's with views"]
+    head = ["model", "parameters", "step, ms", "floor, ms", "overhead, ms", "DDP's overhead, ms"]
+    head += ["ratio of overheads", "peak memory, MiB", "DDP's", "DDP's with views"]
     title = """
-        The *overhead* is the time that synchronization adds to a training step: forward and backward with it, less
-        the same without it, in the same process, of the slowest rank. *Peak memory* is what wrapping adds to a
-        rank's. 2 ranks
+        The *overhead* is the time that synchronization adds to a training step: the time of forward and backward
+        with it, less their time without it, in the same process and on the slowest rank. *Peak memory* is the memory
+        that wrapping adds to a rank's peak. 2 ranks
         on 2 cores, one thread each; DDP at its defaults, over Gloo, takes turns with `syncengine.Parallel`; trained
         models bit-equal:"""
     caption = f"""
@@ -226,7 +226,8 @@ def sharded() -> str:
         A whole step with AdamW (fused), 2 ranks on 2 cores, one thread each, all interleaved in the same
         processes, trained weights bit-equal: medians of {step["options"]["rounds"]} with a bootstrap interval
         (95 %), {distance(step)} ns from core to core and back. *Plain*: `syncengine.Parallel` with
-        torch.optim.AdamW on each rank. *ZeRO*: torch's `ZeroRedundancyOptimizer`. *Optimizer*: its part of the
+        torch.optim.AdamW on each rank. *Of plain*: the median of the ratios of each round, which may differ from the
+        quotient of the two columns. *ZeRO*: torch's `ZeroRedundancyOptimizer`. *Optimizer*: its part of the
         step, ranks start together. {measured_at(step)}"""
     return f"{markdown(head, rows)}\n\n{wrapped(caption)}"
 
@@ -286,11 +287,11 @@ def elastic() -> str:
         rows.append([MODELS[result["model"]], *shown, *(str(count or "") for count in result["histogram"].values())])
     edges = [f"{edge.replace('>= ', 'from ')} ms" for edge in document["results"][0]["histogram"]]
     caption = f"""
-        One of 4 ranks on 2 cores is killed at a random instant of a step of eight micro-batches, with AdamW: ms until
-        the last of the others begins its next step, and how many of {document["options"]["runs"]} runs took less than
-        so many ms, and not less than the edge before. All end with the weights of a run in which nobody died.
+        One of 4 ranks on 2 cores is killed at a random instant of a step of eight micro-batches, with AdamW.
+        *Median*, *95th percentile* and *longest* are the ms from the kill until the last survivor begins its next
+        step; the other columns are a histogram of the {document["options"]["runs"]} runs. All end with the weights of a run in which nobody died.
         {measured_at(document)}"""
-    return f"{markdown(['model', 'median', '95 %', 'longest', *edges], rows)}\n\n{wrapped(caption)}"
+    return f"{markdown(['model', 'median', '95th percentile', 'longest', *edges], rows)}\n\n{wrapped(caption)}"
 
 
 def replicate() -> str:
