@@ -14,7 +14,7 @@ WHERE = {  # and, behind the colon, what to do
     "hooks on gradients, such as an optimizer in backward",
     "forward": "in forward: look at the sizes of its batches, and at what else its processor has to do",
     "backward": "in backward: look at the sizes of its batches, and at what else its processor has to do",
-    "optimizer": "in the optimizer: look at what it alone does between steps (logging, checkpoints)",
+    "optimizer": "in the optimizer: look at hooks on step(), and at what else its processor has to do",
 }
 
 
