@@ -289,8 +289,8 @@ def elastic() -> str:
     caption = f"""
         One of 4 ranks on 2 cores is killed at a random instant of a step of eight micro-batches, with AdamW.
         *Median*, *95th percentile* and *longest* are the ms from the kill until the last survivor begins its next
-        step; the other columns are a histogram of the {document["options"]["runs"]} runs. All end with the weights of a run in which nobody died.
-        {measured_at(document)}"""
+        step; the other columns are a histogram of the {document["options"]["runs"]} runs. All end with the weights of
+        a run in which nobody died. {measured_at(document)}"""
     return f"{markdown(['model', 'median', '95th percentile', 'longest', *edges], rows)}\n\n{wrapped(caption)}"
 
 
