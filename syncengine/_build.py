@@ -245,7 +245,7 @@ def build_own() -> int:
             print(f"{there} is there for PyTorch {torch.version}: nothing is to be compiled")
             return 0
         if to is None:
-            raise BuildError(f"{SOURCE} is missing: run `make build` in a checkout, else install syncengine again")
+            raise BuildError(f"{SOURCE} is missing: `make build` in a checkout, else install syncengine-torch again")
         begin = time.monotonic()
         _compile_own(torch, to)
         print(f"{to}: made in {time.monotonic() - begin:.0f} s; `import syncengine` takes it from now on")

@@ -38,7 +38,7 @@ def load_extension() -> None:
         sys.modules.pop("syncengine._C", None)
         raise ImportError(
             f"syncengine's extension {path} can't be loaded: {error}. It was built for {path.parent.name}, and this is "
-            f"torch {version}: install syncengine again with this one, by `pip install --no-build-isolation`",
+            f"torch {version}: install syncengine-torch again, beside this torch",
             name="syncengine._C",
             path=str(path),
         ) from error
@@ -60,8 +60,8 @@ def _advice(version: str) -> str:
             "once, by `python -m syncengine build`, which needs g++ and some minutes"
         )
     if found and not here:
-        return f"{found[0]} is for another Python: install syncengine again, with this one"
-    return f"{folder} has no extension for torch {version}: install syncengine again"
+        return f"{found[0]} is for another Python: install syncengine-torch again, with this one"
+    return f"{folder} has no extension for torch {version}: install syncengine-torch again"
 
 
 load_extension()

@@ -39,7 +39,7 @@ class InPlaceOfDDP:
         if device.type == "cuda" and not has_cuda:
             raise InvalidUsage(
                 f"the strategy {NAME!r} was asked for {device}, and syncengine was built without CUDA: give "
-                "accelerator='cpu', or, with nvcc and a torch that has CUDA, install syncengine again"
+                "accelerator='cpu', or, with nvcc and a torch that has CUDA, install syncengine-torch again"
             )
         return self._process_group_backend or (NAME if device.type == "cpu" else f"cpu:{NAME},cuda:nccl")
 

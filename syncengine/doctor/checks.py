@@ -88,7 +88,9 @@ def _versions(everyone: Sequence[Facts]) -> Iterator[Finding]:
             sides = "; ".join(f"{name_ranks(ranks)}: {version}" for version, ranks in groups.items())
             others = sorted(rank for group in list(groups.values())[1:] for rank in group)
             text = f"ranks differ in their version of {package}: {sides}"
-            yield Finding(f"versions of {package}", WARNING, others, text, f"install the same {package} on all hosts")
+            distribution = "syncengine-torch" if package == "syncengine" else package
+            remedy = f"install the same {distribution} on all hosts"
+            yield Finding(f"versions of {package}", WARNING, others, text, remedy)
     for version, ranks in grouped(everyone, lambda f: f["versions"].get(OTHER_PROJECT)).items():
         text = (
             f"{name_ranks(ranks)}: syncengine {version} is installed beside syncengine-torch: another project, or "
@@ -114,7 +116,7 @@ def _entry_point(everyone: Sequence[Facts]) -> Iterator[Finding]:
     """Findings where SYNCENGINE_PATCH has no effect, or the backend's name is not known without an import."""
     for key, why, remedy in (
         ("switched_off", "TORCH_DEVICE_BACKEND_AUTOLOAD switches entry points off", "unset it"),
-        ("installed", "this installation lacks its entry point", "install syncengine again, by pip"),
+        ("installed", "this installation lacks its entry point", "install syncengine-torch again, by pip"),
     ):
         lacking = [f for f in everyone if f["entry_point"].get(key) is (key == "switched_off")]
         for patched, ranks in grouped(lacking, lambda f: f["variables"].get("SYNCENGINE_PATCH") == "1").items():
@@ -233,7 +235,7 @@ def _cuda(everyone: Sequence[Facts]) -> Iterator[Finding]:
         text = (
             f"{name_ranks(lacks)}: torch sees GPUs, but this syncengine was built without CUDA: it trains on CPUs only"
         )
-        yield Finding("no CUDA", WARNING, lacks, text, "install syncengine again where nvcc is on the PATH")
+        yield Finding("no CUDA", WARNING, lacks, text, "install syncengine-torch again where nvcc is on the PATH")
     tests = [f["rank"] for f in everyone if f["extension"].get("has_test_hooks")]
     if tests:
         text = f"{name_ranks(tests)}: this build is for syncengine's own tests, with fault injection, and slower"

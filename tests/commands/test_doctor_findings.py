@@ -26,7 +26,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "an installation without the entry point": (
         [facts(0, entry_point={"installed": False})],
         "warning, entry point of [0]: rank 0: this installation lacks its entry point: the backend is not known "
-        "without an import -> install syncengine again, by pip",
+        "without an import -> install syncengine-torch again, by pip",
     ),
     "all is well": ([facts(0), facts(1), on("b", 2)],),
     "extension": (
@@ -59,7 +59,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "versions": (
         [facts(0), facts(1, versions={"syncengine": "0", "torch": "2.1", "python": "4"}), facts(2, versions={})],
         "warning, versions of syncengine of [1]: ranks differ in their version of syncengine: ranks 0, 2: 1; rank 1: "
-        "0 -> install the same syncengine on all hosts",
+        "0 -> install the same syncengine-torch on all hosts",
         "warning, versions of torch of [1]: ranks differ in their version of torch: ranks 0, 2: 2; rank 1: 2.1 -> "
         "install the same torch on all hosts",
         "warning, versions of python of [1]: ranks differ in their version of python: ranks 0, 2: 3; rank 1: 4 -> "
@@ -153,7 +153,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "no CUDA": (
         [facts(0, cuda={"devices": ["H100"]}), facts(1, cuda={"devices": ["H100"]}, extension={"has_cuda": False})],
         "warning, no CUDA of [1]: rank 1: torch sees GPUs, but this syncengine was built without CUDA: it trains on "
-        "CPUs only -> install syncengine again where nvcc is on the PATH",
+        "CPUs only -> install syncengine-torch again where nvcc is on the PATH",
     ),
     "no CUDA, and no GPU": ([facts(0, extension={"has_cuda": False})],),
     "test build": (

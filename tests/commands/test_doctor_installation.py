@@ -44,7 +44,7 @@ def test_an_extension_that_cannot_be_loaded(programs: RankPool, tmp_path: Path):
     environ = copied(tmp_path, of_another_torch)
     text = alone(programs, "doctor", environ=environ)
     assert text.returncode == 2, text.stderr
-    for part in (f"{Path(_C.__file__).name} can't be loaded: ", "undefined symbol", "install syncengine again"):
+    for part in (f"{Path(_C.__file__).name} can't be loaded: ", "undefined symbol", "install syncengine-torch again"):
         assert part in text.stdout
     other = alone(programs, "bench", environ=environ)
     assert other.returncode == 2

@@ -57,7 +57,7 @@ def test_an_installation_for_another_python_is_named_as_such(tmp_path: Path):
     (folder / "_C.cpython-33m-x86_64-linux-gnu.so").touch()
     text = imported_from(tmp_path)
     assert "_C.cpython-33m-x86_64-linux-gnu.so is for another Python" in text
-    assert "install syncengine again" in text
+    assert "install syncengine-torch again" in text
 
 
 @pytest.mark.parametrize(
