@@ -10,8 +10,8 @@ import numpy as np
 
 PHASES = ("input", "forward", "backward", "optimizer")  # those that are a rank's own, as base/phase_clock.h orders them
 WHERE = {  # and, behind the colon, what to do
-    "input": "before forward begins: look at its input (DataLoader workers, prefetching, where its data lies), and at "
-    "hooks on gradients, such as an optimizer in backward",
+    "input": "before forward begins: look at its input (DataLoader workers, prefetching, where its data lies), at "
+    "logging and checkpoints, and at hooks on gradients, such as an optimizer in backward",
     "forward": "in forward: look at the sizes of its batches, and at what else its processor has to do",
     "backward": "in backward: look at the sizes of its batches, and at what else its processor has to do",
     "optimizer": "in the optimizer: look at hooks on step(), and at what else its processor has to do",
