@@ -270,8 +270,8 @@ def micro_batches() -> str:
     caption = f"""
         The columns *of `rank_order`* compare a step of one micro-batch a rank with a step of `Parallel` alone, with
         bootstrap intervals (95 %). The columns of *M = 8* have a step of eight micro-batches by the number of ranks;
-        the last one another deal to three ranks, with two gradients a rank, which is not built. Twelve micro-batches
-        are dealt as 4, 4, 4. Medians of {document["options"]["steps"]} steps without the optimizer, interleaved in
+        the last column is for comparison, a deal of 3, 3 and 2 that syncengine does not make. Twelve micro-batches
+        would be dealt as 4, 4, 4. Medians of {document["options"]["steps"]} steps without the optimizer, interleaved in
         the same processes, on 2 cores with one thread a rank; runs that trained the same have the same bits.
         {measured_at(document)}"""
     return f"{markdown(head, rows.values())}\n\n{wrapped(caption)}"
@@ -306,7 +306,7 @@ def replicate() -> str:
         steps = (f"{engines[name]['step_ms']['p50']:.1f}" for name in names)
         rows.append([MODELS[result["model"]], *steps, of_parallel])
     head = ["model", "plain torch, ms", "Parallel", "DDP, Gloo", "replicate, engine", "replicate, Gloo"]
-    head += ["fully_shard, engine", "fully_shard, Gloo", "replicate, engine, of Parallel"]
+    head += ["fully_shard, engine", "fully_shard, Gloo", "replicate, engine / Parallel"]
     caption = f"""
         A whole step with AdamW, 2 ranks on 2 cores, one thread each, all interleaved in the same processes, trained
         weights bit-equal: medians of {document["options"]["rounds"]}, and a ratio with a bootstrap interval (95 %).

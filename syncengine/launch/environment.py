@@ -1,7 +1,8 @@
 """Finds out from environment variables which launcher started this process, and as which rank.
 
-The innermost launcher wins: torchrun (or the same variables set by hand), then MPI, then Slurm. Within one launcher's
-set of variables anything missing or contradictory is an InvalidUsage that names the variable and its value.
+The first of these launchers counts whose variables are there: torchrun (or the same variables set by hand), MPI, Slurm.
+Within one launcher's variables anything missing or contradictory is an InvalidUsage that names the variable and its
+value.
 """
 
 from __future__ import annotations
