@@ -101,8 +101,8 @@ def test_the_verdict_is_a_sentence():
     analysis = analyze(make(job))
     assert analysis.verdict == (
         "Rank 1 is late in 100 % of the steps, by 41 ms, before forward begins: look at its input (DataLoader workers, "
-        "prefetching, where its data lies), at logging and checkpoints, and at hooks on gradients, such as an optimizer "
-        "in backward."
+        "prefetching, where its data lies), at logging and checkpoints, and at hooks on gradients, such as an "
+        "optimizer in backward."
     )
     first = advise(analysis)[0]
     assert first.text.startswith("Make rank 1 as fast as the others")
