@@ -52,7 +52,8 @@ INIT = 'dist.init_process_group("syncengine")'
 OWN_INIT = "import syncengine; syncengine.init()"
 OWN_CALL = "syncengine.all_reduce(torch.ones(1000))"
 RANK = {INIT: "dist.get_rank()", OWN_INIT: "syncengine.rank()"}
-PIECES, TRIES = range(5), 20  # a hundred tries; a piece ends within a test's limit of time
+TRIES = int(os.environ.get("SYNCENGINE_TEST_TRIES", "5"))
+PIECES = [min(20, TRIES - begin) for begin in range(0, TRIES, 20)]  # a piece ends within a test's limit of time
 
 
 def script(folder: Path, how: str, call: str = CALL, main: str = "rank_main(0)", init: str = INIT) -> str:
@@ -89,18 +90,18 @@ def test_run_returns_the_code_of_the_cause(programs: RankPool, tmp_path: Path, c
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("piece", PIECES)
+@pytest.mark.parametrize("tries", PIECES)
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_spawn_shows_the_rank_that_raised_each_time(programs: RankPool, tmp_path: Path, method: str, piece: int):
-    assert spawned(programs, tmp_path, method, TRIES) == TRIES
+def test_spawn_shows_the_rank_that_raised_each_time(programs: RankPool, tmp_path: Path, method: str, tries: int):
+    assert spawned(programs, tmp_path, method, tries) == tries
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("piece", PIECES)
+@pytest.mark.parametrize("tries", PIECES)
 @pytest.mark.parametrize("call", [CALL, CATCHING], ids=["raises", "catches"])
 @pytest.mark.parametrize(("how", "code"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 137)], ids=["exit", "kill"])
-def test_run_returns_the_code_each_time(programs: RankPool, tmp_path: Path, how: str, code: int, call: str, piece: int):
-    assert launched(programs, tmp_path, how, call, TRIES) == [code] * TRIES
+def test_run_returns_the_code_each_time(programs: RankPool, tmp_path: Path, how: str, code: int, call: str, tries: int):
+    assert launched(programs, tmp_path, how, call, tries) == [code] * tries
 
 
 # What each launcher says of the rank that it shows.
@@ -125,10 +126,10 @@ def command_of(launcher: str) -> list[str]:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("piece", PIECES)
+@pytest.mark.parametrize("tries", PIECES)
 @pytest.mark.parametrize("call", [OWN_CALL, CATCHING.replace(CALL, OWN_CALL)], ids=["raises", "catches"])
 @pytest.mark.parametrize("launcher", SHOWN)
-def test_launchers_show_the_rank_that_failed(tmp_path: Path, launcher: str, call: str, piece: int):
+def test_launchers_show_the_rank_that_failed(tmp_path: Path, launcher: str, call: str, tries: int):
     path = script(tmp_path, "sys.exit(3)", call, init=OWN_INIT)
     environ = environ_of(PYTHONPATH=f"{ROOT}:{SUPPORT}")
     with contextlib.ExitStack() as running:
@@ -137,7 +138,7 @@ def test_launchers_show_the_rank_that_failed(tmp_path: Path, launcher: str, call
                 pytest.skip("no Slurm (Debian: slurm-wlm), or not root")
             (tmp_path / "slurm").mkdir()
             environ |= running.enter_context(slurm(tmp_path / "slurm"))
-        for _ in range(TRIES):
+        for _ in range(tries):
             said = subprocess.run(
                 [*command_of(launcher), path], env=environ, capture_output=True, text=True, timeout=300, check=False
             )
