@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from marks import flat_at_night
 from parallel_models import Mlp, backwards, both, data, different_bits, gradients, of_both
 from pool import run_on_ranks
 from torch import nn
@@ -95,6 +96,7 @@ def test_a_buffer_hook_may_call_the_models_own_broadcast():
 
 
 @pytest.mark.thorough
+@flat_at_night
 @run_on_ranks()
 def test_a_fused_optimizer_without_torch_distributed():
     for optimizer in (torch.optim.SGD, torch.optim.NAdam):  # of the second torch has no functional form

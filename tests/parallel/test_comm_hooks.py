@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from faults import WITHIN
+from marks import flat_at_night
 from parallel_models import CAP, Mlp, Opposite, backwards, both, data, different_bits, gradients, of_both, outcome
 from pool import RankPool, run_on_ranks
 from torch import nn
@@ -96,6 +97,7 @@ def test_hooks_run_in_the_order_of_buckets():
 
 
 @pytest.mark.thorough
+@flat_at_night
 @run_on_ranks(gloo=True)
 def test_futures_may_be_completed_late_and_in_any_order():
     """By another thread, after backward has come to its end, the last bucket's first."""
@@ -254,12 +256,14 @@ def lost_peer() -> str:
 
 
 @pytest.mark.thorough
+@flat_at_night
 def test_a_rank_that_waits_for_a_hook_hears_of_a_death(pool: RankPool):
     with pool.spawn_ranks(lost_peer) as ranks:
         assert "rank 1" in ranks[0].result(20)
 
 
 @pytest.mark.thorough
+@flat_at_night
 @run_on_ranks(settings={"timeout": 2.0})
 def test_a_future_that_never_comes_is_a_timeout():
     model = syncengine.Parallel(Mlp())

@@ -166,7 +166,7 @@ def test_compiled_training_has_the_bits_and_graphs_of_ddp(
     assert ours.graphs == theirs.graphs >= (2 if place == "parts" else 1)
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 @run_on_ranks()
 def test_graphs_are_cut_by_the_bucket_cap():
     """So that gradients come while backward runs."""

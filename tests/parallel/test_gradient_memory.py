@@ -34,7 +34,7 @@ def train_all() -> tuple[list[list[bytes]], dict[str, int]]:
     return bits, syncengine.default_communicator().counters()
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 @pytest.mark.parametrize("world", mostly_nightly([2, 3, 4], 1))
 def test_bits_are_those_of_the_staged_way(pool: RankPool, world: int):
     expected = pool.run(train_all, world=world, settings={"gradient_memory": "torch"})
@@ -62,7 +62,7 @@ def test_no_large_gradient_is_copied_or_staged():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("gradient_memory", ["arena", "torch"])
+@pytest.mark.parametrize("gradient_memory", mostly_nightly(["arena", "torch"], 0))
 @run_on_ranks(settings=None)
 def test_gradients_outlive_the_communicator(gradient_memory: str):
     """And so do children that were forked meanwhile."""

@@ -292,7 +292,6 @@ def all_kinds(total: int, steps: int) -> list[Answer]:
     ("total", "steps", "world"),
     mostly_nightly(
         [*((8, STEPS, world) for world in (1, 2, 3, 4, 5, 8)), *itertools.product((3, 6, 7), [4], (1, 2, 3))],
-        0,
         2,
         11,
         12,
@@ -313,6 +312,7 @@ def test_hosts_train_the_same(pool: RankPool, expected, hosts: str):
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("kinds_of_buckets", mostly_nightly(["in place", "flat"], 1), indirect=True)
 def test_flat_buckets_have_the_same_bits(pool: RankPool, expected, kinds_of_buckets: None):
     for kind in ("language", "half", "table"):
         assert joined(pool.run(train, kind, 8, 5, world=3)) == expected(kind, 8, 5), kind
@@ -451,7 +451,7 @@ def test_a_step_that_is_left_has_not_happened():
     assert digests[0] == digests[1]
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 @settings(deadline=None, max_examples=10)
 @given(
     st.integers(1, 9),

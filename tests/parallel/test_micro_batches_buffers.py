@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from marks import mostly_nightly
 from pool import RankFailure, RankPool
 from test_micro_batches import Augmented, loader
 from torch import nn
@@ -203,7 +204,9 @@ def plain() -> dict[str, dict[str, bytes]]:
     return found
 
 
-@pytest.mark.parametrize(("world", "leaves"), [(1, False), (2, False), (3, False), (2, True), (3, True)])
+@pytest.mark.parametrize(
+    ("world", "leaves"), mostly_nightly([(1, False), (2, False), (3, False), (2, True), (3, True)], 0, 4)
+)
 def test_buffers_are_those_of_a_plain_loop(pool: RankPool, world: int, leaves: bool):
     (expected,) = pool.run(plain, world=1, settings=None)
     for answer in pool.run(train, leaves, world=world, timeout=200):

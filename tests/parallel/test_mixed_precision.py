@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import flat_at_night
 from models.lstm import Sentences
 from models.workload import same_bits
 from parallel_models import CAP, Conv, Mlp, Tied, gradients
@@ -147,6 +148,7 @@ CASES: list[tuple[Callable[[], nn.Module], Call, _MixedPrecision, dict[str, Any]
 
 
 @pytest.mark.thorough
+@flat_at_night
 @run_on_ranks()
 def test_the_bits_are_those_of_modules_in_the_small_dtype():
     for make, call, precision, options in CASES:

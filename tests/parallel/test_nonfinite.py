@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -115,8 +116,9 @@ def check(plans: Sequence[Brought], said: Sequence[Sequence[str]]) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("world", mostly_nightly([1, 2, 3, 4], 0, 2))
-@pytest.mark.parametrize("numerics", ["rank_order", "ring"])
+@pytest.mark.parametrize(
+    ("numerics", "world"), mostly_nightly(itertools.product(["rank_order", "ring"], [1, 2, 3, 4]), 0, 2, 6)
+)
 @pytest.mark.parametrize("memory", mostly_nightly(["arena", "torch"], 0))
 def test_rank_parameter_and_step_are_named(pool: RankPool, world: int, numerics: str, memory: str):
     settings = {"numerics": numerics, "gradient_memory": memory}

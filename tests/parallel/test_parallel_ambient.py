@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from marks import mostly_nightly
+from marks import flat_at_night, mostly_nightly
 from models.workload import same_bits
 from parallel_models import gradients, of_both
 from pool import run_on_ranks
@@ -204,7 +205,11 @@ def run(wrap: Any, way: str, state: str | None = None) -> Any:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("way", mostly_nightly(WAYS, 0, 3, 5))
+@pytest.mark.parametrize(
+    ("kinds_of_buckets", "way"),
+    mostly_nightly(itertools.product(["in place", "flat"], WAYS), 0, 3, 5, 6),
+    indirect=["kinds_of_buckets"],
+)
 @run_on_ranks(gloo=True)
 def test_what_is_set_outside_is_for_the_model(way: str):
     expected = run(syncengine.Parallel, way)
@@ -252,6 +257,7 @@ def own_ways(modules: list[nn.Module]) -> list[torch.Tensor]:
 
 
 @pytest.mark.thorough
+@flat_at_night
 @run_on_ranks()
 def test_what_is_set_outside_is_not_for_weights_batch_norms_and_tables():
     expected = own_ways(own_modules())

@@ -107,7 +107,7 @@ class Sometimes(nn.Module):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("on_ranks", [[0], [0, 1]])
+@pytest.mark.parametrize("on_ranks", mostly_nightly([[0], [0, 1]], 0))
 @run_on_ranks()
 def test_unfinished_reduction_names_the_parameters(on_ranks: list[int]):
     model = syncengine.Parallel(Sometimes())

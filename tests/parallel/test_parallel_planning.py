@@ -72,7 +72,7 @@ def test_a_rank_may_keep_models_that_others_have_dropped():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", mostly_nightly([0, 1], 1))
 @run_on_ranks(gloo=True, settings={"timeout": 3.0})
 def test_a_forward_of_one_rank_alone_that_plans_is_named(rank: int):
     """The second, where DDP's waits, too."""
@@ -111,7 +111,7 @@ def looks_alone(rank: int, at: list[int], freezes: str, options: dict[str, Any])
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("freezes", ["nothing", "a part", "all"])
+@pytest.mark.parametrize("freezes", mostly_nightly(["nothing", "a part", "all"], 0, 1))
 @pytest.mark.parametrize("rank", mostly_nightly([0, 1], 1))
 def test_a_forward_of_one_rank_alone_is_its_own_where_ddps_is(pool: RankPool, rank: int, freezes: str):
     """In each place but after the first backward, where DDP's plans, and in all of them."""

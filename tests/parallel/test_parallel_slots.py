@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from marks import flat_at_night
 from pool import run_on_ranks
 from torch import nn
 
@@ -113,6 +114,7 @@ class Many(nn.Module):
 
 
 @pytest.mark.thorough
+@flat_at_night
 @run_on_ranks()
 def test_wrapping_for_ever():
     """One after the other; see also tests/core/engine/lanes/slots_test.cpp, where the slots run out."""

@@ -520,13 +520,13 @@ def check(answers: list[list[str]]) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("first", mostly_nightly(numbers(0, 10), 0, 1, 2))
+@pytest.mark.parametrize("first", mostly_nightly(numbers(0, 10), 0))
 def test_programs_of_two_ranks(pool: RankPool, first: int):
     check(pool.run(differences, first, True, True, gloo=True))
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("first", numbers(1, 4))
+@pytest.mark.parametrize("first", mostly_nightly(numbers(1, 4), 0, 1))
 def test_programs_of_three_ranks_in_ring(pool: RankPool, first: int):
     check(pool.run(differences, first, True, False, world=3, gloo=True, settings={"numerics": "ring"}))
 

@@ -118,7 +118,7 @@ def check(found: list[dict[str, Any]], late: int, phase: str, delay: float = DEL
 
 @pytest.mark.alone
 @pytest.mark.thorough
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("phase", mostly_nightly(PHASES, 3))
 @pytest.mark.parametrize("world", mostly_nightly([2, 4], 0))
 def test_a_late_rank_is_named(pool: RankPool, world: int, phase: str):
     check(pool.run(be_late, world - 1, phase, world=world), world - 1, phase)
@@ -217,7 +217,7 @@ def balanced(runs: int) -> list[Any]:
 
 
 @pytest.mark.alone
-@pytest.mark.thorough
+@pytest.mark.nightly
 @pytest.mark.parametrize("hosts", mostly_nightly(["aa", "aaaa", "aab"], 2))
 def test_balanced_runs_name_nobody(pool: RankPool, hosts: str):
     """SYNCENGINE_TEST_BALANCED_RUNS=100 gives the rate of false alarms: one, where ranks share processors."""

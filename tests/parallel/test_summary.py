@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from marks import mostly_nightly
 from parallel_models import data
 from pool import RankPool, Ranks, run_on_ranks
 from torch import nn
@@ -91,12 +92,16 @@ def test_also_of_ranks_that_multiprocessing_forks(pool: RankPool):
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("steps", "raises", "environ", "settings"),
-    [
-        (LEAST_STEPS - 1, False, WANTED, {}),
-        (23, True, WANTED, {}),
-        (23, False, {"SYNCENGINE_SUMMARY": "0"}, {}),
-        (23, False, WANTED, {"summary": False}),
-    ],
+    mostly_nightly(
+        [
+            (LEAST_STEPS - 1, False, WANTED, {}),
+            (23, True, WANTED, {}),
+            (23, False, {"SYNCENGINE_SUMMARY": "0"}, {}),
+            (23, False, WANTED, {"summary": False}),
+        ],
+        0,
+        3,
+    ),
     ids=["few steps", "an error", "off by variable", "off by argument"],
 )
 def test_otherwise_nothing_is_said(pool: RankPool, steps: int, raises: bool, environ: dict, settings: dict):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import time
 import types
 from collections.abc import Callable
@@ -93,7 +94,11 @@ def difference_with(name: str, run: Run) -> int:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", mostly_nightly(TORCH_HOOKS, 5, 7, 9))
+@pytest.mark.parametrize(
+    ("kinds_of_buckets", "name"),
+    mostly_nightly(itertools.product(["in place", "flat"], TORCH_HOOKS), 7, len(TORCH_HOOKS) + 9),
+    indirect=["kinds_of_buckets"],
+)
 def test_torchs_hooks_train_to_the_bits_of_ddp(pool: RankPool, name: str):
     settings = {"numerics": numerics_of(pool)}
     runs = [Run()]

@@ -20,3 +20,7 @@ def mostly_nightly(values: Iterable[Any], *kept: int) -> list[Any]:
 
 def _all(value: Any) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)
+
+
+# For a test with `kinds_of_buckets`: CI tries those of CPUs alone. Its place is next to the function or run_on_ranks.
+flat_at_night = pytest.mark.parametrize("kinds_of_buckets", mostly_nightly(["in place", "flat"], 0), indirect=True)
