@@ -283,14 +283,14 @@ def check(ranks, kills, expected):
     assert lost or not kills or all(isinstance(fault, str) for fault in kills.values())
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_nobody_dies(pool, undisturbed):
     for world in (2, 3):
         assert {value[0] for value in pool.run(train, world=world, settings=None)} == {undisturbed}
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("place", mostly_nightly(PLACES, 0, 1, 2))
+@pytest.mark.parametrize("place", mostly_nightly(PLACES, 2))
 def test_killed_in_a_step(pool, undisturbed, place):
     kills = {PLACES.index(place) % 3: (3, place)}
     with pool.spawn_ranks(disturbed, kills, world=3, settings=None) as ranks:
@@ -298,7 +298,7 @@ def test_killed_in_a_step(pool, undisturbed, place):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", KINDS[1:])
+@pytest.mark.parametrize("kind", mostly_nightly(KINDS[1:], 0, 2))
 @pytest.mark.parametrize("place", mostly_nightly(["summed", "updated"], 1))
 def test_killed_in_a_step_of_other_optimizers(pool, place, kind):
     expected = pool.run(partial(train, kind=kind), world=1, settings=None)[0][0]
@@ -308,7 +308,7 @@ def test_killed_in_a_step_of_other_optimizers(pool, place, kind):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("seed", mostly_nightly(range(24), 0, 1))
+@pytest.mark.parametrize("seed", mostly_nightly(range(24), 0))
 def test_killed_while_the_collector_runs_anywhere(pool, seed):
     """Steps are left by errors meanwhile, and done again."""
     draw = random.Random(seed)
@@ -337,7 +337,7 @@ def test_a_step_that_a_scaler_skipped_is_made_again_by_the_same_scale(pool):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", mostly_nightly(KINDS, 2, 4, 5))
+@pytest.mark.parametrize("kind", mostly_nightly(KINDS, 2))
 def test_a_step_that_was_updated_and_not_finished_is_not_made_twice(pool, kind):
     """Survivors that were slow may not have its averages yet: they make the step again, all of them."""
     expected = pool.run(partial(train, kind=kind), world=1, settings=None)[0][0]
@@ -370,7 +370,6 @@ def test_a_step_that_was_updated_and_not_finished_is_not_made_twice(pool, kind):
         ],
         0,
         4,
-        8,
     ),
     ids=str,
 )
@@ -379,7 +378,7 @@ def test_several_die(pool, undisturbed, hosts, kills):
         check(ranks, kills, undisturbed)
 
 
-@pytest.mark.parametrize("seed", range(RANDOM))
+@pytest.mark.parametrize("seed", mostly_nightly(range(RANDOM), 0, 1))
 def test_random_kills(pool, undisturbed, seed):
     """From outside, at any instant: after the processes have come, and until the others have all that they need."""
     draw = random.Random(f"{RANDOM} {seed}")

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from command import alone, environ_of
 from faults import my_rank
+from marks import mostly_nightly
 from pool import RankPool
 from programs import run_programs
 from refusals import needs_seccomp, refuse
@@ -84,7 +85,7 @@ def test_spawn_shows_the_rank_that_raised(programs: RankPool, tmp_path: Path):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("call", [CALL, CATCHING])
+@pytest.mark.parametrize("call", mostly_nightly([CALL, CATCHING], 1))
 def test_run_returns_the_code_of_the_cause(programs: RankPool, tmp_path: Path, call: str):
     assert launched(programs, tmp_path, "sys.exit(3)", call, 2) == [3] * 2
 

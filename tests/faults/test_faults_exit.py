@@ -53,7 +53,7 @@ ENDS = {
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("how", ENDS)
+@pytest.mark.parametrize("how", mostly_nightly(ENDS, 0, 2))
 def test_the_others_hear_of_an_end(pool, how):
     code, error, text = ENDS[how]
     with pool.spawn_ranks(end_and_wait, how, world=3, settings=None) as ranks:

@@ -20,6 +20,7 @@ from faults import (
     wait_for_file,
     wait_for_waiting,
 )
+from marks import mostly_nightly
 
 import syncengine
 
@@ -77,10 +78,24 @@ def call_again_and_again(victim, fault, name) -> Outcome:
 
 
 CASES = [(name, point) for name in CALLS for point in POINTS if point != "reducing" or name in REDUCING]
+# All states of one call, and of each other call some in which it goes its own way.
+IN_CI = [
+    *(("ordinary", point) for point in POINTS),
+    ("arena", "reducing"),
+    ("arena", "pulled"),
+    ("small", "reducing"),
+    ("small", "finished"),
+    ("asynchronous", "reduced"),
+    ("broadcast", "staged"),
+    ("broadcast", "pulled"),
+    ("all_gather", "staged"),
+    ("reduce_scatter", "reducing"),
+    ("barrier", "opened"),
+]
 
 
 @needs_hooks
-@pytest.mark.parametrize(("name", "point"), CASES)
+@pytest.mark.parametrize(("name", "point"), mostly_nightly(CASES, *map(CASES.index, IN_CI)))
 def test_killed_in_a_collective(pool, name, point):
     number = POINTS.index(point)
     victim, (action, code) = number % 3, [("kill", -signal.SIGKILL), ("segv", -signal.SIGSEGV)][number % 2]
@@ -89,8 +104,10 @@ def test_killed_in_a_collective(pool, name, point):
 
 
 @needs_hooks
-@pytest.mark.parametrize("point", POINTS)
-@pytest.mark.parametrize(("world", "victim", "name"), [(2, 0, "ordinary"), (2, 1, "arena"), (8, 5, "arena")])
+@pytest.mark.parametrize("point", mostly_nightly(POINTS, 2, 4))
+@pytest.mark.parametrize(
+    ("world", "victim", "name"), mostly_nightly([(2, 0, "ordinary"), (2, 1, "arena"), (8, 5, "arena")], 1, 2)
+)
 def test_killed_among_few_and_many(pool, world, victim, name, point):
     fault = f"{point}:2:kill"
     with pool.spawn_ranks(call_again_and_again, victim, fault, name, world=world, settings=None) as ranks:
@@ -115,7 +132,7 @@ def init_only(victim, fault) -> Outcome:
 
 
 @needs_hooks
-@pytest.mark.parametrize("world", [2, 3, 8])
+@pytest.mark.parametrize("world", mostly_nightly([2, 3, 8], 1))
 @pytest.mark.parametrize("point", ["listening:1", "connecting:1", "handed:1", "handed:2", "joining:1"])
 def test_killed_while_connecting(pool, world, point):
     if point == "handed:2" and world == 2:

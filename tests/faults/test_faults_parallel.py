@@ -67,9 +67,12 @@ def die_in_training(victim, fault) -> Outcome:
 @needs_hooks
 @pytest.mark.parametrize(
     ("world", "victim", "point"),
-    [(2, 0, point) for point in BUCKET_POINTS]
-    + [(3, 1, point) for point in BUCKET_POINTS]
-    + [(3, 0, "scheduled"), (8, 4, "reducing")],
+    [
+        *mostly_nightly((2, 0, point) for point in BUCKET_POINTS),
+        *((3, 1, point) for point in BUCKET_POINTS),
+        (3, 0, "scheduled"),
+        *mostly_nightly([(8, 4, "reducing")]),
+    ],
 )
 def test_killed_in_backward(pool, world, victim, point):
     # Past the broadcasts of construction, in the middle of the second step.
