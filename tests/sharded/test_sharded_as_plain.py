@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import mostly_nightly
 from pool import RankPool, run_on_ranks
 from sharded_training import (
     backward,
@@ -162,7 +163,7 @@ def call(step: Callable[[], Any]) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("form", ["step", "within", "turn"])
+@pytest.mark.parametrize("form", mostly_nightly(["step", "within", "turn"], 0, 2))
 @run_on_ranks()
 def test_a_compiled_step_is_an_ordinary_one(form: str):
     def steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -205,7 +206,7 @@ def calls_of_a_step(layers: int, fused: bool) -> tuple[int, int]:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("fused", mostly_nightly([False, True], 0))
 def test_a_step_makes_few_python_calls(pool: RankPool, fused: bool):
     """Whatever the number of parameters is."""
     few, many = (pool.run(calls_of_a_step, layers, fused) for layers in (2, 40))

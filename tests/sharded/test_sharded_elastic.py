@@ -111,7 +111,7 @@ def test_nobody_dies(pool: RankPool, undisturbed: str) -> None:
 @pytest.mark.parametrize(
     "kills",
     mostly_nightly(
-        [{1: (3, "begin")}, {0: (0, "forward"), 2: (5, "backward")}, {2: (3, "updated")}, {1: "completed:4:kill"}], 1, 3
+        [{1: (3, "begin")}, {0: (0, "forward"), 2: (5, "backward")}, {2: (3, "updated")}, {1: "completed:4:kill"}], 3
     ),
     ids=["begin", "two", "updated", "completed"],
 )

@@ -166,7 +166,8 @@ def three_layers() -> nn.Module:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("make_net", "kind"), [(make, WholeOnly), (make, torch.optim.Adafactor), (three_layers, torch.optim.Muon)]
+    ("make_net", "kind"),
+    mostly_nightly([(make, WholeOnly), (make, torch.optim.Adafactor), (three_layers, torch.optim.Muon)], 0),
 )
 @run_on_ranks(world=3)
 def test_whole_parameters_keep_the_bits_of_any_optimizer(make_net: Callable[[], nn.Module], kind: type):

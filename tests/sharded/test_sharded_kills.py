@@ -195,7 +195,7 @@ def check_survivors(ranks: Ranks, victim: int, stages: list[tuple[int, int]]) ->
 
 @pytest.mark.thorough
 @needs_hooks
-@pytest.mark.parametrize("point", mostly_nightly(POINTS, 2, 3, 4, 5))
+@pytest.mark.parametrize("point", mostly_nightly(POINTS, 3, 5))
 def test_killed_at_each_state(pool: RankPool, point: str):
     stages = {world: pool.run(undisturbed, world=world)[0] for world in (2, 3)}
     for number in POINTS[point]:
@@ -213,7 +213,7 @@ def test_killed_at_each_state(pool: RankPool, point: str):
 @pytest.mark.thorough
 @needs_hooks
 @pytest.mark.parametrize("point", mostly_nightly(["agreed", "updating", "updated", "completed"], 1))
-@pytest.mark.parametrize("kind", KINDS[1:])
+@pytest.mark.parametrize("kind", mostly_nightly(KINDS[1:], 1, 2))
 def test_killed_in_updates_of_other_lives(pool: RankPool, kind: str, point: str):
     stages = pool.run(undisturbed, kind, world=3, gloo=kind == "torch's Join")[0]
     for number in (2, 3, 6):
@@ -228,7 +228,7 @@ def test_killed_in_updates_of_other_lives(pool: RankPool, kind: str, point: str)
 
 @pytest.mark.thorough
 @needs_hooks
-@pytest.mark.parametrize("kind", KINDS[3:])
+@pytest.mark.parametrize("kind", mostly_nightly(KINDS[3:], 1))
 def test_killed_between_batches_of_a_join(pool: RankPool, kind: str):
     """The others wait for it in the context: in torch's, over torch's own process group."""
     stages = pool.run(undisturbed, kind, world=3, gloo=kind == "torch's Join")[0]
@@ -245,7 +245,7 @@ def spawn(pool: RankPool, victim: int, fault: str, started: str, kind: str, worl
 
 @pytest.mark.thorough
 @needs_hooks
-@pytest.mark.parametrize("hosts", ["aab", "abb"])
+@pytest.mark.parametrize("hosts", mostly_nightly(["aab", "abb"], 1))
 def test_each_host_has_weights_of_its_own(pool: RankPool, hosts: str):
     """The last rank dies in the third update: that of other hosts is complete."""
     stages = pool.run(undisturbed, world=3)[0]

@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from marks import mostly_nightly
 from pool import run_on_ranks
 from sharded_training import (
     common_memory,
@@ -73,7 +74,7 @@ def descriptors() -> int:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("widths", [pytest.param((1,), marks=pytest.mark.nightly), (1, 3, 70)], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", mostly_nightly(KINDS, 0, 2))
 @run_on_ranks()
 def test_state_that_comes_later_takes_no_more_memories(kind: str, widths: tuple[int, ...]):
     make, more = KINDS[kind]

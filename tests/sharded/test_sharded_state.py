@@ -68,7 +68,7 @@ def load(path: str) -> list[str]:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", mostly_nightly([1, 2, 4], 0, 1))
 def test_a_checkpoint_of_three_ranks_loads_on_any_number(pool: RankPool, world: int, tmp_path: Path):
     pool.run(save, str(tmp_path / "checkpoint.pt"), world=3)
     assert pool.run(load, str(tmp_path / "checkpoint.pt"), world=world) == [[]] * world
@@ -236,7 +236,7 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {  # of the entr
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("how", EDITS)
+@pytest.mark.parametrize("how", mostly_nightly(EDITS, 0, 2, 5))
 @pytest.mark.parametrize("ranks", mostly_nightly([[0, 1], [1]], 1), ids=["all", "one"])
 @run_on_ranks()
 def test_edits_of_shared_state_are_refused(how: str, ranks: list[int]):
@@ -283,7 +283,7 @@ class AppState(Stateful):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("before", ["at first", "after a backward"])
+@pytest.mark.parametrize("before", mostly_nightly(["at first", "after a backward"], 1))
 @run_on_ranks(gloo=True)
 def test_a_new_process_resumes(before: str, tmp_path: Path):
     theirs, again = make(), make()
