@@ -110,7 +110,7 @@ def use_everything(hosts: str) -> None:
     assert group.global_ranks == [r for r in range(size) if r % 2 == rank % 2]
 
 
-@pytest.mark.parametrize("hosts", PLACEMENTS)
+@pytest.mark.parametrize("hosts", mostly_nightly(PLACEMENTS, 1, 4, 5))
 def test_every_collective(pool: RankPool, hosts: str) -> None:
     run(pool, use_everything, hosts)
 
@@ -150,7 +150,7 @@ def check_trained(trained, alone) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("numerics", ["rank_order", "ring"])
+@pytest.mark.parametrize("numerics", mostly_nightly(["rank_order", "ring"], 1))
 def test_training_is_that_of_one_host(pool: RankPool, numerics: str) -> None:
     alone = run(pool, train, "aaaa", numerics)
     for hosts in ("aabb", "aaab", "abcd"):
@@ -210,7 +210,7 @@ def check_all_lost(ranks, victim: int, killed_at: float | None = None) -> None:
             assert outcome.at - killed_at < WITHIN, outcome
 
 
-@pytest.mark.parametrize("hosts", ["ab", "aabb", "aaab"])
+@pytest.mark.parametrize("hosts", mostly_nightly(["ab", "aabb", "aaab"], 1))
 def test_killed_on_another_host(pool: RankPool, hosts: str) -> None:
     with pool.spawn_ranks(all_reduce_for_long, hosts, None, world=len(hosts), settings=None) as ranks:
         kill_the_last(ranks)
@@ -224,7 +224,9 @@ def kill_the_last(ranks) -> None:
 
 
 @needs_hooks
-@pytest.mark.parametrize("point", ["opened", "staged", "reducing", "reduced", "pulled", "finished"])
+@pytest.mark.parametrize(
+    "point", mostly_nightly(["opened", "staged", "reducing", "reduced", "pulled", "finished"], 2, 4)
+)
 def test_killed_at_each_state(pool: RankPool, point: str) -> None:
     with pool.spawn_ranks(all_reduce_for_long, "aabb", f"{point}:5:kill", world=4, settings=None) as ranks:
         check_all_lost(ranks, 3)
@@ -299,7 +301,7 @@ def wait_for_one(hosts, first):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("first", [0, 1])  # it comes to its deadline before the others
+@pytest.mark.parametrize("first", mostly_nightly([0, 1], 0))  # it comes to its deadline before the others
 def test_a_timeout_names_the_rank_on_another_host(pool: RankPool, first: int) -> None:
     for outcome in run(pool, wait_for_one, "aabb", first):
         outcome.check("Timeout", "waits for rank 3 ")
@@ -337,7 +339,7 @@ def init_only(hosts, fault):
 
 @pytest.mark.thorough
 @needs_hooks
-@pytest.mark.parametrize("hosts", ["ab", "aabb"])
+@pytest.mark.parametrize("hosts", mostly_nightly(["ab", "aabb"], 1))
 def test_killed_while_hosts_connect(pool: RankPool, hosts: str) -> None:
     with pool.spawn_ranks(init_only, hosts, "joining:1:kill", world=len(hosts), settings=None) as ranks:
         for rank in ranks[:-1]:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from faults import Outcome, my_rank, suffer, wait_for_file
 from hosts import INTERFACE, Hosts
+from marks import mostly_nightly
 from pool import RankPool, Ranks
 from torch import nn
 
@@ -84,20 +85,18 @@ def check_split(ranks: Ranks, left: list[int]) -> None:
             assert "may live" in outcome.text or "went on without" in outcome.text, outcome
 
 
-SPLITS = [
-    ("abb", "both", [1, 2], False),
-    ("aabb", "near", [0, 1], True),
-    *(
-        pytest.param(*split, marks=pytest.mark.nightly)
-        for split in [
-            ("abb", "near", [1, 2], True),
-            ("abb", "far", [1, 2], False),
-            ("aabb", "both", [0, 1], False),
-            ("aabb", "far", [0, 1], False),
-            ("abc", "both", [0, 2], False),
-        ]
-    ),
-]
+SPLITS = mostly_nightly(
+    [
+        ("abb", "both", [1, 2], False),
+        ("aabb", "near", [0, 1], True),
+        ("abb", "near", [1, 2], True),
+        ("abb", "far", [1, 2], False),
+        ("aabb", "both", [0, 1], False),
+        ("aabb", "far", [0, 1], False),
+        ("abc", "both", [0, 2], False),
+    ],
+    1,
+)
 
 
 @pytest.mark.usefixtures("needs_hosts")
@@ -149,7 +148,7 @@ def test_one_part_trains_where_connections_are_reset_in_init(
 
 @pytest.mark.usefixtures("needs_hosts")
 @pytest.mark.parametrize("attempt", ATTEMPTS)
-@pytest.mark.parametrize(("places", "victim", "unread"), [("abb", "b", False), ("aabb", "a", True)])
+@pytest.mark.parametrize(("places", "victim", "unread"), mostly_nightly([("abb", "b", False), ("aabb", "a", True)], 1))
 def test_the_others_go_on_where_a_host_is_killed(
     pool: RankPool, tmp_path: Path, places: str, victim: str, unread: bool, attempt: int
 ) -> None:

@@ -62,6 +62,7 @@ def test_mpi_that_was_finalized_is_named(name):
         assert "MPI was finalized" in text
 
 
+@pytest.mark.nightly
 @each_mpi
 def test_killed(name):
     """mpirun ends the others: MPI has no way to go on without one."""

@@ -30,7 +30,7 @@ def spawn(pool, function, hosts, *args, environ=TORCH, gloo=True):
     return pool.spawn_ranks(function, hosts, *args, world=len(hosts), settings=None, gloo=gloo, environ=environ)
 
 
-@pytest.mark.parametrize("hosts", ["ab", "aaab", "abab"])
+@pytest.mark.parametrize("hosts", mostly_nightly(["ab", "aaab", "abab"], 1))
 def test_every_collective(pool: RankPool, hosts: str) -> None:
     run(pool, test_hosts.use_everything, hosts)
 
@@ -77,7 +77,7 @@ def train_over_two_groups(hosts):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("hosts", ["ab", "aba"])
+@pytest.mark.parametrize("hosts", mostly_nightly(["ab", "aba"], 1))
 def test_models_over_two_groups_in_two_threads(pool: RankPool, hosts: str) -> None:
     run(pool, train_over_two_groups, hosts, environ={**TORCH, "SYNCENGINE_TIMEOUT": "10"})
 
@@ -135,7 +135,7 @@ def test_exit_without_shutdown(pool: RankPool) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("hosts", ["ab", "aaab"])
+@pytest.mark.parametrize("hosts", mostly_nightly(["ab", "aaab"], 1))
 def test_killed_on_another_host(pool: RankPool, hosts: str) -> None:
     with spawn(pool, test_hosts.all_reduce_for_long, hosts, None) as ranks:
         test_hosts.kill_the_last(ranks)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from faults import WITHIN
 from hosts import INTERFACE, Hosts
+from marks import mostly_nightly
 from repository import ROOT
 
 SECRET = "a secret of these tests"
@@ -99,7 +100,7 @@ def running(hosts: Hosts, program: Path, size: int, **settings: object) -> Itera
         yield job
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", mostly_nightly([2, 3, 4], 1))
 @pytest.mark.parametrize("interface", [INTERFACE, "^lo", "=eth0", "fd77::"])
 def test_hosts_exchange(four, program, size, interface):
     if interface == "fd77::":
@@ -131,7 +132,7 @@ def test_slow_links_deliver(program):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("how", ["cut", "blackhole"])
+@pytest.mark.parametrize("how", mostly_nightly(["cut", "blackhole"], 0))
 def test_lost_link_is_named_within_the_silence(program, how):
     with Hosts(3) as hosts, running(hosts, program, 3) as job:
         getattr(hosts, how)(1)
