@@ -52,7 +52,7 @@ def test_the_name_is_enough(programs: RankPool, unused_port: int):
     assert answers("".join(rank.stdout for rank in told)) == expected("DistributedDataParallel")
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_spawned_children_have_the_name_and_the_patch(tmp_path: Path):
     command = [sys.executable, str(SCRIPTS / "autoload.py"), str(tmp_path / "store")]
     told = run(command, tmp_path, SYNCENGINE_PATCH="1")

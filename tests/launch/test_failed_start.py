@@ -90,7 +90,7 @@ SETTING = "InvalidUsage: SYNCENGINE_NUMERICS='none' is not allowed"
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("failing", mostly_nightly([0, 1], 1))
-@pytest.mark.parametrize("ranks", [by_hand, by_slurm])
+@pytest.mark.parametrize("ranks", mostly_nightly([by_hand, by_slurm], 1))
 def test_a_bad_setting(programs: RankPool, tmp_path: Path, unused_port: int, ranks, failing: int):
     """Also on rank 0, which serves the store; and on the rank itself it is the error that it is."""
     answers = said(programs, script(tmp_path, IMPORT, BAD, INIT, failing), ranks(unused_port))
