@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import io
+import itertools
 import json
 from contextlib import redirect_stdout
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from command import syncengine
+from marks import mostly_nightly
 from pool import RankPool
 
 from syncengine.__main__ import main
@@ -155,7 +157,7 @@ def measured(arguments: tuple[str, ...], broken: int = 0) -> tuple[int, dict[str
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("memory", ["torch", "shared"])
+@pytest.mark.parametrize("memory", mostly_nightly(["torch", "shared"], 1))
 def test_every_collective_is_right(pool: RankPool, memory: str):
     """Three ranks: parts of sizes that are no powers of two."""
     wanted = ("--collective", "all", "-b", "8", "-e", "300K", "-f", "37", "--memory", memory)
@@ -172,8 +174,13 @@ def test_every_collective_is_right(pool: RankPool, memory: str):
         assert row["busbw"] == pytest.approx(row["algbw"] * bus_factor(row["collective"], 3))
 
 
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("dtype", ["half", "bfloat16", "double", "int8", "int64"])
+KINDS = list(itertools.product(["half", "bfloat16", "double", "int8", "int64"], OPS))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "op"),
+    mostly_nightly(KINDS, *(i for i, (dtype, op) in enumerate(KINDS) if dtype == "half" or op == "sum")),
+)
 def test_every_reduction_is_right(pool: RankPool, dtype: str, op: str):
     if op == "avg" and not DTYPES[dtype].is_floating_point:
         pytest.skip("refused")
@@ -266,7 +273,7 @@ def test_a_root_that_is_no_rank(pool: RankPool):
 # --- The command
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_columns():
     ended = syncengine("bench", "--ranks", "2", "-b", "8", "-e", "64", "--collective", "all", "--compare", *SHORT)
     assert ended.returncode == 0, ended.stderr

@@ -54,7 +54,7 @@ def test_hosts_that_meet_and_cannot_connect(programs: RankPool, unused_port: int
     assert any("open all ports between the hosts" in one["remedy"] for one in found), found
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_a_host_that_nothing_reaches(programs: RankPool, unused_port: int):
     """Each side reports what it sees."""
     with Hosts(2) as hosts:

@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 from command import alone
+from marks import mostly_nightly
 from repository import ROOT, SUPPORT
 from torch import nn
 
@@ -69,7 +70,9 @@ def test_another_process_joins_in_the_place_of_the_dead(pool, programs):
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("options", "others"),
-    [((), "time.sleep(100)"), (("--keep-going", "--restart"), "import syncengine; syncengine.init()")],
+    mostly_nightly(
+        [((), "time.sleep(100)"), (("--keep-going", "--restart"), "import syncengine; syncengine.init()")], 1
+    ),
 )
 def test_all_end_with_the_first_that_fails_before_they_have_met(programs, tmp_path, options, others):
     script = tmp_path / "script.py"
