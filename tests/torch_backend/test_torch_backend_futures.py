@@ -58,7 +58,7 @@ def check_completers(began: torch.Tensor) -> None:
     assert count <= 3 + (now - began.item()) / 0.01
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 @run_on_ranks(gloo=True, settings=None, timeout=20)
 def test_a_callback_may_wait_for_another_future() -> None:
     group = ours()
@@ -87,7 +87,7 @@ def test_eight_callbacks_wait_within_each_other() -> None:
     assert [total(work.get_future()) for work in works] == [2, 2, 2]
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 @run_on_ranks(gloo=True, settings=None, timeout=20)
 def test_a_chain_of_callbacks_that_each_wait() -> None:
     group = ours()

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from faults import needs_hooks, set_fault
+from marks import mostly_nightly
 from parallel_models import different_bits
 from pool import RankPool
 from test_torch_backend_training import train as train_some
@@ -35,7 +36,7 @@ def train(how: str) -> list[torch.Tensor]:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("how", mostly_nightly(["ddp", "fsdp2"], 1))
 def test_training_has_the_bits_of_one_host(pool: RankPool, how: str) -> None:
     alone, over_hosts = (pool.run(train, how, hosts=hosts, gloo=True, settings=None) for hosts in ("aaaa", "aabb"))
     for one, other in zip(alone, over_hosts, strict=True):

@@ -9,6 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from marks import mostly_nightly
 from pool import RankPool, run_on_ranks
 from torch.distributed.distributed_c10d import SHRINK_ABORT, SHRINK_DEFAULT
 from torch.utils.data import DistributedSampler
@@ -157,7 +158,9 @@ def lose(dead: list[int], stopped: list[int]) -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     ("dead", "stopped", "hosts"),
-    [([0], [], "aaaa"), ([1, 2], [], "aaaa"), ([], [3], "aaaa"), ([0], [], "aabb"), ([1, 2], [], "aabb")],
+    mostly_nightly(
+        [([0], [], "aaaa"), ([1, 2], [], "aaaa"), ([], [3], "aaaa"), ([0], [], "aabb"), ([1, 2], [], "aabb")], 2, 4
+    ),
 )
 def test_ranks_that_die_or_hang(pool: RankPool, dead: list[int], stopped: list[int], hosts: str) -> None:
     left = [rank for rank in range(4) if rank not in dead + stopped]

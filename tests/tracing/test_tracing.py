@@ -20,6 +20,7 @@ import torch.distributed as dist
 from command import alone
 from hypothesis import given
 from hypothesis import strategies as st
+from marks import mostly_nightly
 from pool import RankPool
 from torch import nn
 
@@ -69,7 +70,7 @@ def check_order(trace: Trace) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", mostly_nightly([2, 4], 0))
 def test_what_is_recorded(pool: RankPool, tmp_path: Path, world: int):
     names = pool.run(train, str(tmp_path), {}, world=world)[0]
     trace = read(tmp_path)
