@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from faults import WITHIN
-from marks import flat_at_night
+from marks import flat_at_night, mostly_nightly
 from parallel_models import CAP, Mlp, Opposite, backwards, both, data, different_bits, gradients, of_both, outcome
 from pool import RankPool, run_on_ranks
 from torch import nn
@@ -127,6 +127,7 @@ def test_futures_may_be_completed_late_and_in_any_order():
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("kinds_of_buckets", mostly_nightly(["in place", "flat"], 1), indirect=True)
 @run_on_ranks(gloo=True)
 def test_hooks_in_join():
     """A rank without a batch hands zeros to its hook, which divides by the number of all ranks in any case."""

@@ -174,7 +174,7 @@ def test_graphs_are_cut_by_the_bucket_cap():
     assert fine.graphs > coarse.graphs
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 @run_on_ranks(gloo=True)
 def test_a_compiled_training_step():
     results = []

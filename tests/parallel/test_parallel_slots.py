@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from marks import flat_at_night
 from pool import run_on_ranks
 from torch import nn
 
@@ -113,8 +112,7 @@ class Many(nn.Module):
         return x * self.parts[0]
 
 
-@pytest.mark.thorough
-@flat_at_night
+@pytest.mark.nightly
 @run_on_ranks()
 def test_wrapping_for_ever():
     """One after the other; see also tests/core/engine/lanes/slots_test.cpp, where the slots run out."""

@@ -526,7 +526,7 @@ def test_programs_of_two_ranks(pool: RankPool, first: int):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("first", mostly_nightly(numbers(1, 4), 0, 1))
+@pytest.mark.parametrize("first", mostly_nightly(numbers(1, 4), 0))
 def test_programs_of_three_ranks_in_ring(pool: RankPool, first: int):
     check(pool.run(differences, first, True, False, world=3, gloo=True, settings={"numerics": "ring"}))
 
