@@ -298,7 +298,7 @@ def test_killed_in_a_step(pool, undisturbed, place):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", mostly_nightly(KINDS[1:], 0, 2))
+@pytest.mark.parametrize("kind", mostly_nightly(KINDS[1:], 2))
 @pytest.mark.parametrize("place", mostly_nightly(["summed", "updated"], 1))
 def test_killed_in_a_step_of_other_optimizers(pool, place, kind):
     expected = pool.run(partial(train, kind=kind), world=1, settings=None)[0][0]

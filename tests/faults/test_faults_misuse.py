@@ -6,6 +6,7 @@ import pytest
 import torch
 from faults import Outcome, memory_of_this_process, my_rank, suffer, wait_for_file
 from faults_model import model_and_step
+from marks import mostly_nightly
 from pool import run_on_ranks
 
 import syncengine
@@ -58,7 +59,7 @@ def test_another_call(pool, name):
             assert OTHER_CALLS[name][1] in outcome.text
 
 
-@pytest.mark.parametrize("world", [2, 8])
+@pytest.mark.parametrize("world", mostly_nightly([2, 8], 0))
 def test_another_call_among_few_and_many(pool, world):
     for outcome in pool.run(call_other, "shape", world=world, settings=None):
         outcome.check("Mismatch", "rank 1", "99 elements")
@@ -86,7 +87,7 @@ def test_another_order():
 
 
 @pytest.mark.parametrize("trains", [False, True])
-@pytest.mark.parametrize("world", [2, 3, 8])
+@pytest.mark.parametrize("world", mostly_nightly([2, 3, 8], 1))
 @run_on_ranks(settings=None)
 def test_leaving_while_others_wait(world, trains):
     """The last rank makes one call less, or one backward."""

@@ -164,7 +164,7 @@ def test_ctrl_c_at_backwards_end(pool, tmp_path):
             peer.result().check("Aborted", "rank 0 was interrupted (Ctrl-C)")
 
 
-@pytest.mark.parametrize("world", [2, 3, 8])
+@pytest.mark.parametrize("world", mostly_nightly([2, 3, 8], 1))
 @run_on_ranks(settings=None)
 def test_collective_where_others_run_backward(world):
     def body(step):

@@ -271,7 +271,7 @@ def killed_again_and_again() -> Outcome:
     return suffer(body, timeout=60.0)
 
 
-@pytest.mark.parametrize("hosts", ["abcab", "aabbb"])
+@pytest.mark.parametrize("hosts", mostly_nightly(["abcab", "aabbb"], 0))
 def test_one_after_the_other(pool, hosts):
     with pool.spawn_ranks(killed_again_and_again, hosts=hosts, settings=None) as ranks:
         outcome = ranks[4].result()
