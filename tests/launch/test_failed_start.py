@@ -129,28 +129,33 @@ def test_an_error_of_the_script_before_init(programs: RankPool, tmp_path: Path, 
 
 @pytest.mark.parametrize(
     ("before", "fail", "come", "told"),
-    [
-        (GLOO, BAD, INIT, f"Aborted: rank 1 failed in init: {SETTING}"),
-        (GLOO, "raise ValueError('no data')", INIT, "Aborted: rank 1 failed before init: ValueError: no data"),
-        (
-            f"{GLOO}\ngroup = dist.new_group([0, 1, 2])",
-            BAD,
-            "syncengine.Parallel(torch.nn.Linear(1, 1), process_group=group)",
-            f"Aborted: rank 1 failed in init: {SETTING}",
-        ),
-        (
-            IMPORT,
-            BAD,
-            f"dist.init_process_group('syncengine', {LATE_GROUP})",
-            f"Aborted: rank 1 failed in init: {SETTING}",
-        ),
-        (
-            "import torch, torch.distributed as dist",
-            BROKEN,
-            f"dist.init_process_group('syncengine', {LATE_GROUP})",
-            "Aborted: rank 1 failed in init: ImportError: syncengine's extension",
-        ),
-    ],
+    mostly_nightly(
+        [
+            (GLOO, BAD, INIT, f"Aborted: rank 1 failed in init: {SETTING}"),
+            (GLOO, "raise ValueError('no data')", INIT, "Aborted: rank 1 failed before init: ValueError: no data"),
+            (
+                f"{GLOO}\ngroup = dist.new_group([0, 1, 2])",
+                BAD,
+                "syncengine.Parallel(torch.nn.Linear(1, 1), process_group=group)",
+                f"Aborted: rank 1 failed in init: {SETTING}",
+            ),
+            (
+                IMPORT,
+                BAD,
+                f"dist.init_process_group('syncengine', {LATE_GROUP})",
+                f"Aborted: rank 1 failed in init: {SETTING}",
+            ),
+            (
+                "import torch, torch.distributed as dist",
+                BROKEN,
+                f"dist.init_process_group('syncengine', {LATE_GROUP})",
+                "Aborted: rank 1 failed in init: ImportError: syncengine's extension",
+            ),
+        ],
+        1,
+        2,
+        4,
+    ),
     ids=["torch.distributed", "before init", "a group", "the backend", "the backend's import"],
 )
 def test_with_torch_distributed(
@@ -161,7 +166,7 @@ def test_with_torch_distributed(
     check_told(answers, told)
 
 
-@pytest.mark.parametrize("late", [0, 3])
+@pytest.mark.parametrize("late", mostly_nightly([0, 3], 1))
 def test_the_patch(programs: RankPool, tmp_path: Path, unused_port: int, late: int):
     """Without an import of syncengine: the rank ends before it wraps its model. Rank 0, which serves the store, stays
     until a late one has heard, too."""
@@ -179,7 +184,7 @@ STAYS = """if rank == 0: open(__file__ + " has said", "w").close()
     raise"""
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 @pytest.mark.parametrize("launcher", mostly_nightly(["torchrun", "openmpi", "mpich"], 0))
 def test_launchers(tmp_path: Path, launcher: str):
     told = start([*command_of(launcher), script(tmp_path, IMPORT, BAD, INIT, after=STAYS)])
