@@ -40,7 +40,7 @@ def test_hosts_that_reach_each_other(programs: RankPool, unused_port: int):
     assert "eth0" in interfaces
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_hosts_that_meet_and_cannot_connect(programs: RankPool, unused_port: int):
     """Each listens at an address to which the other has no way."""
     own = ["10.98.0.1", "10.99.0.1"]

@@ -52,7 +52,7 @@ def test_doctor_finds_too_few_descriptors_to_start_ranks(programs: RankPool, lim
     assert found["remedy"] == "raise ulimit -n to 1024"
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_descriptors_that_just_suffice():
     """What is asked for is enough."""
     lower = functools.partial(limit_descriptors, 24)

@@ -356,7 +356,7 @@ def test_a_delay_in_a_run_is_named(pool: RankPool, programs: RankPool, tmp_path:
     assert said["reduced_bytes"] == 3 * (100 * 100 + 100) * 4
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_the_command_writes_pages(pool: RankPool, programs: RankPool, tmp_path: Path):
     pytest.importorskip("matplotlib")
     for name in ("a", "b"):
