@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from marks import mostly_nightly
 from pool import RankPool
 from ports import unused_ports
 from repository import ROOT
@@ -240,8 +241,7 @@ def on_the_pool(pool: RankPool, monkeypatch: pytest.MonkeyPatch, unused_port: in
     pool.refresh()
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("launcher", ["torchrun", "openmpi", "mpich"])
+@pytest.mark.parametrize("launcher", mostly_nightly(["torchrun", "openmpi", "mpich"], 0))
 def test_all_reduce_benchmark(tmp_path, launcher):
     if launcher != "torchrun":
         mpi_command(launcher)
