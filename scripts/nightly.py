@@ -47,7 +47,8 @@ PARTS = {
                   {"SYNCENGINE_TEST_KILLS": "200"}),
     "chaos": Part(20, f"{PYTEST} tests/faults/test_chaos.py", {"SYNCENGINE_TEST_CHAOS": "2000"}),
     "garbage": Part(11, "make -C tests/core FLAVORS=asan build && export TEST_DEADLINE=2400 && "
-                    "printf '%s\\n' fuzz_messages scribbles | xargs -P 2 -n 1 build/core-asan/core_tests",
+                    "printf '%s\\n' fuzz_messages_to_the_first fuzz_messages_to_the_last scribbles | "
+                    "xargs -P 2 -n 1 build/core-asan/core_tests",
                     {"SYNCENGINE_TEST_MESSAGES": "10000000", "SYNCENGINE_TEST_SCRIBBLES": "50000"}),
     "frameworks": Part(12, "make test-integrations"),
     "cuda": Part(14, "make cuda-check cuda-torch-check"),
