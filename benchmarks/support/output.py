@@ -17,7 +17,7 @@ CPU_FIELDS = (
     "Architecture", "Model name", "CPU(s)", "Thread(s) per core", "Core(s) per socket", "Socket(s)", "NUMA node(s)",
     "L1d cache", "L2 cache", "L3 cache", "CPU max MHz", "Hypervisor vendor",
 )  # fmt: skip
-PACKAGES = ("torch", "numpy", "mpi4py", "syncengine")
+PACKAGES = ("torch", "numpy", "mpi4py", "syncengine-torch")
 
 
 def table(rows: list[tuple[str, ...]]) -> str:
