@@ -38,7 +38,7 @@ def load_extension() -> None:
         sys.modules.pop("syncengine._C", None)
         raise ImportError(
             f"syncengine's extension {path} can't be loaded: {error}. It was built for {path.parent.name}, and this is "
-            f"torch {version}: install syncengine-torch again, beside this torch",
+            f"torch {version}: install syncengine-torch again, for this torch",
             name="syncengine._C",
             path=str(path),
         ) from error

@@ -151,7 +151,7 @@ def cuda_built() -> bool:
 
 
 def _not_there() -> bool:
-    """Returns False: the engine uses neither NCCL, Gloo, oneCCL and DDL, nor ROCm."""
+    """Returns False: the engine uses none of NCCL, Gloo, oneCCL, DDL and ROCm."""
     return False
 
 

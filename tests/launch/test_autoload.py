@@ -100,7 +100,7 @@ def test_an_extension_that_does_not_load_breaks_only_what_needs_it(tmp_path: Pat
     model, group = told.stdout.splitlines()
     assert model == "model: DistributedDataParallel"
     assert group.startswith(f"group: syncengine's extension {extension} can't be loaded: ")
-    assert f"this is torch {torch.__version__}: install syncengine-torch again, beside this torch" in group
+    assert f"this is torch {torch.__version__}: install syncengine-torch again, for this torch" in group
     (line,) = [line for line in told.stderr.splitlines() if line.startswith("syncengine: ")]
     assert line.startswith("syncengine: SYNCENGINE_PATCH=1 has no effect on the DistributedDataParallel of a Linear")
     assert f"syncengine can't be imported: ImportError: syncengine's extension {extension} can't be loaded" in line
