@@ -12,6 +12,7 @@ def mostly_nightly(values: Iterable[Any], *kept: int) -> list[Any]:
     A value of several parameters is a tuple.
     """
     cases = [value if isinstance(value, type(pytest.param())) else pytest.param(*_all(value)) for value in values]
+    assert set(kept) <= set(range(len(cases))), f"there are {len(cases)} cases, and none at some of the places {kept}"
     return [
         case if place in kept else pytest.param(*case.values, marks=[*case.marks, pytest.mark.nightly], id=case.id)
         for place, case in enumerate(cases)
