@@ -13,6 +13,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/deadline.h"
@@ -69,8 +70,14 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   virtual void refuse(const std::shared_ptr<const Slots>& slots, uint64_t step, const std::string& text) = 0;
   // Each rank calls this once for a refused step, when it has refused the step or met StepRefused, and waits for the
   // work before it announces anything of a later step. `how` becomes the maximum over all ranks.
-  virtual std::shared_ptr<Work> end_refused(std::shared_ptr<const Slots> slots, uint64_t step,
-                                            std::shared_ptr<uint8_t> how) = 0;
+  std::shared_ptr<Work> end_refused(std::shared_ptr<const Slots> slots, uint64_t step, std::shared_ptr<uint8_t> how) {
+    Operation operation{.dtype = DType::UInt8, .op = ReduceOp::Max, .numerics = numerics()};
+    operation.input = operation.output = {how.get(), sizeof(*how)};
+    operation.describe = [] { return std::string("the end of a step that a rank has refused"); };
+    operation.keepalive = std::move(how);
+    const size_t index = slots->end_slot() - slots->first();
+    return announce(std::move(slots), index, step, std::move(operation));
+  }
   // Reserves the first `count` slots that no member holds any more. Collective, matched by order as submit(): blocks.
   // `describe` says what for, the same on all ranks. Throws InvalidUsage on all of them if there are not enough.
   virtual std::shared_ptr<const Slots> reserve_slots(size_t count, const std::function<std::string()>& describe = {},

@@ -22,14 +22,6 @@ std::shared_ptr<Work> EngineCommunicator::enqueue(Operation operation) {
   return submissions_.add(std::move(operation));
 }
 
-std::shared_ptr<Work> EngineCommunicator::enqueue(Operation operation, std::shared_ptr<const Slots> slots,
-                                                  uint64_t slot, uint64_t step) {
-  engine_->throw_if_unusable();
-  require_supported(operation);
-  const uint64_t number = slots->number(step);
-  return submissions_.add(std::move(operation), std::move(slots), slot, number);
-}
-
 std::shared_ptr<Work> EngineCommunicator::submit(Operation operation) {
   auto work = enqueue(std::move(operation));
   engine_->poke(membership_);
@@ -91,8 +83,10 @@ std::shared_ptr<const Slots> EngineCommunicator::reserve_slots(size_t count,
 
 std::shared_ptr<Work> EngineCommunicator::announce(std::shared_ptr<const Slots> slots, size_t index, uint64_t step,
                                                    Operation operation) {
-  const uint64_t slot = slots->first() + index;
-  auto work = enqueue(std::move(operation), std::move(slots), slot, step);
+  engine_->throw_if_unusable();
+  require_supported(operation);
+  const uint64_t slot = slots->first() + index, number = slots->number(step);
+  auto work = submissions_.add(std::move(operation), std::move(slots), slot, number);
   engine_->poke(membership_);
   return work;
 }
@@ -100,18 +94,6 @@ std::shared_ptr<Work> EngineCommunicator::announce(std::shared_ptr<const Slots> 
 void EngineCommunicator::refuse(const std::shared_ptr<const Slots>& slots, uint64_t step, const std::string& text) {
   throw_if_failed();
   engine_->locked([&] { membership_.refuse(*slots, step, text); });
-}
-
-std::shared_ptr<Work> EngineCommunicator::end_refused(std::shared_ptr<const Slots> slots, uint64_t step,
-                                                      std::shared_ptr<uint8_t> how) {
-  Operation operation{.dtype = DType::UInt8, .op = ReduceOp::Max, .numerics = numerics()};
-  operation.input = operation.output = {how.get(), sizeof(*how)};
-  operation.describe = [] { return std::string("the end of a step that a rank has refused"); };
-  operation.keepalive = std::move(how);
-  const uint64_t slot = slots->end_slot();
-  auto work = enqueue(std::move(operation), std::move(slots), slot, step);
-  engine_->poke(membership_);
-  return work;
 }
 
 void EngineCommunicator::wait(const std::shared_ptr<Work>& work, const std::function<void()>& interrupted,

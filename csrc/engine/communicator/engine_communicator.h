@@ -29,8 +29,6 @@ class EngineCommunicator final : public Communicator {
   std::shared_ptr<Work> announce(std::shared_ptr<const Slots> slots, size_t index, uint64_t step,
                                  Operation operation) override;
   void refuse(const std::shared_ptr<const Slots>& slots, uint64_t step, const std::string& text) override;
-  std::shared_ptr<Work> end_refused(std::shared_ptr<const Slots> slots, uint64_t step,
-                                    std::shared_ptr<uint8_t> how) override;
   std::shared_ptr<const Slots> reserve_slots(size_t count, const std::function<std::string()>& describe,
                                              const std::function<void()>& interrupted) override;
   void wait(const std::shared_ptr<Work>& work, const std::function<void()>& interrupted,
@@ -51,7 +49,6 @@ class EngineCommunicator final : public Communicator {
 
  private:
   std::shared_ptr<Work> enqueue(Operation operation);
-  std::shared_ptr<Work> enqueue(Operation operation, std::shared_ptr<const Slots> slots, uint64_t slot, uint64_t step);
   std::shared_ptr<Work> post(Message message, bool sends);
 
   const std::shared_ptr<Engine> engine_;

@@ -59,9 +59,6 @@ class SoloCommunicator final : public Communicator {
     return submit(std::move(operation));
   }
   void refuse(const std::shared_ptr<const Slots>&, uint64_t, const std::string&) override { throw_if_failed(); }
-  std::shared_ptr<Work> end_refused(std::shared_ptr<const Slots>, uint64_t, std::shared_ptr<uint8_t>) override {
-    return submit(Operation{.collective = Collective::Barrier});
-  }
   std::shared_ptr<const Slots> reserve_slots(size_t count, const std::function<std::string()>&,
                                              const std::function<void()>&) override {
     throw_if_failed();
