@@ -12,24 +12,16 @@ constexpr size_t kWidePiece = 4096;  // elements that are widened at a time: the
 
 }  // namespace
 
-const std::byte* InterhostRunner::contribution(const View& view, int rank) const {
+const std::byte* InterhostRunner::contribution(const View& view, int rank,
+                                               const std::function<std::byte*()>& room) const {
   const InterhostCell& cell = view.cell;
-  if (!in_slot(view, rank)) return view.operation.input.one_piece(cell.input, cell.bytes);
+  if (!in_slot(view, rank)) return view.operation.input.readable(cell.input, cell.bytes, room);
   const Runner::Base& from = base(view, rank);
-  return from.spans ? from.spans->one_piece(place(view), cell.bytes) : from.slot + place(view);
+  return from.spans ? from.spans->readable(place(view), cell.bytes, room) : from.slot + place(view);
 }
 
 std::byte* InterhostRunner::output(const View& view) const {
   return view.operation.output.one_piece(view.cell.output, view.cell.bytes);
-}
-
-void InterhostRunner::gather_contribution(const View& view, int rank, std::byte* into) const {
-  const SpanList& spans = in_slot(view, rank) ? *base(view, rank).spans : view.operation.input;
-  spans.copy_to(into, in_slot(view, rank) ? place(view) : view.cell.input, view.cell.bytes);
-}
-
-void InterhostRunner::gather_output(const View& view, std::byte* into) const {
-  view.operation.output.copy_to(into, view.cell.output, view.cell.bytes);
 }
 
 void InterhostRunner::fold(const View& view, const InterhostStep& step, const std::vector<std::byte*>& received,
@@ -88,22 +80,12 @@ void InterhostRunner::fold_run(const View& view, const InterhostStep& step, cons
   }
   if (view.wide) return fold_wide(view, run.offset, run.bytes, partial);
   const Operation& operation = view.operation;
-  const size_t element = element_size(operation.dtype);
   kernels::Reduction reduction{operation.dtype, operation.op, rounding_of(operation.numerics),
                                partial ? 1.0 : operation.postscale};
   if (operation.numerics == Numerics::Tree) reduction.merges = merges_.data();
-  add(view, run.offset, reduction, sources_.data(), destinations_.data(), static_cast<int>(destinations_.size()),
-      run.bytes / element);
-}
-
-void InterhostRunner::add(const View& view, size_t offset, const kernels::Reduction& reduction,
-                          const void* const* sources, void* const* destinations, int destination_count, size_t count) {
-  const int source_count = static_cast<int>(sources_.size());
-  if (const auto* nonfinite = view.operation.nonfinite.get()) {
-    return reduce_noting(*nonfinite, placement_.size, place_of(view, offset, count), reduction, sources, ranks_.data(),
-                         source_count, destinations, destination_count, count);
-  }
-  kernels::reduce(reduction, sources, source_count, destinations, destination_count, count);
+  reduce_noting(operation, placement_.size, view.cell.input + run.offset, reduction, sources_.data(), ranks_.data(),
+                static_cast<int>(sources_.size()), destinations_.data(), static_cast<int>(destinations_.size()),
+                run.bytes / element_size(operation.dtype));
 }
 
 // Adds 16-bit floats in float32: the same additions as in one kernel call, but with float32 partial sums on the way in
@@ -129,15 +111,17 @@ void InterhostRunner::fold_wide(const View& view, size_t offset, size_t bytes, s
                         : static_cast<void*>(floats_.data() + sources * kWidePiece);
     kernels::Reduction reduction{DType::Float32, operation.op, kernels::Rounding::Once,
                                  partial ? 1.0 : operation.postscale};
-    add(view, offset + done * sizeof(uint16_t), reduction, wide.data(), &sum, 1, length);
+    const size_t input = view.cell.input + offset + done * sizeof(uint16_t);
+    reduce_noting(operation, placement_.size, input, reduction, wide.data(), ranks_.data(), static_cast<int>(sources),
+                  &sum, 1, length);
     for (void* destination : destinations_) {
       if (partial) break;
       kernels::narrow(operation.dtype, static_cast<std::byte*>(destination) + done * sizeof(uint16_t),
                       static_cast<const float*>(sum), length);
     }
-    if (!partial && operation.nonfinite)
-      note_overflow(*operation.nonfinite, placement_.size, place_of(view, offset + done * sizeof(uint16_t), length),
-                    operation.dtype, static_cast<const std::byte*>(destinations_[0]) + done * sizeof(uint16_t),
+    if (!partial)
+      note_overflow(operation, placement_.size, input,
+                    static_cast<const std::byte*>(destinations_[0]) + done * sizeof(uint16_t),
                     static_cast<const float*>(sum), length);
   }
 }

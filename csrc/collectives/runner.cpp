@@ -35,11 +35,23 @@ Nonfinite::Kind kind_at(DType dtype, const void* memory, size_t i) {
   }
 }
 
+// Returns which elements the `count` results are that begin at the byte `input` of the operation's input.
+Nonfinite::Place locate(const Operation& operation, size_t input, size_t count) {
+  const size_t element = element_size(operation.dtype);
+  return operation.nonfinite->locate(input, count * element, element);
+}
+
 }  // namespace
 
-void reduce_noting(const Nonfinite& nonfinite, int world, Nonfinite::Place place, kernels::Reduction reduction,
+void reduce_noting(const Operation& operation, int world, size_t input, const kernels::Reduction& reduction,
                    const void* const* sources, const int* ranks, int source_count, void* const* destinations,
                    int destination_count, size_t count) {
+  const Nonfinite* nonfinite = operation.nonfinite.get();
+  if (!nonfinite) {
+    kernels::reduce(reduction, sources, source_count, destinations, destination_count, count);
+    return;
+  }
+  auto place = locate(operation, input, count);
   const size_t element = element_size(reduction.dtype);
   std::vector<const void*> from(sources, sources + source_count);
   std::vector<void*> to(destinations, destinations + destination_count);
@@ -50,16 +62,16 @@ void reduce_noting(const Nonfinite& nonfinite, int world, Nonfinite::Place place
     place.valid -= std::min(place.valid, elements);
     count -= elements;
   };
-  kernels::Reduction plain = reduction;
-  reduction.stops_at_nonfinite = true;
+  kernels::Reduction stopping = reduction;
+  stopping.stops_at_nonfinite = true;
   for (;;) {
-    skip(kernels::reduce(reduction, from.data(), source_count, to.data(), destination_count, count));
+    skip(kernels::reduce(stopping, from.data(), source_count, to.data(), destination_count, count));
     if (count == 0) return;
     // Results are kept aside until the contributions have been checked: results may go where contributions lie.
     const size_t block = std::min(count, kernels::kBlockBytes / element);
     alignas(8) std::byte results[kernels::kBlockBytes];
     void* result = results;
-    kernels::reduce(plain, from.data(), source_count, &result, 1, block);
+    kernels::reduce(reduction, from.data(), source_count, &result, 1, block);
     for (size_t i = 0; i < std::min(block, place.valid); ++i) {
       const auto made = kind_at(reduction.dtype, results, i);
       if (made == Nonfinite::None) continue;
@@ -68,21 +80,23 @@ void reduce_noting(const Nonfinite& nonfinite, int world, Nonfinite::Place place
         const auto kind = kind_at(reduction.dtype, from[s], i);
         if (kind == Nonfinite::None) continue;
         brought = true;
-        if (ranks[s] >= 0) nonfinite.note(ranks[s], place.first + i, kind);
+        if (ranks[s] >= 0) nonfinite->note(ranks[s], place.first + i, kind);
       }
-      if (!brought) nonfinite.note(world, place.first + i, made);
+      if (!brought) nonfinite->note(world, place.first + i, made);
     }
-    kernels::reduce(plain, from.data(), source_count, to.data(), destination_count, block);
+    kernels::reduce(reduction, from.data(), source_count, to.data(), destination_count, block);
     skip(block);
   }
 }
 
-void note_overflow(const Nonfinite& nonfinite, int world, Nonfinite::Place place, DType dtype, const std::byte* results,
-                   const float* sums, size_t count) {
+void note_overflow(const Operation& operation, int world, size_t input, const std::byte* results, const float* sums,
+                   size_t count) {
+  if (!operation.nonfinite) return;
+  const auto place = locate(operation, input, count);
   for (size_t i = 0; i < std::min(count, place.valid); ++i) {
-    const auto kind = kind_at(dtype, results, i);
+    const auto kind = kind_at(operation.dtype, results, i);
     if (kind == Nonfinite::None || kind_at(DType::Float32, sums, i) != Nonfinite::None) continue;
-    nonfinite.note(world, place.first + i, kind);
+    operation.nonfinite->note(world, place.first + i, kind);
   }
 }
 
@@ -147,12 +161,8 @@ void Runner::reduce_run(const Operation& operation, const Reduce& step, size_t o
   }
   kernels::Reduction reduction{operation.dtype, operation.op, rounding_of(operation.numerics), operation.postscale};
   if (operation.numerics == Numerics::Tree) reduction.merges = tree_.of(operation.leaves, world_).data();
-  const size_t element = element_size(operation.dtype);
-  if (const auto* nonfinite = operation.nonfinite.get()) {
-    return reduce_noting(*nonfinite, world_, nonfinite->locate(step.input + offset, run.bytes, element), reduction,
-                         sources_.data(), order_.data(), world_, destinations_.data(), count, run.bytes / element);
-  }
-  kernels::reduce(reduction, sources_.data(), world_, destinations_.data(), count, run.bytes / element);
+  reduce_noting(operation, world_, step.input + offset, reduction, sources_.data(), order_.data(), world_,
+                destinations_.data(), count, run.bytes / element_size(operation.dtype));
 }
 
 bool Runner::pull(const Operation& operation, const ChunkPlan& plan, const std::function<bool()>& stop) {

@@ -14,14 +14,15 @@
 
 namespace syncengine {
 
-// Does what kernels::reduce() does, and notes in `nonfinite` who brought NaN or infinity into results at `place`.
-// `ranks` says whose contribution each source is: -1 for a sum of several.
-void reduce_noting(const Nonfinite& nonfinite, int world, Nonfinite::Place place, kernels::Reduction reduction,
+// Does what kernels::reduce() does and, if the operation asks for that, notes who brought NaN or infinity into the
+// results, which begin at the byte `input` of its input. `ranks` says whose contribution each source is: -1 for a sum of
+// several.
+void reduce_noting(const Operation& operation, int world, size_t input, const kernels::Reduction& reduction,
                    const void* const* sources, const int* ranks, int source_count, void* const* destinations,
                    int destination_count, size_t count);
-// Notes finite `sums` that became infinite when they were rounded to the 16-bit `results`.
-void note_overflow(const Nonfinite& nonfinite, int world, Nonfinite::Place place, DType dtype, const std::byte* results,
-                   const float* sums, size_t count);
+// Likewise notes finite `sums` that became infinite when they were rounded to the 16-bit `results`.
+void note_overflow(const Operation& operation, int world, size_t input, const std::byte* results, const float* sums,
+                   size_t count);
 
 // A range of an operation's bytes that is contiguous in its input and in its output, and is summed in one order.
 struct Run {
@@ -82,11 +83,9 @@ class InterhostRunner {
     bool wide;           // partial sums are float32, though the dtype is not
   };
 
-  // The contribution of local rank `rank` as one piece of memory, or null if it lies in several pieces.
-  const std::byte* contribution(const View& view, int rank) const;
-  std::byte* output(const View& view) const;  // likewise this rank's output
-  void gather_contribution(const View& view, int rank, std::byte* into) const;
-  void gather_output(const View& view, std::byte* into) const;
+  // The contribution of local rank `rank` as one piece of memory: copied to room() if it lies in several pieces.
+  const std::byte* contribution(const View& view, int rank, const std::function<std::byte*()>& room) const;
+  std::byte* output(const View& view) const;  // this rank's output, or null if it lies in several pieces
 
   static size_t partial_bytes(const View& view) { return view.wide ? view.cell.bytes * 2 : view.cell.bytes; }
   // `received` has the step's envelopes. The sum goes into `partial`, which has at least partial_bytes(); if that is
@@ -103,13 +102,6 @@ class InterhostRunner {
                 std::byte* partial);
   void find_merges(const Operation& operation, const InterhostStep& step);
   void fold_wide(const View& view, size_t offset, size_t bytes, std::byte* partial);
-  // Adds `count` elements from byte `offset` of the cell on.
-  void add(const View& view, size_t offset, const kernels::Reduction& reduction, const void* const* sources,
-           void* const* destinations, int destination_count, size_t count);
-  Nonfinite::Place place_of(const View& view, size_t offset, size_t count) const {
-    const size_t element = element_size(view.operation.dtype);
-    return view.operation.nonfinite->locate(view.cell.input + offset, count * element, element);
-  }
 
   const Placement& placement_;
   std::vector<const void*> sources_;

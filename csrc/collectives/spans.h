@@ -58,6 +58,17 @@ class SpanList {
     return bytes <= spans_[i].bytes - skip ? spans_[i].data + skip : nullptr;
   }
 
+  // The bytes [offset, offset + bytes) in one piece of memory: where they lie or, if they lie in several spans, copied to
+  // room(). Null if there are none.
+  template <class Room>
+  const std::byte* readable(size_t offset, size_t bytes, const Room& room) const {
+    if (bytes == 0) return nullptr;
+    if (const std::byte* piece = one_piece(offset, bytes)) return piece;
+    std::byte* copy = room();
+    copy_to(copy, offset, bytes);
+    return copy;
+  }
+
   // Calls visit(std::byte* memory, size_t offset, size_t bytes) for each contiguous piece of [offset, offset + bytes),
   // in order; `offset` in the call is relative to the start of the range.
   template <class Visit>

@@ -39,11 +39,10 @@ class SoloCommunicator final : public Communicator {
       operation.output.for_each(offset, bytes, [&](std::byte* to, size_t skip, size_t length) {
         const void* from = part + skip;
         void* into = to;
-        if (const auto* nonfinite = operation.nonfinite.get()) {
+        if (operation.nonfinite) {
           const int rank = 0;
-          reduce_noting(*nonfinite, 1, nonfinite->locate(offset + skip, length, element),
-                        {.dtype = operation.dtype, .op = operation.op, .scale = scale}, &from, &rank, 1, &into, 1,
-                        length / element);
+          reduce_noting(operation, 1, offset + skip, {.dtype = operation.dtype, .op = operation.op, .scale = scale},
+                        &from, &rank, 1, &into, 1, length / element);
         } else {
           kernels::copy_scaled(operation.dtype, to, from, length / element, scale);
         }

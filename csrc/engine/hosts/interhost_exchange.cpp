@@ -332,29 +332,18 @@ void InterhostExchange::post_sends(InFlightChunk& chunk, size_t cell) {
   progress.posted = trace::is_on() ? trace::now() : 0;
   if (step.sends.empty()) return;
   auto where = view(chunk, cell);
-  const std::byte* gathered = nullptr;  // the own output or input, if it is in pieces
+  const auto room = [&] { return chunk.scratch.take(where.cell.bytes); };
+  const std::byte* result = nullptr;  // the own output in one piece, the same for all sends
   for (const Envelope& envelope : step.sends) {
     size_t bytes = payload_bytes(chunk, cell, envelope);
-    const std::byte* source = nullptr;
-    if (envelope.content == Content::Partial) {
-      source = progress.partial;
-    } else if (envelope.content == Content::Result) {
-      source = runner_.output(where);
-      if (!source && !gathered) {
-        std::byte* copy = chunk.scratch.take(bytes);
-        runner_.gather_output(where, copy);
-        gathered = copy;
-      }
-    } else {
+    const std::byte* source = progress.partial;
+    if (envelope.content == Content::Result) {
+      if (!result) result = where.operation.output.readable(where.cell.output, where.cell.bytes, room);
+      source = result;
+    } else if (envelope.content != Content::Partial) {
       int rank = envelope.content == Content::Raw ? envelope.rank : links_.placement.rank;
-      source = runner_.contribution(where, rank);
-      if (!source && bytes > 0) {
-        std::byte* copy = chunk.scratch.take(bytes);
-        runner_.gather_contribution(where, rank, copy);
-        source = copy;
-      }
+      source = runner_.contribution(where, rank, room);
     }
-    if (!source) source = gathered;
     lane_.counters.interhost_bytes += bytes;
     progress.sends.push_back(links_.send(envelope.peer, tag(chunk, envelope, bytes), source, bytes));
   }

@@ -86,12 +86,13 @@ TEST(cuda_bodies_note_what_is_not_finite_as_the_engine_does) {
         void* destination = result.data();
         std::vector<uint64_t> noted(sources + 1, Nonfinite::kNothing);
         args.words = noted.data();
-        const Nonfinite nonfinite{.words = std::shared_ptr<uint64_t[]>(new uint64_t[sources + 1])};
+        const Nonfinite nonfinite{.words = std::shared_ptr<uint64_t[]>(new uint64_t[sources + 1]), .begin = 1000};
         std::fill_n(nonfinite.words.get(), sources + 1, Nonfinite::kNothing);
+        const Operation operation{.dtype = dtype, .nonfinite = std::make_shared<const Nonfinite>(nonfinite)};
         const kernels::Reduction reduction{dtype, ReduceOp::Sum, kernels::Rounding::Once, 0.5};
         testing::run_note(reduction, args);
-        reduce_noting(nonfinite, sources, {1000, count}, reduction, pointers.data(), ranks.data(), sources,
-                      &destination, 1, count);
+        reduce_noting(operation, sources, 0, reduction, pointers.data(), ranks.data(), sources, &destination, 1,
+                      count);
         CHECK(std::equal(noted.begin(), noted.end(), nonfinite.words.get()));
         CHECK(bytes < 4096 || element_size(dtype) > 2 || noted[sources - 1] != Nonfinite::kNothing);
       }
