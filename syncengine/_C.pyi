@@ -243,9 +243,6 @@ class Communicator:
     def hosts(self) -> list[int]:
         """The host of each member, numbered from 0."""
 
-    def dead(self) -> list[int]:
-        """The members on this host whose processes have died, counted among the members on this host."""
-
     def ended(self) -> list[int]:
         """Ranks in the job of the members whose processes are known to have ended."""
 

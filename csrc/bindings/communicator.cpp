@@ -272,8 +272,6 @@ void bind_communicator(py::module_& module) {
       .def("check_peers", &Communicator::check_peers, py::call_guard<py::gil_scoped_release>(),
            "Raises the error with which this communicator has failed, if it has, after a look at the other ranks.")
       .def_property_readonly("hosts", &Communicator::hosts, "The host of each member, numbered from 0.")
-      .def("dead", &Communicator::dead, py::call_guard<py::gil_scoped_release>(),
-           "The members on this host, by their numbers among these, whose processes have died.")
       .def("ended", &Communicator::ended, py::call_guard<py::gil_scoped_release>(),
            "The ranks in the job of the other members whose processes are known to have ended.")
       .def(

@@ -33,7 +33,11 @@ class Host:
 
     def name(self, member: int) -> str:
         """The name of the ``member``-th of them in messages."""
-        return f"rank {self.communicator.global_ranks[self.members[member]]}"
+        return f"rank {self.in_job(member)}"
+
+    def in_job(self, member: int) -> int:
+        """The rank in the job of the ``member``-th of them."""
+        return self.communicator.global_ranks[self.members[member]]
 
 
 class Layout(NamedTuple):

@@ -167,13 +167,13 @@ class Update:
         patience = _MOMENT if isinstance(error, Timeout) else self._communicator.timeout  # they have been waited for
         deadline = time.monotonic() + patience
         while True:
-            dead = self._communicator.dead()  # first: what these have done is there by now
+            ended = self._communicator.ended()  # first: what these have done is there by now
             completed = self._memory.completed(self._host.size)
             behind = [rank for rank, done in enumerate(completed) if done < self._number]
             torn = self._memory.torn
             if not behind and not torn:
                 return
-            lost = [rank for rank in behind if rank in dead]
+            lost = [rank for rank in behind if self._host.in_job(rank) in ended]
             if lost or torn or time.monotonic() > deadline:
                 self._memory.tear(self._number)
                 if not isinstance(error, Exception):

@@ -96,8 +96,6 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // throw_if_failed() after a look at the peers, for a rank that waits for something else than this communicator's
   // work.
   virtual void check_peers() { throw_if_failed(); }
-  // The members on this host, by their numbers among these, whose processes have died.
-  virtual std::vector<int> dead() { return {}; }
   // Members, except this one, whose processes are known to have ended, in whatever way, by their ranks in the job.
   // Processes of this machine are checked; those of other machines are known by the transport between hosts. May be
   // called once the communicator has failed or was closed.

@@ -50,11 +50,9 @@ std::shared_ptr<Work> EngineCommunicator::post(Message message, bool sends) {
 std::shared_ptr<const Slots> EngineCommunicator::reserve_slots(size_t count,
                                                                const std::function<std::string()>& describe,
                                                                const std::function<void()>& interrupted) {
-  uint64_t hash = 0xcbf29ce484222325;  // FNV-1a
-  auto mix = [&hash](uint64_t value) { hash = (hash ^ value) * 0x100000001b3; };
-  mix(count);
+  uint64_t hash = mix(0xcbf29ce484222325, count);
   if (describe)
-    for (char c : describe()) mix(static_cast<unsigned char>(c));
+    for (char c : describe()) hash = mix(hash, static_cast<unsigned char>(c));
   count += Slots::kBehind;
   // No rank's first gap begins behind all slots that were ever taken, whose end is the same on all ranks.
   engine_->locked([&] { membership_.expect_slots(slots_->end() + count); });
@@ -170,16 +168,6 @@ void EngineCommunicator::close() {
     for (Progressable* progressable : engine_->progressables()) progressable->leave();
   });
   engine_->lock().await_drops();
-}
-
-std::vector<int> EngineCommunicator::dead() {
-  engine_->throw_if_forked();
-  return engine_->locked([&] {
-    std::vector<int> members;
-    for (int member = 0; member < members_.group.size; ++member)
-      if (engine_->locals().is_dead(members_.group.local_ranks[member])) members.push_back(member);
-    return members;
-  });
 }
 
 std::vector<int> EngineCommunicator::ended() {

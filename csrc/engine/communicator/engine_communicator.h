@@ -36,7 +36,6 @@ class EngineCommunicator final : public Communicator {
   void abort(ErrorKind kind, const std::string& text) override;
   void throw_if_failed() const override;
   void check_peers() override;
-  std::vector<int> dead() override;
   std::vector<int> ended() override;
   std::shared_ptr<Communicator> split(const std::vector<int>& ranks, const std::function<void()>& interrupted) override;
   std::shared_ptr<Communicator> shrink(Duration patience, const std::function<void()>& interrupted,

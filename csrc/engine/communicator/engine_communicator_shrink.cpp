@@ -135,7 +135,10 @@ std::shared_ptr<Communicator> EngineCommunicator::shrink(Duration patience, cons
   }
   // Only now may the pools of dead members be discarded: all members that are left have ended their operations, which
   // may have read there.
-  for (int member : dead()) members_.group.arenas[member]->discard_pool();
+  for (int member = 0; member < members_.group.size; ++member) {
+    const bool dead = engine_->locked([&] { return engine_->locals().is_dead(members_.group.local_ranks[member]); });
+    if (dead) members_.group.arenas[member]->discard_pool();
+  }
   auto selected = members_.select(*engine_, left, std::move(offsets), number, splits_);
   auto next = std::make_shared<EngineCommunicator>(engine_, std::move(selected), membership_.origin());
   membership_.hand_on_origin();

@@ -87,10 +87,10 @@ Members Members::make(Engine& engine, Placement placement, std::vector<int> glob
 
 Members Members::select(Engine& engine, const std::vector<int>& chosen, std::vector<uint64_t> offsets, uint64_t number,
                         uint64_t splits) const {
-  uint64_t trace_id = (group.id ^ splits) * 0x100000001b3;  // FNV-1a, of what all members know
+  uint64_t trace_id = mix(group.id, splits);  // of what all members know
   std::vector<int> labels, globals, locals;
   for (int member : chosen) {
-    trace_id = (trace_id ^ static_cast<uint64_t>(member)) * 0x100000001b3;
+    trace_id = mix(trace_id, static_cast<uint64_t>(member));
     labels.push_back(placement.host_of[member]);
     globals.push_back(global_ranks[member]);
     if (!on_other_host(member)) locals.push_back(group.local_ranks[placement.local_index(member)]);
