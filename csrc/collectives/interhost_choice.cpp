@@ -2,13 +2,11 @@
 
 #include <algorithm>
 
+#include "kernels/reduce.h"
+
 namespace syncengine {
 
 namespace {
-
-bool is_half(const Operation& operation) {
-  return operation.dtype == DType::Float16 || operation.dtype == DType::BFloat16;
-}
 
 // The size in bytes from which on the chain is quicker than the exchange. The chain's running sum has `partial` bytes
 // for each byte of the tensor.
@@ -47,7 +45,7 @@ InterhostChoice choose_interhost(const Placement& placement, HostAlgorithm algor
 Way choose_way(const InterhostChoice& choice, const Operation& operation) {
   if (operation.numerics == Numerics::Ring) return Way::Exchange;
   if (operation.numerics == Numerics::Fast) return Way::Sums;
-  size_t from = is_half(operation) ? choice.chain_half : choice.chain;
+  size_t from = kernels::is_half(operation.dtype) ? choice.chain_half : choice.chain;
   bool chain = operation.collective == Collective::AllReduce && operation.input.bytes() >= from;
   return chain ? Way::Chain : Way::Exchange;
 }
@@ -63,10 +61,6 @@ Way way_of_tree(const Placement& placement, const std::vector<uint8_t>& merges) 
     if (sums > 1) return Way::Exchange;
   }
   return Way::Sums;
-}
-
-bool relays(const InterhostChoice& choice, const Operation& operation) {
-  return operation.input.bytes() >= choice.relay;
 }
 
 std::string describe(const InterhostChoice& choice) {

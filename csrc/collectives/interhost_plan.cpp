@@ -111,7 +111,7 @@ void plan_all_reduce(const Placement& placement, const InterhostChunk& chunk, st
   int homes = chain ? 1 : placement.hosts();
   for (int stripe = 0; stripe < placement.stripes; ++stripe) {
     if (placement.handler(placement.host, stripe) != placement.rank) continue;
-    auto [begin, end] = stripe_of(placement, chunk.length, stripe);
+    auto [begin, end] = slice(chunk.length, placement.stripes, stripe);
     for (int part = 0; part < homes; ++part) {
       auto [first, past] = slice(end - begin, homes, part);
       if (first == past) continue;
@@ -172,7 +172,7 @@ void plan_broadcast(const Placement& placement, const InterhostChunk& chunk, std
   int hosts = placement.hosts(), root_host = placement.host_of[chunk.root];
   int behind = (placement.host - root_host + hosts) % hosts;  // how far the own host is behind the root's
   for (int stripe = 0; stripe < placement.stripes; ++stripe) {
-    auto [begin, end] = stripe_of(placement, chunk.length, stripe);
+    auto [begin, end] = slice(chunk.length, placement.stripes, stripe);
     if (begin == end || placement.handler(placement.host, stripe) != placement.rank) continue;
     auto with = [&](int host, Content content) {
       return Envelope{placement.handler(host % hosts, stripe), content, chunk.root, static_cast<uint32_t>(stripe)};
@@ -211,10 +211,6 @@ void plan_barrier(const Placement& placement, std::vector<InterhostCell>& cells)
 
 }  // namespace
 
-std::pair<size_t, size_t> stripe_of(const Placement& placement, size_t length, int stripe) {
-  return slice(length, placement.stripes, stripe);
-}
-
 std::pair<size_t, size_t> stripes_of(const Placement& placement, size_t length, int rank) {
   int host = placement.host_of[rank], first = placement.stripes, last = -1;
   for (int stripe = 0; stripe < placement.stripes; ++stripe) {
@@ -222,7 +218,7 @@ std::pair<size_t, size_t> stripes_of(const Placement& placement, size_t length, 
     first = std::min(first, stripe);
     last = stripe;
   }
-  return {stripe_of(placement, length, first).first, stripe_of(placement, length, last).second};
+  return {slice(length, placement.stripes, first).first, slice(length, placement.stripes, last).second};
 }
 
 int part_handler(const Placement& placement, int host, int destination) {
@@ -313,11 +309,6 @@ void plan_inside(const Placement& placement, const Chunk& chunk, ChunkPlan& plan
     }
     case Collective::Barrier: return;
   }
-}
-
-uint64_t envelope_ids(const Placement& placement) {
-  uint64_t cells = std::max<uint64_t>(static_cast<uint64_t>(placement.stripes) * placement.hosts(), placement.size);
-  return cells * static_cast<uint64_t>(placement.size + 2);
 }
 
 }  // namespace syncengine

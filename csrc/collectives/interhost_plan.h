@@ -24,7 +24,7 @@ namespace syncengine {
 // How contributions from several hosts become one sum. Exchange and Chain give the same bits.
 enum class Way : uint8_t {
   Exchange,  // a cell has a home, whose handler gets every rank's own bytes, adds them in order, and returns the result
-  Chain,     // the running sum goes from host to host, in the order of ranks; the result comes back the same way
+  Chain,     // the running sum goes from host to host, in the order of ranks; the result goes back in reverse
   Sums,      // like Exchange, but each host sends one sum (numerics "fast")
 };
 
@@ -50,7 +50,6 @@ InterhostChoice choose_interhost(const Placement& placement, HostAlgorithm algor
 // rank is alone on its host, Exchange.
 Way choose_way(const InterhostChoice& choice, const Operation& operation);
 Way way_of_tree(const Placement& placement, const std::vector<uint8_t>& merges);
-bool relays(const InterhostChoice& choice, const Operation& operation);
 
 std::string describe(const InterhostChoice& choice);
 
@@ -121,8 +120,7 @@ void plan_interhost(const Placement& placement, const InterhostChunk& chunk, std
 // all local tensors.
 void plan_inside(const Placement& placement, const Chunk& chunk, ChunkPlan& plan);
 
-// The range [first, second) of stripe `stripe` in `length` bytes, and the range of all stripes of one rank.
-std::pair<size_t, size_t> stripe_of(const Placement& placement, size_t length, int stripe);
+// The range [first, second) of all stripes of one rank in `length` bytes.
 std::pair<size_t, size_t> stripes_of(const Placement& placement, size_t length, int rank);
 
 // The rank that handles rank `destination`'s part of a reduce-scatter or all-gather on `host`.
@@ -130,8 +128,5 @@ int part_handler(const Placement& placement, int host, int destination);
 
 // Ranks of other hosts with which `placement.rank` may exchange envelopes, and therefore compares operations.
 std::vector<int> counterparts(const Placement& placement);
-
-// One more than the largest envelope id.
-uint64_t envelope_ids(const Placement& placement);
 
 }  // namespace syncengine

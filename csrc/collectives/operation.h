@@ -46,12 +46,6 @@ inline constexpr int kNoRoot = -1;
 struct Copy {
   size_t user, slot, bytes;
 };
-// The copy that contains the byte of the staging slot at the offset `slot`, or null if none does.
-inline const Copy* copy_at(const std::vector<Copy>& copies, size_t slot) {
-  for (const Copy& copy : copies)
-    if (copy.slot <= slot && slot < copy.slot + copy.bytes) return &copy;
-  return nullptr;
-}
 
 // Records which rank has brought NaN or infinity into a floating-point sum. The ranks that reduce the sum note that in
 // `words`: one word for each rank, and one more for sums of finite numbers that overflowed.
@@ -90,10 +84,12 @@ struct Nonfinite {
   // Returns which elements the bytes [byte, byte + bytes) of the input are. These bytes lie in at most one of `parts`.
   Place locate(size_t byte, size_t bytes, size_t element_bytes) const {
     if (parts.empty()) return {begin + byte / element_bytes, bytes / element_bytes};
-    const Copy* part = copy_at(parts, byte);
-    if (!part) return {0, 0};
-    const size_t skip = byte - part->slot;
-    return {begin + (part->user + skip) / element_bytes, std::min(bytes, part->bytes - skip) / element_bytes};
+    for (const Copy& part : parts) {
+      if (byte < part.slot || part.slot + part.bytes <= byte) continue;
+      const size_t skip = byte - part.slot;
+      return {begin + (part.user + skip) / element_bytes, std::min(bytes, part.bytes - skip) / element_bytes};
+    }
+    return {0, 0};
   }
 };
 

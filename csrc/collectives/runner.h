@@ -15,8 +15,8 @@
 namespace syncengine {
 
 // Does what kernels::reduce() does and, if the operation asks for that, notes who brought NaN or infinity into the
-// results, which begin at the byte `input` of its input. `ranks` says whose contribution each source is: -1 for a sum of
-// several.
+// results, which begin at the byte `input` of its input. `ranks` says whose contribution each source is: -1 for a sum
+// of several.
 void reduce_noting(const Operation& operation, int world, size_t input, const kernels::Reduction& reduction,
                    const void* const* sources, const int* ranks, int source_count, void* const* destinations,
                    int destination_count, size_t count);

@@ -58,8 +58,8 @@ class SpanList {
     return bytes <= spans_[i].bytes - skip ? spans_[i].data + skip : nullptr;
   }
 
-  // The bytes [offset, offset + bytes) in one piece of memory: where they lie or, if they lie in several spans, copied to
-  // room(). Null if there are none.
+  // The bytes [offset, offset + bytes) in one piece of memory: where they lie or, if they lie in several spans, copied
+  // to room(). Null if there are none.
   template <class Room>
   const std::byte* readable(size_t offset, size_t bytes, const Room& room) const {
     if (bytes == 0) return nullptr;

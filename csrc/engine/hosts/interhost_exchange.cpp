@@ -125,7 +125,8 @@ bool InterhostExchange::advance() {
   }
   start_chunks();
   bool moved = false;
-  for (auto& chunk : in_flight_) moved |= advance(*chunk);
+  for (auto& chunk : in_flight_)
+    for (size_t cell = 0; cell < chunk->cells.size(); ++cell) moved |= advance(*chunk, cell);
   return moved;
 }
 
@@ -166,7 +167,6 @@ void InterhostExchange::start_chunks() {
     auto chunk = std::move(landed_.back());
     landed_.pop_back();
     chunk->operation = started_.operation;
-    chunk->chunk = started_.chunk;
     chunk->total = started_.total;
     size_t block = block_bytes(operation), begin = started_.chunk * active.chunk_bytes;
     plan_interhost(links_.placement,
@@ -176,7 +176,7 @@ void InterhostExchange::start_chunks() {
                     .block = block,
                     .begin = begin,
                     .length = std::min(block - begin, active.chunk_bytes),
-                    .relay = relays(links_.choice, operation)},
+                    .relay = operation.input.bytes() >= links_.choice.relay},
                    chunk->cells);
     chunk->progress.assign(chunk->cells.size(), {});
     chunk->scratch.clear();
@@ -185,21 +185,16 @@ void InterhostExchange::start_chunks() {
   }
 }
 
-bool InterhostExchange::advance(InFlightChunk& chunk) {
-  bool moved = false;
-  for (size_t cell = 0; cell < chunk.cells.size(); ++cell) moved |= advance(chunk, cell);
-  return moved;
-}
-
 bool InterhostExchange::advance(InFlightChunk& chunk, size_t cell) {
   InFlightChunk::Progress& progress = chunk.progress[cell];
   const auto& steps = chunk.cells[cell].steps;
   bool moved = false;
   // All receives are posted at once (interhost_plan.h says why that is possible). If they were posted later, the peer
   // would be told behind data, which takes milliseconds on a slow link.
-  while (progress.receives.size() < steps.size() && may_receive(chunk, cell, steps[progress.receives.size()])) {
-    post_receives(chunk, cell, steps[progress.receives.size()]);
-    moved = true;
+  for (; progress.receives.size() < steps.size(); moved = true) {
+    const InterhostStep& step = steps[progress.receives.size()];
+    if (!may_move(chunk, cell, step.receives, false)) break;
+    post_receives(chunk, cell, step);
   }
   for (; progress.step < steps.size(); moved = true) {
     const InterhostStep& step = steps[progress.step];
@@ -212,7 +207,7 @@ bool InterhostExchange::advance(InFlightChunk& chunk, size_t cell) {
     }
     bool is_posted = progress.step < progress.receives.size();
     if (!is_posted || !all_ended(chunk, progress.receives[progress.step].transfers)) return moved;
-    if (!may_send(chunk, cell, step)) return moved;
+    if (!may_move(chunk, cell, step.sends, true)) return moved;
     if (auto posted = std::exchange(progress.receives[progress.step].posted, 0))
       trace_transfers(chunk, cell, step.receives, posted, "receive");
     if (step.staged) {
@@ -241,17 +236,11 @@ bool InterhostExchange::all_ended(const InFlightChunk& chunk, const InFlightChun
 // Bytes move between two ranks only if both mean the same operation. The receiver takes what is sent unasked only when
 // that is known. Larger data waits for the receive anyway, and with the receive the sender is told of the operation, so
 // nobody waits longer.
-bool InterhostExchange::may_receive(const InFlightChunk& chunk, size_t cell, const InterhostStep& step) {
-  return std::all_of(step.receives.begin(), step.receives.end(), [&](const Envelope& envelope) {
-    return payload_bytes(chunk, cell, envelope) > Interhost::kMaxUnasked ||
-           agreement_.agrees(chunk.operation, envelope.peer);
-  });
-}
-
-bool InterhostExchange::may_send(const InFlightChunk& chunk, size_t cell, const InterhostStep& step) {
-  return std::all_of(step.sends.begin(), step.sends.end(), [&](const Envelope& envelope) {
-    return payload_bytes(chunk, cell, envelope) <= Interhost::kMaxUnasked ||
-           agreement_.agrees(chunk.operation, envelope.peer);
+bool InterhostExchange::may_move(const InFlightChunk& chunk, size_t cell, const std::vector<Envelope>& envelopes,
+                                 bool sends) {
+  return std::all_of(envelopes.begin(), envelopes.end(), [&](const Envelope& envelope) {
+    const bool is_unasked = payload_bytes(chunk, cell, envelope) <= Interhost::kMaxUnasked;
+    return is_unasked == sends || agreement_.agrees(chunk.operation, envelope.peer);
   });
 }
 
@@ -261,8 +250,7 @@ Way InterhostExchange::way_of(const Operation& operation) const {
 }
 
 bool InterhostExchange::is_wide(const Operation& operation) const {
-  bool is_half = operation.dtype == DType::Float16 || operation.dtype == DType::BFloat16;
-  return is_half && way_of(operation) == Way::Chain;
+  return kernels::is_half(operation.dtype) && way_of(operation) == Way::Chain;
 }
 
 InterhostRunner::View InterhostExchange::view(const InFlightChunk& chunk, size_t cell) {

@@ -84,7 +84,7 @@ class Scratch {
 };
 
 struct InFlightChunk {
-  uint64_t operation = 0, chunk = 0, total = 0;  // as in Lane::Cursor
+  uint64_t operation = 0, total = 0;  // as in LaneState::Cursor
   std::vector<InterhostCell> cells = {};
 
   using Transfers = std::vector<std::shared_ptr<Interhost::Transfer>>;
@@ -131,10 +131,8 @@ class InterhostExchange final : public Exchange {
 
  private:
   void start_chunks();
-  bool advance(InFlightChunk& chunk);
   bool advance(InFlightChunk& chunk, size_t cell);
-  bool may_receive(const InFlightChunk& chunk, size_t cell, const InterhostStep& step);
-  bool may_send(const InFlightChunk& chunk, size_t cell, const InterhostStep& step);
+  bool may_move(const InFlightChunk& chunk, size_t cell, const std::vector<Envelope>& envelopes, bool sends);
   bool all_ended(const InFlightChunk& chunk, const InFlightChunk::Transfers& transfers) const;
   void post_receives(InFlightChunk& chunk, size_t cell, const InterhostStep& step);
   void post_sends(InFlightChunk& chunk, size_t cell);

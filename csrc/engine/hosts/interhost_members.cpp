@@ -139,7 +139,7 @@ std::optional<Error> InterhostMembers::check_members(const Traffic& traffic) {
       continue;
     }
     // Operations that the member has completed need nothing more of it, since it has sent all of its part.
-    bool in_vain = route_->waits_for(traffic.messenger().matcher(), member, left->second.tally);
+    bool in_vain = route_->waits_for(traffic.messenger(), member, left->second.tally);
     for (int id = 0; id < shm::kLanes; ++id)
       in_vain |= pending[id] && left->second.completed[id] <= traffic.lane(id).retired();
     if (in_vain)
@@ -190,7 +190,7 @@ uint64_t InterhostMembers::blocking_ranks(const Traffic& traffic) const {
   if (members != 0) return members;
   members = members_of(locals);
   if (is_message)
-    members |= route_->remote_blocking_ranks(traffic.messenger().matcher());
+    members |= route_->remote_blocking_ranks(traffic.messenger());
   else if (item && item == traffic.schedule().oldest())
     members |= schedule_->remote_blocking_ranks();
   else if (item)

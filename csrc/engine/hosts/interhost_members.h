@@ -83,7 +83,7 @@ class InterhostRoute final : public MessageRoute {
 
   void send(Post post) override;
   void fetch(int source, MessageHeader header, Post receive) override;
-  bool advance(Matcher& matcher, size_t& moved_bytes) override;
+  bool advance(Messenger& messenger, size_t& moved_bytes) override;
   void visit(const std::function<void(Post&)>& each) override;
   void clear() override;
   uint64_t interhost_bytes() const override { return interhost_bytes_; }
@@ -91,8 +91,8 @@ class InterhostRoute final : public MessageRoute {
   MessageTally tally(int member) const { return peers_.at(member).ended; }
   // Whether a post needs the member. If the member has left after `theirs`, posts whose messages had ended there by
   // then do not count, since their bytes still come.
-  bool waits_for(const Matcher& matcher, int member, const MessageTally& theirs = {}) const;
-  uint64_t remote_blocking_ranks(const Matcher& matcher) const;  // members whose next step is needed
+  bool waits_for(const Messenger& messenger, int member, const MessageTally& theirs = {}) const;
+  uint64_t remote_blocking_ranks(const Messenger& messenger) const;  // members whose next step is needed
 
  private:
   static constexpr uint64_t kWindow = 32;  // headers of a peer that a rank holds before any receive wants them
@@ -125,9 +125,9 @@ class InterhostRoute final : public MessageRoute {
     MessageTally ended;
   };
 
-  bool announce(int member, PeerMail& peer, Matcher& matcher);
-  bool move(int member, std::list<Transit>& transits, uint64_t& ended, Matcher& matcher);
-  bool hear_headers(int member, PeerMail& peer, Matcher& matcher);
+  bool announce(int member, PeerMail& peer, Messenger& messenger);
+  bool move(int member, std::list<Transit>& transits, uint64_t& ended, Messenger& messenger);
+  bool hear_headers(int member, PeerMail& peer, Messenger& messenger);
   bool end_pieces(Transit& transit);
   void post_piece(int member, Transit& transit);
 

@@ -186,20 +186,20 @@ void InterhostRoute::fetch(int source, MessageHeader header, Post receive) {
   peers_.at(source).receiving.push_back({std::move(receive), header.number});
 }
 
-bool InterhostRoute::advance(Matcher& matcher, size_t& moved_bytes) {
+bool InterhostRoute::advance(Messenger& messenger, size_t& moved_bytes) {
   moved_bytes_ = 0;
   bool moved = false;
   for (auto& [member, peer] : peers_) {
-    moved |= announce(member, peer, matcher);
-    moved |= hear_headers(member, peer, matcher);
-    moved |= move(member, peer.sending, peer.ended.sent, matcher);
-    moved |= move(member, peer.receiving, peer.ended.received, matcher);
+    moved |= announce(member, peer, messenger);
+    moved |= hear_headers(member, peer, messenger);
+    moved |= move(member, peer.sending, peer.ended.sent, messenger);
+    moved |= move(member, peer.receiving, peer.ended.received, messenger);
   }
   moved_bytes += moved_bytes_;
   return moved;
 }
 
-bool InterhostRoute::announce(int member, PeerMail& peer, Matcher& matcher) {
+bool InterhostRoute::announce(int member, PeerMail& peer, Messenger& messenger) {
   bool moved = false;
   for (; !peer.waiting.empty() && peer.has_room(); moved = true) {
     Post post = std::move(peer.waiting.front());
@@ -224,28 +224,28 @@ bool InterhostRoute::announce(int member, PeerMail& peer, Matcher& matcher) {
     ++peer.announced;
     sync_point("announced a message");
     if (whole)
-      matcher.finish(post);
+      messenger.finish(post);
     else
       peer.sending.push_back({std::move(post), peer.numbers - 1});
   }
   return moved;
 }
 
-bool InterhostRoute::hear_headers(int member, PeerMail& peer, Matcher& matcher) {
+bool InterhostRoute::hear_headers(int member, PeerMail& peer, Messenger& messenger) {
   bool moved = false;
-  for (; !peer.headers.empty() && matcher.listens(); moved = true) {
+  for (; !peer.headers.empty() && messenger.listens(); moved = true) {
     MessageHeader header = std::move(peer.headers.front());
     peer.headers.pop_front();
     if (++peer.heard - peer.told >= kWindow / 2) {
       peer.told = peer.heard;
       links_.tell(member, Heard{.head = {}, .count = peer.heard});
     }
-    matcher.arrive(member, std::move(header));
+    messenger.arrive(member, std::move(header));
   }
   return moved;
 }
 
-bool InterhostRoute::move(int member, std::list<Transit>& transits, uint64_t& ended, Matcher& matcher) {
+bool InterhostRoute::move(int member, std::list<Transit>& transits, uint64_t& ended, Messenger& messenger) {
   bool moved = false;
   for (auto next = transits.begin(); next != transits.end();) {
     auto transit = next++;
@@ -254,7 +254,7 @@ bool InterhostRoute::move(int member, std::list<Transit>& transits, uint64_t& en
     for (; transit->posted < bytes && transit->pieces.size() < kPieces; moved = true) post_piece(member, *transit);
     if (!transit->pieces.empty()) continue;
     ++ended;
-    matcher.finish(transit->post);
+    messenger.finish(transit->post);
     transits.erase(transit);
     moved = true;
   }
@@ -303,16 +303,16 @@ void InterhostRoute::post_piece(int member, Transit& transit) {
 }
 
 // Posts whose messages had ended there before the member left end here by themselves.
-bool InterhostRoute::waits_for(const Matcher& matcher, int member, const MessageTally& theirs) const {
+bool InterhostRoute::waits_for(const Messenger& messenger, int member, const MessageTally& theirs) const {
   const PeerMail& peer = peers_.at(member);
-  return ((matcher.awaited() >> member & 1) && peer.headers.empty()) || (!peer.waiting.empty() && !peer.has_room()) ||
+  return ((messenger.awaited() >> member & 1) && peer.headers.empty()) || (!peer.waiting.empty() && !peer.has_room()) ||
          (!peer.receiving.empty() && peer.ended.received >= theirs.sent) ||
          (!peer.sending.empty() && peer.ended.sent >= theirs.received);
 }
 
-uint64_t InterhostRoute::remote_blocking_ranks(const Matcher& matcher) const {
+uint64_t InterhostRoute::remote_blocking_ranks(const Messenger& messenger) const {
   uint64_t members = 0;
-  for (const auto& [member, peer] : peers_) members |= uint64_t{waits_for(matcher, member)} << member;
+  for (const auto& [member, peer] : peers_) members |= uint64_t{waits_for(messenger, member)} << member;
   return members;
 }
 

@@ -123,9 +123,10 @@ void Network::enroll(uint32_t group, InterhostMembers* members) {
 
 void Network::forget(uint32_t group) { members_.erase(group); }
 
-void Network::hear_all() {
+bool Network::hear_all() {
+  bool heard = false;
   while (auto message = interhost_->hear()) {
-    heard_ = true;
+    heard = true;
     try {
       deliver(std::move(*message));
     } catch (const Error& error) {
@@ -133,6 +134,7 @@ void Network::hear_all() {
       for (auto [group, members] : all) members->give_up(error);
     }
   }
+  return heard;
 }
 
 size_t Network::early_bytes(int peer) const {
@@ -157,12 +159,6 @@ void Network::deliver(Interhost::Message message) {
     early.expected = expectations_;
     early.messages.push_back(std::move(message));
   }
-}
-
-bool Network::advance() {
-  heard_ = false;
-  hear_all();
-  return heard_;
 }
 
 void Network::withdraw(uint32_t group, const std::vector<int>& members, const Error& error) {

@@ -66,7 +66,7 @@ class Network final : public IoLoop, private Progressable {
   void enroll(uint32_t group, InterhostMembers* members);
   void forget(uint32_t group);
 
-  void hear_all();  // hands all received messages to their communicators
+  bool hear_all();  // hands all received messages to their communicators; true if there were any
   void withdraw(uint32_t group, const std::vector<int>& members, const Error& error);  // ranks of the job
 
   bool claim() override;
@@ -80,7 +80,7 @@ class Network final : public IoLoop, private Progressable {
   void deliver(Interhost::Message message);
 
   // Called under the progress lock: messages are heard before anything else is done.
-  bool advance() override;
+  bool advance() override { return hear_all(); }
 
   std::shared_ptr<Engine> engine_;
   std::unique_ptr<Interhost> interhost_;
@@ -94,7 +94,6 @@ class Network final : public IoLoop, private Progressable {
   uint32_t founded_ = 0;             // communicators that this rank has founded
   uint64_t expectations_ = 0;        // calls of expect() so far
   std::set<uint64_t> expected_;      // calls of expect() without expect_no_more() yet
-  bool heard_ = false;
 
   std::mutex moving_;  // held by the thread that makes steps; a thread that asks for it holds no other lock
   std::unique_lock<std::mutex> claimers_{moving_, std::defer_lock};  // held by the thread that has claimed

@@ -98,7 +98,7 @@ int64_t Lane::publish_spans(const Operation& operation, uint64_t number) {
   }
   if (spans.size() == 1) return 1;  // the record has its length
   uint64_t hash = spans.size();
-  for (const Span& span : spans) hash = (hash ^ span.bytes) * 0x100000001b3;  // FNV-1a
+  for (const Span& span : spans) hash = mix(hash, span.bytes);
   return static_cast<int64_t>(hash >> 1);
 }
 
@@ -138,7 +138,6 @@ bool Lane::open() {
                                                      .numerics = static_cast<uint8_t>(operation.numerics),
                                                      .flag_words = operation.flag_words};
   if (trace::is_on()) active.opened = trace::now();
-  active.item.work->start();
   state_.active.push_back(std::move(active));
   state_.own().opened.store(++state_.opened, std::memory_order_release);  // release: the record is complete
   await_memory();

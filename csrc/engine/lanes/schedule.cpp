@@ -130,10 +130,8 @@ std::optional<std::string> Schedule::reason_to_drop(const AnnouncedOperation& an
 bool Schedule::is_refused(const AnnouncedOperation& announced, uint64_t refused, uint64_t theirs,
                           const std::function<std::string()>& text) {
   if (passed_over(announced.step, announced.ended, refused)) throw Error(ErrorKind::Aborted, text());
-  return announced.is_end() ? false : turn_of(announced.step, refused, theirs) == Turn::Refused;
+  return !announced.is_end() && never_runs(announced.step, refused, theirs);
 }
-
-uint64_t Schedule::not_announced(uint64_t slot, uint64_t step) const { return late(slot, step, true); }
 
 uint64_t Schedule::late(uint64_t slot, uint64_t step, bool all) const {
   uint64_t members = 0;

@@ -32,17 +32,10 @@
 
 namespace syncengine {
 
-// One member's say about an operation, which may run when all members say Runs.
-enum class Turn : uint8_t {
-  Waits,    // has not said yet
-  Runs,     // has announced it
-  Refused,  // has refused the step without having announced it: it never runs
-};
-
-// `refused` must have been read before `announced`, since it is stored after it.
-inline Turn turn_of(uint64_t step, uint64_t refused, uint64_t announced) {
-  if (announced == step) return Turn::Runs;
-  return refused == step ? Turn::Refused : Turn::Waits;
+// Whether a member has refused the step without having announced the operation, which then never runs. `refused` must
+// have been read before `announced`, since it is stored after it.
+inline bool never_runs(uint64_t step, uint64_t refused, uint64_t announced) {
+  return announced != step && refused == step;
 }
 
 // Whether this member, now in `step`, has passed over a step that another member has refused: both had the results of
@@ -72,8 +65,9 @@ class Schedule {
   void withdraw_refusals();
 
   uint64_t missing(bool all) const;
-  uint64_t blocking_ranks() const;                             // for the oldest operation
-  uint64_t not_announced(uint64_t slot, uint64_t step) const;  // members
+  uint64_t blocking_ranks() const;  // for the oldest operation
+  // Members that have not announced the slot in this step: all of them, or the first.
+  uint64_t late(uint64_t slot, uint64_t step, bool all) const;
   const Lane::Item* oldest() const { return waiting_.empty() ? nullptr : &waiting_.front().item; }
   void fail_all();  // hands its operations to the lane, which the caller fails next
 
@@ -84,8 +78,6 @@ class Schedule {
     uint64_t ended;  // see passed_over()
     bool is_end() const { return item.key == item.slots->end_slot(); }
   };
-  // Members that have not announced the slot in this step: all of them, or the first.
-  uint64_t late(uint64_t slot, uint64_t step, bool all) const;
   virtual bool append_ready();
   bool has_room() const;  // whether the log has room for another entry: its oldest may be unread
   // Whether other operations of the model still wait for their turn, so that it is not the end's turn yet.
@@ -101,7 +93,7 @@ class Schedule {
   virtual uint64_t refusals() const;
   // The reason of a member that has refused the step without having announced the operation.
   virtual std::optional<std::string> reason_to_drop(const AnnouncedOperation& announced) const;
-  // `refused` and `theirs` are one member's words, see turn_of(). Throws Aborted with `text` if the step is passed
+  // `refused` and `theirs` are one member's words, see never_runs(). Throws Aborted with `text` if the step is passed
   // over.
   static bool is_refused(const AnnouncedOperation& announced, uint64_t refused, uint64_t theirs,
                          const std::function<std::string()>& text);

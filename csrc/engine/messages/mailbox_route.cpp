@@ -5,6 +5,7 @@
 #include "base/checked.h"
 #include "base/error.h"
 #include "base/sync_point.h"
+#include "engine/messages/messenger.h"
 
 namespace syncengine {
 
@@ -22,21 +23,21 @@ void MailboxRoute::fetch(int source, MessageHeader header, Post receive) {
   incoming_[member_of(source)].transfers.push_back({std::move(header), std::move(receive)});
 }
 
-bool MailboxRoute::advance(Matcher& matcher, size_t& moved_bytes) {
+bool MailboxRoute::advance(Messenger& messenger, size_t& moved_bytes) {
   moved_bytes_ = 0;
   bool moved = false;
   for (int peer = 0; peer < group_.size; ++peer) {
     if (peer == group_.rank) continue;
-    moved |= fetch_next(peer, matcher);
-    moved |= serve(peer, matcher);
-    moved |= announce(peer, matcher);
-    if (matcher.listens()) moved |= hear(peer, matcher);
+    moved |= fetch_next(peer, messenger);
+    moved |= serve(peer, messenger);
+    moved |= announce(peer, messenger);
+    if (messenger.listens()) moved |= hear(peer, messenger);
   }
   moved_bytes += moved_bytes_;
   return moved;
 }
 
-bool MailboxRoute::announce(int destination, Matcher& matcher) {
+bool MailboxRoute::announce(int destination, Messenger& messenger) {
   Outgoing& to = outgoing_[destination];
   if (to.waiting.empty()) return false;
   shm::OutboxWords& box = outbox(group_.rank, destination);
@@ -55,7 +56,7 @@ bool MailboxRoute::announce(int destination, Matcher& matcher) {
   box.announced.store(number + 1, std::memory_order_release);  // release: the header
   sync_point("announced a message");
   if (small)
-    matcher.finish(post);
+    messenger.finish(post);
   else
     to.announced.push_back({std::move(post), number});
   return true;
@@ -77,7 +78,7 @@ bool MailboxRoute::can_serve(int destination) const {
 }
 
 // Stages the next pieces of the message that the receiver wants.
-bool MailboxRoute::serve(int destination, Matcher& matcher) {
+bool MailboxRoute::serve(int destination, Messenger& messenger) {
   Outgoing& to = outgoing_[destination];
   if (to.announced.empty()) return false;
   const shm::InboxWords& box = inbox(destination, group_.rank);
@@ -110,12 +111,12 @@ bool MailboxRoute::serve(int destination, Matcher& matcher) {
   if (to.done < bytes) return moved;
   to.done = 0;
   ++to.served;
-  matcher.finish(wanted->post);
+  messenger.finish(wanted->post);
   to.announced.erase(wanted);
   return true;
 }
 
-bool MailboxRoute::hear(int source, Matcher& matcher) {
+bool MailboxRoute::hear(int source, Messenger& messenger) {
   Incoming& from = incoming_[source];
   const shm::OutboxWords& box = outbox(source, group_.rank);
   if (box.announced.load(std::memory_order_acquire) == from.heard) return false;  // acquire: the header
@@ -128,12 +129,12 @@ bool MailboxRoute::hear(int source, Matcher& matcher) {
   arrived.whole = arrived.bytes <= shm::kInlineBytes;
   if (arrived.whole) arrived.content.assign(header.content, header.content + arrived.bytes);
   inbox(group_.rank, source).heard.store(++from.heard, std::memory_order_release);  // release: our reads
-  matcher.arrive(ranks_[source], std::move(arrived));
+  messenger.arrive(ranks_[source], std::move(arrived));
   return true;
 }
 
 // Asks a source for its next message: one at a time, in the order in which they were matched.
-bool MailboxRoute::fetch_next(int source, Matcher& matcher) {
+bool MailboxRoute::fetch_next(int source, Messenger& messenger) {
   Incoming& from = incoming_[source];
   if (from.transfers.empty()) return false;
   StagedTransfer& transfer = from.transfers.front();
@@ -150,7 +151,7 @@ bool MailboxRoute::fetch_next(int source, Matcher& matcher) {
   if (group_.any_failed([](const shm::EndRecord&) { return true; })) return moved;
   Post post = std::move(transfer.post);
   from.transfers.pop_front();
-  matcher.finish(post);
+  messenger.finish(post);
   return true;
 }
 
@@ -185,15 +186,15 @@ uint64_t MailboxRoute::among_members(uint64_t ranks) const {
   return members;
 }
 
-uint64_t MailboxRoute::interest(const Matcher& matcher) const {
-  uint64_t members = missing(matcher) | among_members(matcher.perhaps_awaited());
+uint64_t MailboxRoute::interest(const Messenger& messenger) const {
+  uint64_t members = missing(messenger) | among_members(messenger.perhaps_awaited());
   for (int peer = 0; peer < group_.size; ++peer)
     if (!incoming_[peer].transfers.empty()) members |= uint64_t{1} << peer;
   return members & ~(uint64_t{1} << group_.rank);
 }
 
-uint64_t MailboxRoute::missing(const Matcher& matcher) const {
-  uint64_t members = 0, awaited = among_members(matcher.awaited());
+uint64_t MailboxRoute::missing(const Messenger& messenger) const {
+  uint64_t members = 0, awaited = among_members(messenger.awaited());
   for (int peer = 0; peer < group_.size; ++peer) {
     if (peer == group_.rank) continue;
     const shm::OutboxWords& box = outbox(peer, group_.rank);

@@ -24,14 +24,14 @@ class MailboxRoute final : public MessageRoute {
 
   void send(Post post) override;
   void fetch(int source, MessageHeader header, Post receive) override;
-  bool advance(Matcher& matcher, size_t& moved_bytes) override;
+  bool advance(Messenger& messenger, size_t& moved_bytes) override;
   void visit(const std::function<void(Post&)>& each) override;
   void clear() override;
 
   // Masks of members of the group. interest(): whose next step may help. missing(): without whom this rank can't go on,
   // and who have left nothing for it to read.
-  uint64_t interest(const Matcher& matcher) const;
-  uint64_t missing(const Matcher& matcher) const;
+  uint64_t interest(const Messenger& messenger) const;
+  uint64_t missing(const Messenger& messenger) const;
   // Offsets in this rank's arena of kFragmentsBytes each, which must be given back with the group.
   std::vector<size_t> fragments() const;
   static constexpr size_t kFragmentsBytes = shm::kFragments * shm::kFragmentBytes;
@@ -64,10 +64,10 @@ class MailboxRoute final : public MessageRoute {
   shm::InboxWords& inbox(int at, int from) const { return group_.block(at).messages.in[from]; }
   int member_of(int rank) const;
   uint64_t among_members(uint64_t ranks) const;
-  bool hear(int source, Matcher& matcher);
-  bool announce(int destination, Matcher& matcher);
-  bool serve(int destination, Matcher& matcher);
-  bool fetch_next(int source, Matcher& matcher);
+  bool hear(int source, Messenger& messenger);
+  bool announce(int destination, Messenger& messenger);
+  bool serve(int destination, Messenger& messenger);
+  bool fetch_next(int source, Messenger& messenger);
   bool fetch_staged(int source, StagedTransfer& transfer);
   bool has_room(int destination) const;
   bool can_serve(int destination) const;

@@ -34,28 +34,17 @@ struct MessageHeader {
   std::vector<std::byte> content = {};
 };
 
+class Messenger;
+
 class MessageRoute {
  public:
-  // The interface to whatever matches headers with receives.
-  class Matcher {
-   public:
-    virtual bool listens() const = 0;              // some receive has no header yet, so new headers are wanted
-    virtual uint64_t awaited() const = 0;          // members whose header such a receive needs
-    virtual uint64_t perhaps_awaited() const = 0;  // and members from whom a receive of any source may come
-    virtual void arrive(int source, MessageHeader header) = 0;  // may call fetch(); throws Mismatch
-    virtual void finish(Post& post) = 0;
-
-   protected:
-    ~Matcher() = default;
-  };
-
   virtual ~MessageRoute() = default;
 
   virtual void send(Post post) = 0;
   // Fetches a message into `receive`, which is for this header, and of the same size.
   virtual void fetch(int source, MessageHeader header, Post receive) = 0;
   // Does what can be done without waiting, and adds the bytes that it has copied. Returns whether anything moved.
-  virtual bool advance(Matcher& matcher, size_t& moved_bytes) = 0;
+  virtual bool advance(Messenger& messenger, size_t& moved_bytes) = 0;
 
   virtual void visit(const std::function<void(Post&)>& each) = 0;  // calls `each` with every post that it has
   virtual void clear() = 0;                                        // drops its posts, and what it knows of its peers'

@@ -31,7 +31,6 @@ Messenger::Messenger(int rank, std::vector<int> global_ranks, std::unique_ptr<Ma
 
 void Messenger::post(Post post) {
   ++posted_;
-  post.item.work->start();
   fresh_.push_back(std::move(post));
 }
 

@@ -16,7 +16,7 @@
 
 namespace syncengine {
 
-class Messenger final : private MessageRoute::Matcher {
+class Messenger final {
  public:
   // `global_ranks` of the members are for errors. `near` reaches the members on this host, `far` all others; `far` is
   // null if there are none.
@@ -42,20 +42,19 @@ class Messenger final : private MessageRoute::Matcher {
   uint64_t interhost_bytes() const { return far_ ? far_->interhost_bytes() : 0; }
 
   const MailboxRoute& near() const { return *near_; }
-  const MessageRoute::Matcher& matcher() const { return *this; }
+
+  // For the routes.
+  bool listens() const { return !receives_.empty(); }  // some receive has no header yet, so new headers are wanted
+  uint64_t awaited() const;                            // members whose header such a receive needs
+  uint64_t perhaps_awaited() const;                    // and members from whom a receive of any source may come
+  void arrive(int source, MessageHeader header);       // may call fetch(); throws Mismatch
+  void finish(Post& post);
 
  private:
   struct Arrived {
     MessageHeader header;
     uint64_t order;
   };
-
-  // The routes' view of the messenger, as their Matcher.
-  bool listens() const override { return !receives_.empty(); }
-  uint64_t awaited() const override;
-  uint64_t perhaps_awaited() const override;
-  void arrive(int source, MessageHeader header) override;
-  void finish(Post& post) override;
 
   std::array<MessageRoute*, 2> routes() const { return {near_.get(), far_.get()}; }  // null where there is no route
   MessageRoute& route_to(int member) const { return near_->reaches(member) ? *routes()[0] : *far_; }

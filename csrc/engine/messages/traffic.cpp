@@ -69,7 +69,7 @@ uint64_t Traffic::missing(bool all) const {
 uint64_t Traffic::not_called(const Work::Place& place) const {
   if (place.lane == shm::kMessages) return 0;
   return place.lane == shm::kUserLane ? user_lane_.steps().not_called(place.number)
-                                      : schedule_->not_announced(place.number, place.epoch);
+                                      : schedule_->late(place.number, place.epoch, true);
 }
 
 std::vector<ArenaRange> Traffic::direct_memory() const {

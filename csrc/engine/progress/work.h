@@ -21,10 +21,10 @@ class Work {
   explicit Work(Tally& tally) : tally_(&tally) { ++tally.outstanding; }
   Work(const Work&) = delete;
 
-  enum class State : uint8_t { Queued, Running, Done, Failed };
+  enum class State : uint8_t { Pending, Done, Failed };
 
   State state() const { return state_.load(std::memory_order_acquire); }  // acquire: results are visible after Done
-  bool ended() const { return state() >= State::Done; }
+  bool ended() const { return state() != State::Pending; }
   std::exception_ptr error() const { return error_; }  // valid once state() == Failed
   void rethrow_if_failed() const {
     if (state() == State::Failed) std::rethrow_exception(error_);
@@ -40,7 +40,6 @@ class Work {
 
   // For the engine only, under its progress lock.
   Place place;
-  void start() { state_.store(State::Running, std::memory_order_relaxed); }
   void finish() { end(State::Done); }
   void fail(std::exception_ptr error) {
     error_ = std::move(error);
@@ -57,7 +56,7 @@ class Work {
   }
 
   Tally* tally_ = nullptr;
-  std::atomic<State> state_{State::Queued};
+  std::atomic<State> state_{State::Pending};
   std::exception_ptr error_;
 };
 

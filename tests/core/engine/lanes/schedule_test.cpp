@@ -3,7 +3,7 @@
 // none; nobody waits for ever; nothing that runs has been refused; a step that one rank has lost after it had its
 // averages, and others have not, ends the communicator.
 //
-// What ranks decide is turn_of() and passed_over(), as they run. Not in it: how an operation runs once it has its turn,
+// What ranks decide is never_runs() and passed_over(), as they run. Not in it: how an operation runs once it has its turn,
 // wake-ups, and that a host may have several ranks where there are several hosts; instead of that, announcements,
 // refusals and turns overtake each other on their way between two hosts.
 #include "engine/lanes/schedule.h"
@@ -289,11 +289,11 @@ class Explorer {
     return rank.ended == item.step ? rank.ended_before : rank.ended;
   }
 
-  void conclude(State next, int me, size_t at, Turn turn, uint8_t refused) {
+  void conclude(State next, int me, size_t at, bool never, uint8_t refused) {
     Rank& rank = next.ranks[me];
     const Waiting item = rank.waiting[at];
     if (passed_over(item.step, ended_before(rank, item), refused)) return set_failed(next);
-    if (turn != Turn::Refused || item.slot == kEnd) {
+    if (!never || item.slot == kEnd) {
       rank.looks = false;
       if (next.key() != before_) push(next);
       return;
@@ -333,8 +333,7 @@ class Explorer {
       push(next);
       moved_ = moved;
       if (reversed) continue;
-      const Turn turn = turn_of(item.step, first, state.announced[member][item.slot]);
-      moved_ |= turn == Turn::Refused && item.slot != kEnd;
+      moved_ |= never_runs(item.step, first, state.announced[member][item.slot]) && item.slot != kEnd;
       if (flaw_ == Flaw::NeverPassedOver) continue;
       moved_ |= passed_over(item.step, ended_before(rank, item), first);
     }
@@ -347,7 +346,7 @@ class Explorer {
     const uint8_t second = reversed ? state.refused[rank.member] : state.announced[rank.member][item.slot];
     const uint8_t refused = reversed ? second : rank.first, announced = reversed ? rank.first : second;
     before_ = state.key();
-    conclude(state, me, rank.item, turn_of(item.step, refused, announced), refused);
+    conclude(state, me, rank.item, never_runs(item.step, refused, announced), refused);
     moved_ = true;
   }
 
@@ -361,7 +360,7 @@ class Explorer {
       const bool announced = rank.bitmap[member] >> item.slot & 1;
       before_ = state.key();
       const bool moved = std::exchange(moved_, false);
-      conclude(state, me, at, turn_of(item.step, rank.refused[member], announced ? rank.refused[member] : 0),
+      conclude(state, me, at, never_runs(item.step, rank.refused[member], announced ? rank.refused[member] : 0),
                rank.refused[member]);
       moved_ |= moved;
     }
@@ -395,7 +394,7 @@ class Explorer {
     if (item.logged) return;
     for (int member = 0; member < kRanks; ++member) {
       const uint8_t announced = hosts_ ? rank.ready[member][item.slot] : state.announced[member][item.slot];
-      if (turn_of(item.step, 0, announced) != Turn::Runs) return;
+      if (announced != item.step) return;
     }
     if (item.slot == kEnd && flaw_ != Flaw::EndNotLast)
       for (const Waiting& other : rank.waiting)
