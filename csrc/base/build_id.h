@@ -3,11 +3,9 @@
 #pragma once
 
 #include <cstdint>
-#include <string>
 
 namespace syncengine {
 
 uint64_t build_id();
-std::string build_text(uint64_t build);  // 16 hexadecimal digits
 
 }  // namespace syncengine

@@ -1,8 +1,8 @@
-
 #include "base/memory.h"
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 
 #include <cerrno>
 #include <string>
@@ -57,6 +57,11 @@ UniqueFd create_sealed_memfd(const char* name, size_t bytes, const char* hint) {
   return fd;
 }
 
-bool has_fixed_size(int fd) { return (fcntl(fd, F_GET_SEALS) & kSeals) == kSeals; }
+size_t sealed_size(int fd) {
+  struct stat status{};
+  const int seals = fcntl(fd, F_GET_SEALS);
+  const bool sealed = seals >= 0 && (seals & kSeals) == kSeals && fstat(fd, &status) == 0;
+  return sealed ? static_cast<size_t>(status.st_size) : 0;
+}
 
 }  // namespace syncengine

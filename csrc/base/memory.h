@@ -54,7 +54,8 @@ void advise(void* address, size_t bytes, int advice);
 // shows. Throws InvalidUsage, with `hint` appended if there was no room.
 UniqueFd create_sealed_memfd(const char* name, size_t bytes, const char* hint = "");
 
-// Whether `fd` is sealed memory of this kind, whose size will never change.
-bool has_fixed_size(int fd);
+// The size of sealed memory of this kind, which will never change, or 0 if `fd` is something else. What is not sealed,
+// a peer could shrink, which would mean a SIGBUS here instead of an error.
+size_t sealed_size(int fd);
 
 }  // namespace syncengine

@@ -77,7 +77,7 @@ void bind_machine(py::module_& module) {
   module.def(
       "instruction_set", [] { return kernels::name(kernels::active_isa()); },
       "The instruction set of the reduction kernels: 'scalar', 'avx2' or 'avx512' (SYNCENGINE_ISA chooses).");
-  module.attr("build_id") = build_text(build_id());
+  module.attr("build_id") = py::str("{:016x}").format(build_id());
   module.attr("has_cuda") = cuda::is_built();
   module.attr("has_test_hooks") = has_test_hooks();
 }

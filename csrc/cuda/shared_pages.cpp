@@ -42,7 +42,7 @@ Mapping share_pages(Communicator& communicator, size_t bytes, const std::functio
     throw;
   }
   struct stat status{};
-  if (!has_fixed_size(memory.get()) || fstat(memory.get(), &status) != 0 ||
+  if (sealed_size(memory.get()) == 0 || fstat(memory.get(), &status) != 0 ||
       static_cast<size_t>(status.st_size) != bytes)
     throw Error(ErrorKind::InvalidUsage, "a peer sent shared memory of another size, or unsealed");
   return Mapping(memory.get(), bytes);

@@ -1,16 +1,15 @@
-
 #include "transport/shm/arena.h"
 
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
-#include <sys/stat.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <thread>
 
+#include "base/build_id.h"
 #include "base/error.h"
 #include "base/memory.h"
 #include "base/resources.h"
@@ -53,13 +52,10 @@ size_t default_arena_bytes(size_t memory, int ranks) {
 }
 
 PeerArena::PeerArena(int fd, size_t bytes) {
-  struct stat status{};
-  // An unsealed file could be shrunk by the peer, which would mean a SIGBUS here instead of an error.
-  bool sound = has_fixed_size(fd) && fstat(fd, &status) == 0 && static_cast<size_t>(status.st_size) == bytes &&
-               bytes > kHeapBegin;
-  if (!sound) throw Error(ErrorKind::InvalidUsage, "a peer sent shared memory of another size, or unsealed");
+  if (sealed_size(fd) != bytes || bytes <= kHeapBegin)
+    throw Error(ErrorKind::InvalidUsage, "a peer sent shared memory of another size, or unsealed");
   mapping_ = Mapping(fd, bytes);
-  if (header().magic != arena_magic())
+  if (header().magic != build_id())
     throw Error(ErrorKind::InvalidUsage,
                 "a peer's shared memory has another layout: do all ranks run the same syncengine?");
   ForkGuard::add(this);
@@ -93,7 +89,7 @@ std::shared_ptr<Arena> Arena::create(size_t bytes) {
 
 Arena::Arena(UniqueFd fd, size_t bytes)
     : file_(std::move(fd)), mapping_(Mapping(file_.get(), bytes)), heap_(kHeapBegin, bytes), inherited_{{0, bytes}} {
-  header().magic = arena_magic();
+  header().magic = build_id();
   ForkGuard::add(this);
 }
 
@@ -234,10 +230,8 @@ void Arena::sever_tensor(size_t offset, size_t bytes) {
   std::lock_guard lock(mutex_);
   if (!lies_in_tensor(offset)) return;
   for (Range part : unsevered({round_down(offset, kPage), round_up(offset + bytes, kPage)})) {
-    PrivateCopy copy(part.bytes());
-    for (Range pages : file_.pages_in(part)) copy.fill(pages.begin - part.begin, at(pages.begin), pages.bytes());
     // Memory is short: content that is gone is better than content that a peer may change.
-    if (!copy.put(at(part.begin)) && !make_inaccessible(at(part.begin), part.bytes())) {
+    if (!file_.make_private(mapping_.data(), part) && !make_inaccessible(at(part.begin), part.bytes())) {
       const int code = errno;
       exposed = true;
       throw Error(ErrorKind::Aborted, std::string(kExposed) + ": " + std::strerror(code));
@@ -263,12 +257,8 @@ std::vector<Range> Arena::unsevered(Range range) const {
 
 bool Arena::is_severed(size_t offset, size_t bytes) const {
   std::lock_guard lock(mutex_);
-  return severed({offset, offset + bytes});
-}
-
-bool Arena::severed(Range range) const {
   return std::any_of(severed_.begin(), severed_.end(),
-                     [&](Range other) { return range.begin < other.end && other.begin < range.end; });
+                     [&](Range part) { return offset < part.end && part.begin < offset + bytes; });
 }
 
 void prepare_liveness(ArenaHeader& header) {

@@ -96,7 +96,6 @@ class Arena : public std::enable_shared_from_this<Arena> {
   MappedFile file_;
   Mapping mapping_;
   Heap heap_;
-  bool severed(Range range) const;                  // any of it; under mutex_
   bool lies_in_tensor(size_t offset) const;         // under mutex_
   std::vector<Range> unsevered(Range range) const;  // under mutex_
   void become_forked();                             // in the child; async-signal-safe

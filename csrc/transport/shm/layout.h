@@ -12,7 +12,6 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "base/build_id.h"
 #include "transport/shm/pages.h"
 
 namespace syncengine::shm {
@@ -23,8 +22,8 @@ namespace syncengine::shm {
 // are until the receiver wants them staged, so any number of messages may wait in any order. Each word has one writer,
 // as everywhere in this file.
 
-inline constexpr int kMailboxes = 64;   // as many as a communicator may have members
-inline constexpr size_t kHeaders = 32;  // announced and not yet heard
+inline constexpr int kMaxLocalRanks = 64;  // members of a communicator; one bit each in Doorbell::interest
+inline constexpr size_t kHeaders = 32;     // announced and not yet heard
 inline constexpr size_t kInlineBytes = 992;
 inline constexpr size_t kFragments = 4;  // staged pieces of a large message
 inline constexpr size_t kFragmentBytes = 128 << 10;
@@ -53,13 +52,12 @@ struct alignas(64) InboxWords {
 };
 
 struct Mailboxes {
-  OutboxWords out[kMailboxes];
-  InboxWords in[kMailboxes];
+  OutboxWords out[kMaxLocalRanks];
+  InboxWords in[kMaxLocalRanks];
 };
 
-inline constexpr int kMaxLocalRanks = 64;  // one bit each in Doorbell::interest
-inline constexpr size_t kRecords = 64;     // operations in flight per lane
-inline constexpr size_t kSlots = 4;        // staging slots per lane
+inline constexpr size_t kRecords = 64;  // operations in flight per lane
+inline constexpr size_t kSlots = 4;     // staging slots per lane
 inline constexpr size_t kSlotBytes =
     256 << 10;                             // four of them and the data that they stage fit a core's share of the cache
 inline constexpr size_t kBoardWaits = 15;  // sleeping threads of a rank that are visible to its peers
@@ -72,7 +70,6 @@ inline constexpr int kScheduledLane = 1;        // announced in any order, run i
 inline constexpr int kLanes = 2;
 inline constexpr int kMessages = 2;  // no lane: messages between two ranks
 
-static_assert(kMailboxes == kMaxLocalRanks);
 static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free);
 
 // The futex on which the threads of a rank sleep. A peer rings after it has published something, if its bit is in
@@ -177,7 +174,7 @@ struct alignas(64) WaitBoard {
 
 // The start of every arena.
 struct ArenaHeader {
-  uint64_t magic;
+  uint64_t magic;                                 // build_id(): the owner has the same layouts
   std::atomic<uint64_t> pool_offset, pool_bytes;  // of the gradients, once there is a pool
   Doorbell doorbell;
   WaitBoard board;
@@ -185,8 +182,5 @@ struct ArenaHeader {
   // since a watcher that has taken over a dead owner's mutex would hide the death from the others.
   pthread_mutex_t alive[kMaxLocalRanks];
 };
-
-// The first word of an arena, which tells that its owner has the same layouts as this build.
-inline uint64_t arena_magic() { return build_id(); }
 
 }  // namespace syncengine::shm

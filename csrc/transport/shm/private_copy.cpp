@@ -1,4 +1,3 @@
-
 #include "transport/shm/private_copy.h"
 
 #include <pthread.h>
@@ -67,25 +66,17 @@ void MappedFile::keep_writes(std::byte* base, Range range) const {
   if (!mapped && mprotect(data, range.bytes(), PROT_READ) != 0) close_in_child(data, range.bytes());
 }
 
-PrivateCopy::PrivateCopy(size_t bytes) : data_(nullptr), bytes_(bytes) {
+bool MappedFile::make_private(std::byte* base, Range range) const {
+  const std::vector<Range> all = pages_in(range);
+  const size_t bytes = range.bytes();
   void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (data == MAP_FAILED) return;
-  data_ = static_cast<std::byte*>(data);
+  if (data == MAP_FAILED) return false;
   advise(data, bytes, MADV_NOHUGEPAGE);  // a huge page would cover what is not copied, too
-}
-
-PrivateCopy::~PrivateCopy() {
-  if (data_) munmap(data_, bytes_);
-}
-
-void PrivateCopy::fill(size_t offset, const std::byte* from, size_t bytes) {
-  if (data_) std::memcpy(data_ + offset, from, bytes);
-}
-
-bool PrivateCopy::put(std::byte* address) {
-  if (!data_ || mremap(data_, bytes_, bytes_, MREMAP_MAYMOVE | MREMAP_FIXED, address) == MAP_FAILED) return false;
-  data_ = nullptr;
-  return true;
+  for (Range pages : all)
+    std::memcpy(static_cast<std::byte*>(data) + (pages.begin - range.begin), base + pages.begin, pages.bytes());
+  if (mremap(data, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, base + range.begin) != MAP_FAILED) return true;
+  munmap(data, bytes);
+  return false;
 }
 
 namespace {

@@ -1,8 +1,7 @@
 // Takes memory out of a shared mapping, by putting a private copy of its present content in its place, or, in a forked
 // child, by having the kernel copy what is written.
 //
-// Ownership: the copy owns its memory until it is put. Thread-safety: one thread. Failure: returns false where memory
-// is short.
+// Thread-safety: one thread. Failure: returns false where memory is short.
 #pragma once
 
 #include <sys/types.h>
@@ -31,27 +30,14 @@ class MappedFile {
   // and it still sees what others write elsewhere. If there is no room for that, the range becomes read-only or
   // inaccessible; if the kernel refuses even this, the child ends. Async-signal-safe.
   void keep_writes(std::byte* base, Range range) const;
+  // Puts a private copy of `range` in its place in the mapping at `base`. Returns false, and changes nothing, if the
+  // kernel refuses.
+  [[nodiscard]] bool make_private(std::byte* base, Range range) const;
 
  private:
   UniqueFd fd_;
   ino_t number_ = 0;
   off_t bytes_ = 0;
-};
-
-class PrivateCopy {
- public:
-  explicit PrivateCopy(size_t bytes);  // reserves addresses; memory is allocated when it is filled
-  PrivateCopy(const PrivateCopy&) = delete;
-  ~PrivateCopy();
-
-  // Copies [from, from + bytes) to `offset`.
-  void fill(size_t offset, const std::byte* from, size_t bytes);
-  // Moves the whole copy to `address`, over what is mapped there.
-  bool put(std::byte* address);
-
- private:
-  std::byte* data_;  // null: there were no addresses left, or the copy has been put
-  size_t bytes_;
 };
 
 // Keeps a forked child (a DataLoader worker) out of the shared memory of its parent and of the parent's peers.

@@ -1,10 +1,10 @@
 #include "transport/shm/region.h"
 
 #include <sys/mman.h>
-#include <sys/stat.h>
 
 #include <string>
 
+#include "base/build_id.h"
 #include "base/error.h"
 #include "base/memory.h"
 #include "base/resources.h"
@@ -25,20 +25,15 @@ std::shared_ptr<Region> Region::create(size_t bytes) {
                                              std::to_string(available) +
                                              " available on this machine (or in this cgroup)");
   std::shared_ptr<Region> region(new Region(create_sealed_memfd("syncengine-common", whole), whole));
-  region->header().magic = arena_magic();
+  region->header().magic = build_id();
   region->header().bytes = whole - kHead;
   return region;
 }
 
 std::shared_ptr<Region> Region::open(UniqueFd fd) {
-  struct stat status{};
-  // An unsealed file could be shrunk by the peer, which would mean a SIGBUS here instead of an error.
-  const bool sealed =
-      has_fixed_size(fd.get()) && fstat(fd.get(), &status) == 0 && static_cast<size_t>(status.st_size) >= kHead;
-  if (sealed) {
-    const auto whole = static_cast<size_t>(status.st_size);
+  if (const size_t whole = sealed_size(fd.get()); whole >= kHead) {
     std::shared_ptr<Region> region(new Region(std::move(fd), whole));
-    if (region->header().magic == arena_magic() && region->header().bytes == whole - kHead) return region;
+    if (region->header().magic == build_id() && region->header().bytes == whole - kHead) return region;
   }
   throw Error(ErrorKind::InvalidUsage, "a peer sent something else than memory that ranks have in common");
 }
@@ -90,13 +85,9 @@ bool Region::detach() {
   std::lock_guard lock(mutex_);
   if (!shared_) return true;
   const Range whole{0, mapping_.bytes()};
-  const std::vector<Range> all = file_.pages_in(whole);
   size_t bytes = 0;
-  for (Range pages : all) bytes += pages.bytes();
-  if (bytes > available_memory()) return false;
-  PrivateCopy copy(whole.end);
-  for (Range pages : all) copy.fill(pages.begin, mapping_.data() + pages.begin, pages.bytes());
-  if (!copy.put(mapping_.data())) return false;
+  for (Range pages : file_.pages_in(whole)) bytes += pages.bytes();
+  if (bytes > available_memory() || !file_.make_private(mapping_.data(), whole)) return false;
   shared_ = false;
   file_.reset();
   return true;

@@ -9,6 +9,7 @@
 #include <random>
 #include <thread>
 
+#include "base/build_id.h"
 #include "child.h"
 #include "shm_memory.h"
 #include "transport/shm/arena.h"
@@ -31,7 +32,7 @@ std::unique_ptr<shm::PeerArena> peer_of(const shm::Arena& arena) {
 }
 
 // A memfd as a peer might send it, with a sound header unless told otherwise.
-UniqueFd memfd(size_t bytes, int seals, uint64_t magic = shm::arena_magic()) {
+UniqueFd memfd(size_t bytes, int seals, uint64_t magic = build_id()) {
   UniqueFd fd(memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   CHECK(ftruncate(fd.get(), static_cast<off_t>(bytes)) == 0);
   CHECK(pwrite(fd.get(), &magic, sizeof(magic), 0) == sizeof(magic));
@@ -260,7 +261,7 @@ TEST(a_peers_arena_is_checked_before_it_is_believed) {
   auto refusal = [](const UniqueFd& fd, size_t bytes) {
     return CHECK_THROWS(shm::PeerArena(fd.get(), bytes), ErrorKind::InvalidUsage);
   };
-  CHECK_EQ(shm::PeerArena(memfd(kBytes, kSeals).get(), kBytes).header().magic, shm::arena_magic());
+  CHECK_EQ(shm::PeerArena(memfd(kBytes, kSeals).get(), kBytes).header().magic, build_id());
   for (int missing : {F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_SEAL}) {
     UniqueFd fd = memfd(kBytes, kSeals & ~missing);
     CHECK(contains(refusal(fd, kBytes), "unsealed"));
@@ -270,7 +271,7 @@ TEST(a_peers_arena_is_checked_before_it_is_believed) {
   CHECK(contains(refusal(sound, kBytes - 4096), "another size"));
   UniqueFd tiny = memfd(64, kSeals);
   CHECK(contains(refusal(tiny, 64), "another size"));
-  UniqueFd foreign = memfd(kBytes, kSeals, shm::arena_magic() + 1);
+  UniqueFd foreign = memfd(kBytes, kSeals, build_id() + 1);
   CHECK(contains(refusal(foreign, kBytes), "another layout"));
   UniqueFd null(open("/dev/null", O_RDWR | O_CLOEXEC));
   CHECK(contains(refusal(null, kBytes), "unsealed"));
