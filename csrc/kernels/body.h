@@ -27,6 +27,15 @@ SYNCENGINE_INLINE V larger(V a, V b) {
   return b > a ? b : a;
 }
 
+// Whether an element of `x` is NaN or infinite. Only of finite elements x - x is zero.
+template <class Isa, class V>
+SYNCENGINE_INLINE bool any_nonfinite(V x) {
+  if constexpr (requires { Isa::any_nonfinite(x); })
+    return Isa::any_nonfinite(x);
+  else
+    return Isa::any((Vector<uint32_t, Isa::kVectorBytes>)(x - x), ~0u);
+}
+
 // A format defines how elements lie in memory (Stored), the type in which they are reduced (Value), and the
 // conversions. narrow_finite() returns whether all of a block's results are finite, and narrows them if so.
 
@@ -48,7 +57,7 @@ struct Native {
     for (int v = 0; v < kVectors; ++v) narrowed[v] = total[v] = x[v];
     for (int width = kVectors / 2; width > 0; width /= 2)
       for (int v = 0; v < width; ++v) total[v] += total[v + width];
-    return !Isa::any_nonfinite(total[0]);
+    return !any_nonfinite<Isa>(total[0]);
   }
 };
 

@@ -17,36 +17,19 @@ namespace {
 
 constexpr Isa kBestFirst[] = {Isa::Avx512, Isa::Avx2, Isa::NeonBf16, Isa::Neon, Isa::Scalar};
 
+// The kernels of an instruction set, which must be available.
 ReduceFunction reduce_function(Isa isa) {
   switch (isa) {
-    case Isa::Scalar: return kReduceScalar;
+#if SYNCENGINE_X86_64
     case Isa::Avx2: return kReduceAvx2;
     case Isa::Avx512: return kReduceAvx512;
+#elif SYNCENGINE_AARCH64
     case Isa::Neon: return kReduceNeon;
     case Isa::NeonBf16: return kReduceNeonBf16;
-  }
-  return nullptr;
-}
-
-#if SYNCENGINE_X86_64
-bool processor_has(Isa isa) {
-  switch (isa) {
-    case Isa::Scalar: return true;
-    case Isa::Avx2: return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
-    case Isa::Avx512:
-      return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    default: return false;
-  }
-}
-#elif SYNCENGINE_AARCH64
-bool processor_has(Isa isa) {
-  constexpr unsigned long kBf16 = 1 << 14;  // HWCAP2_BF16
-  return isa == Isa::Scalar || isa == Isa::Neon || (isa == Isa::NeonBf16 && (getauxval(AT_HWCAP2) & kBf16) != 0);
-}
-#else
-bool processor_has(Isa isa) { return isa == Isa::Scalar; }
 #endif
+    default: return kReduceScalar;
+  }
+}
 
 }  // namespace
 
@@ -61,7 +44,21 @@ const char* name(Isa isa) {
   return "unknown";
 }
 
-bool is_available(Isa isa) { return reduce_function(isa) != nullptr && processor_has(isa); }
+bool is_available(Isa isa) {
+  switch (isa) {
+    case Isa::Scalar: return true;
+#if SYNCENGINE_X86_64
+    case Isa::Avx2: return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+    case Isa::Avx512:
+      return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+#elif SYNCENGINE_AARCH64
+    case Isa::Neon: return true;
+    case Isa::NeonBf16: return (getauxval(AT_HWCAP2) & (1 << 14)) != 0;  // HWCAP2_BF16
+#endif
+    default: return false;
+  }
+}
 
 Isa best_isa() {
   for (Isa isa : kBestFirst) {

@@ -56,12 +56,6 @@ struct Pair {
   V low, high;
 };
 
-}  // namespace
-}  // namespace syncengine::kernels
-namespace syncengine::kernels {
-
-namespace {
-
 // Two 16-bit elements share a 32-bit word. Taking the even and the odd ones apart, instead of the lower and the upper
 // half of a vector, leaves each element in its own word: shifts and masks, no shuffles. Which of the two is first in
 // memory (byte order) does not matter.

@@ -8,7 +8,8 @@ namespace syncengine::kernels {
 using ReduceFunction = size_t (*)(const Reduction& reduction, const void* const* sources, int source_count,
                                   void* const* destinations, int destination_count, size_t count);
 
-// Null if this build lacks the instruction set. These are constants, so that testing them runs no code of that set.
+// All but the scalar one exist only in builds for their kind of processor. These are constants, so that choosing one
+// runs no code of its instruction set.
 extern const ReduceFunction kReduceScalar;
 extern const ReduceFunction kReduceAvx2;
 extern const ReduceFunction kReduceAvx512;

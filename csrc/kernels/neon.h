@@ -25,10 +25,6 @@ struct Neon : PartialByCopy {
     return (Words)vreinterpretq_u32_f16(vcvt_high_f16_f32(low, (float32x4_t)x.high));
   }
   SYNCENGINE_INLINE static bool any(Words x, uint32_t bits) { return vmaxvq_u32((uint32x4_t)(x & bits)) != 0; }
-  template <class V>
-  SYNCENGINE_INLINE static bool any_nonfinite(V x) {
-    return any((Words)(x - x), 0xffffffff);
-  }
 };
 
 }  // namespace

@@ -36,10 +36,6 @@ struct Avx2 : PartialByCopy {
   SYNCENGINE_INLINE static bool any(Words x, uint32_t bits) {
     return _mm256_testz_si256((__m256i)x, (__m256i)(Words{} + bits)) == 0;
   }
-  template <class V>
-  SYNCENGINE_INLINE static bool any_nonfinite(V x) {
-    return any((Words)(x - x), 0xffffffff);
-  }
 };
 
 }  // namespace
@@ -51,9 +47,5 @@ constinit const ReduceFunction kReduceAvx2 = &reduce<Avx2>;
 #if defined(__clang__)
 #pragma clang attribute pop
 #endif
-
-#else
-
-constinit const syncengine::kernels::ReduceFunction syncengine::kernels::kReduceAvx2 = nullptr;
 
 #endif

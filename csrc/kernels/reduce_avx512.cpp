@@ -68,8 +68,4 @@ constinit const ReduceFunction kReduceAvx512 = &reduce<Avx512>;
 #pragma clang attribute pop
 #endif
 
-#else
-
-constinit const syncengine::kernels::ReduceFunction syncengine::kernels::kReduceAvx512 = nullptr;
-
 #endif

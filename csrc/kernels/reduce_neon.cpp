@@ -12,8 +12,4 @@ constinit const ReduceFunction kReduceNeon = &reduce<Neon>;
 
 }  // namespace syncengine::kernels
 
-#else
-
-constinit const syncengine::kernels::ReduceFunction syncengine::kernels::kReduceNeon = nullptr;
-
 #endif

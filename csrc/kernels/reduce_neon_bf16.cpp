@@ -39,8 +39,4 @@ constinit const ReduceFunction kReduceNeonBf16 = &reduce<NeonBf16>;
 #pragma clang attribute pop
 #endif
 
-#else
-
-constinit const syncengine::kernels::ReduceFunction syncengine::kernels::kReduceNeonBf16 = nullptr;
-
 #endif

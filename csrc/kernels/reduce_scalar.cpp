@@ -9,10 +9,6 @@ struct Scalar : HalfConversions<16>, PartialByCopy {
   SYNCENGINE_INLINE static bool any(Vector<uint32_t, kVectorBytes> x, uint32_t bits) {
     return ((x[0] | x[1] | x[2] | x[3]) & bits) != 0;
   }
-  template <class V>
-  SYNCENGINE_INLINE static bool any_nonfinite(V x) {
-    return any((Vector<uint32_t, kVectorBytes>)(x - x), 0xffffffff);
-  }
 };
 
 }  // namespace

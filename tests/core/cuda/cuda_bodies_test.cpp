@@ -91,8 +91,7 @@ TEST(cuda_bodies_note_what_is_not_finite_as_the_engine_does) {
         const Operation operation{.dtype = dtype, .nonfinite = std::make_shared<const Nonfinite>(nonfinite)};
         const kernels::Reduction reduction{dtype, ReduceOp::Sum, kernels::Rounding::Once, 0.5};
         testing::run_note(reduction, args);
-        reduce_noting(operation, sources, 0, reduction, pointers.data(), ranks.data(), sources, &destination, 1,
-                      count);
+        reduce_noting(operation, sources, 0, reduction, pointers.data(), ranks.data(), sources, &destination, 1, count);
         CHECK(std::equal(noted.begin(), noted.end(), nonfinite.words.get()));
         CHECK(bytes < 4096 || element_size(dtype) > 2 || noted[sources - 1] != Nonfinite::kNothing);
       }
