@@ -1,4 +1,3 @@
-
 #include "base/resources.h"
 
 #include <sched.h>
@@ -12,6 +11,7 @@
 #include <sstream>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace syncengine {
 
@@ -54,6 +54,8 @@ Mount find_mount(const std::string& controller, const std::string& root) {
   return found;
 }
 
+// The folders of this process's cgroup and of all above it, since each may have limits: from the innermost upwards;
+// each ends with a slash. Cgroups that can't be seen from here (a container's own view, no /proc) are left out.
 std::vector<std::string> folders(const std::string& controller, const std::string& root) {
   const Mount mount = find_mount(controller, root);
   if (mount.place.empty()) return {};
@@ -68,14 +70,6 @@ std::vector<std::string> folders(const std::string& controller, const std::strin
   all.push_back(root + mount.place + "/");
   return all;
 }
-
-}  // namespace
-
-CgroupFolders cgroup_folders(const std::string& controller, const std::string& root) {
-  return {.v2 = folders("", root), .v1 = folders(controller, root)};
-}
-
-namespace {
 
 constexpr size_t kNoLimit = std::numeric_limits<size_t>::max();
 
@@ -99,13 +93,12 @@ size_t sum_of(const std::string& path, std::initializer_list<std::string_view> k
 // The smallest quota of this process's cgroups, in cores; infinity if there is none.
 double cpu_quota(const std::string& root) {
   double least = std::numeric_limits<double>::infinity();
-  const CgroupFolders folders = cgroup_folders("cpu", root);
-  for (const auto& folder : folders.v2) {
+  for (const auto& folder : folders("", root)) {
     std::ifstream file(folder + "cpu.max");
     double quota = 0, period = 0;
     if (file >> quota >> period && period > 0) least = std::min(least, quota / period);
   }
-  for (const auto& folder : folders.v1) {
+  for (const auto& folder : folders("cpu", root)) {
     const size_t quota = read_number(folder + "cpu.cfs_quota_us"), period = read_number(folder + "cpu.cfs_period_us");
     const bool limited = quota < kNoLimit / 2 && period != kNoLimit && period > 0;  // -1: unlimited
     if (limited) least = std::min(least, static_cast<double>(quota) / static_cast<double>(period));
@@ -139,12 +132,11 @@ size_t available_memory(const std::string& root) {
   for (std::string key, rest; file >> key && std::getline(file, rest);) {
     if (key == "MemAvailable:") available = std::stoull(rest) * 1024;
   }
-  const CgroupFolders folders = cgroup_folders("memory", root);
-  for (const auto& folder : folders.v2)
+  for (const auto& folder : folders("", root))
     available =
         std::min(available, left_below(read_number(folder + "memory.max"), read_number(folder + "memory.current"),
                                        sum_of(folder + "memory.stat", {"active_file", "inactive_file"})));
-  for (const auto& folder : folders.v1)
+  for (const auto& folder : folders("memory", root))
     available =
         std::min(available, left_below(read_number(folder + "memory.limit_in_bytes"),
                                        read_number(folder + "memory.usage_in_bytes"),

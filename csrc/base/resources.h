@@ -3,7 +3,6 @@
 
 #include <cstddef>
 #include <string>
-#include <vector>
 
 namespace syncengine {
 
@@ -18,17 +17,5 @@ int available_cores(const std::string& root = "");
 size_t available_memory(const std::string& root = "");
 
 size_t total_memory();
-
-// Folders in which the limits of this process's cgroups are to be read: its own cgroup and all above it, since each may
-// have limits.
-//
-// Thread-safety: any thread. Failure: what can't be seen from here (a container's own view, no /proc) is left out.
-
-struct CgroupFolders {
-  std::vector<std::string> v2, v1;  // from the innermost upwards; each ends with a slash
-};
-
-// The folders of `controller` ("memory", "cpu"). Files are looked for below `root`, which only tests set.
-CgroupFolders cgroup_folders(const std::string& controller, const std::string& root = "");
 
 }  // namespace syncengine

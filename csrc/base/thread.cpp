@@ -1,4 +1,3 @@
-
 #include "base/thread.h"
 
 #include <linux/futex.h>

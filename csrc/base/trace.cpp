@@ -138,12 +138,9 @@ OfProcess& of_process() {
 }  // namespace
 
 void start(const std::string& path, size_t events, const std::string& about, uint64_t steps) {
-  static std::once_flag once;
-  std::call_once(once, [] {
-    pthread_atfork(nullptr, nullptr, [] {
-      internal::active.store(nullptr, std::memory_order_release);
-      of_process().current = nullptr;
-    });
+  [[maybe_unused]] static int once = pthread_atfork(nullptr, nullptr, [] {
+    internal::active.store(nullptr, std::memory_order_release);
+    of_process().current = nullptr;
   });
   auto& [mutex, rings, current] = of_process();
   std::lock_guard lock(mutex);

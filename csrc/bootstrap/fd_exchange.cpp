@@ -217,20 +217,6 @@ class LocalRendezvous {
 constexpr size_t kMaxUnidentified = 64;  // at once, beyond the ranks that are still expected
 constexpr int kPollMs = 50, kRetryMs = 5;
 
-// A rank that fails breaks off with all its peers, so dead ranks are blamed, not those that noticed the death first.
-[[noreturn]] void throw_lost(const RankNames& names, const std::set<int>& lost, const std::set<int>& dead) {
-  if (!dead.empty()) throw Error(ErrorKind::PeerLost, names.all(dead) + " died while the ranks connected");
-  throw Error(ErrorKind::PeerLost, names.all(lost) + " broke off while the ranks connected: see its own error");
-}
-
-[[noreturn]] void throw_unreachable(const RankNames& names, int rank, const std::set<int>& unreachable,
-                                    const std::set<int>& dead) {
-  if (!dead.empty()) throw_lost(names, unreachable, dead);
-  throw Error(ErrorKind::PeerLost,
-              names(rank) + " can't reach " + names.all(unreachable) +
-                  " through this host's memory, though it runs on the same host: it died or broke off");
-}
-
 LocalRendezvous::LocalRendezvous(int rank, std::map<int, RendezvousPoint> places, int own, const ParentFd& listener,
                                  RankNames names)
     : rank_(rank), own_(own), names_(std::move(names)), places_(std::move(places)), listener_(listener) {
@@ -252,8 +238,14 @@ void LocalRendezvous::step() {
   if (unreachable_.empty() && lost_.empty()) return;
   std::map<int, std::string> processes;
   for (const auto& [peer, call] : calls_) processes[peer] = FdExchange::process_of(places_.at(peer).name);
-  if (!unreachable_.empty()) throw_unreachable(names_, rank_, unreachable_, ended(processes));
-  throw_lost(names_, lost_, ended(processes));
+  // A rank that fails breaks off with all its peers, so dead ranks are blamed, not those that noticed the death first.
+  if (const auto dead = ended(processes); !dead.empty())
+    throw Error(ErrorKind::PeerLost, names_.all(dead) + " died while the ranks connected");
+  if (unreachable_.empty())
+    throw Error(ErrorKind::PeerLost, names_.all(lost_) + " broke off while the ranks connected: see its own error");
+  throw Error(ErrorKind::PeerLost,
+              names_(rank_) + " can't reach " + names_.all(unreachable_) +
+                  " through this host's memory, though it runs on the same host: it died or broke off");
 }
 
 void LocalRendezvous::reach(int peer, Call& call) {
@@ -419,8 +411,8 @@ std::vector<UniqueFd> FdExchange::exchange(int rank, const std::vector<std::stri
   sync_point("listening");
   LocalRendezvous rendezvous(rank, std::move(places), own, listener_, names);
   try {
-    for (bool first = true; !rendezvous.over(); first = false) {
-      if (first) sync_point("connecting");  // nobody has this rank's memory yet
+    sync_point("connecting");  // nobody has this rank's memory yet
+    while (!rendezvous.over()) {
       rendezvous.step();
       if (rendezvous.over()) break;
       if (deadline.passed()) rendezvous.throw_timeout();

@@ -1,4 +1,3 @@
-
 #include "bootstrap/host.h"
 
 #include <poll.h>
@@ -7,8 +6,10 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <chrono>
 #include <fstream>
 #include <map>
+#include <thread>
 #include <vector>
 
 #include "base/deadline.h"
@@ -44,7 +45,7 @@ std::vector<int> number_hosts(const std::vector<std::string>& keys) {
 
 namespace {
 
-constexpr int kDyingMs = 200;
+constexpr auto kDying = std::chrono::milliseconds(200), kPause = std::chrono::milliseconds(5);
 
 std::string process_namespace() {
   struct stat status{};
@@ -77,27 +78,13 @@ bool ProcessWatch::has_ended() {
 
 std::set<int> ended(const std::map<int, std::string>& processes) {
   std::set<int> found;
-  std::vector<ProcessWatch> watches;
-  std::vector<pollfd> polls;
-  std::vector<int> ranks;
-  for (const auto& [rank, process] : processes) {
-    ProcessWatch watch(process);
-    if (watch.has_ended()) found.insert(rank);
-    if (watch.fd() < 0) continue;
-    polls.push_back({watch.fd(), POLLIN, 0});
-    ranks.push_back(rank);
-    watches.push_back(std::move(watch));
+  std::map<int, ProcessWatch> watches;
+  for (const auto& [rank, process] : processes) watches.try_emplace(rank, process);
+  for (const Deadline deadline = Deadline::after(kDying);; std::this_thread::sleep_for(kPause)) {
+    for (auto& [rank, watch] : watches)
+      if (watch.has_ended()) found.insert(rank);
+    if (!found.empty() || deadline.passed()) return found;
   }
-  const Deadline deadline = Deadline::after(std::chrono::milliseconds(found.empty() ? kDyingMs : 0));
-  int ready = 0;
-  do {  // a signal interrupts poll() before the moment is over
-    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline.left(std::chrono::milliseconds(kDyingMs)));
-    ready = poll(polls.data(), polls.size(), static_cast<int>(left.count()));
-  } while (ready < 0 && errno == EINTR);
-  for (size_t i = 0; i < polls.size(); ++i) {
-    if (polls[i].revents & POLLIN) found.insert(ranks[i]);
-  }
-  return found;
 }
 
 }  // namespace syncengine

@@ -40,7 +40,6 @@ class ProcessWatch {
   explicit ProcessWatch(const std::string& process);  // what process_id() returned there
   bool sees() const { return ended_ || handle_; }  // false: the process is in another namespace, or the kernel refuses
   bool has_ended();
-  int fd() const { return handle_.get(); }  // readable once the process has ended
 
  private:
   UniqueFd handle_;

@@ -1,4 +1,3 @@
-
 #include "collectives/order.h"
 
 #include <bit>
