@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "base/texts.h"
+#include "transport/interhost.h"
 #include "transport/packets/packets.h"
 
 namespace syncengine {
@@ -25,7 +26,7 @@ struct PacketTransportHandle {
   std::unique_ptr<packets::PacketTransport> transport;
   packets::Options options;
 };
-// Connects an endpoint that end_packet_transports() will end. `peers` are as in packets::connect.
+// Connects an endpoint that end_packet_transports() will end. `peers` are as in packets::Endpoint.
 std::unique_ptr<Interhost> connect_by(PacketTransportHandle& handle, int rank, const std::vector<int>& peers,
                                       RankNames names);
 

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "bootstrap/host.h"
 #include "engine/communicator/communicator.h"
 #include "engine/job/local_bootstrap.h"
 #include "engine/progress/engine.h"
@@ -133,7 +134,9 @@ void bind_options(py::module_& module) {
       .def_readwrite("interface", &NetworkOptions::interface)
       .def_readwrite("sockets", &NetworkOptions::sockets)
       .def_readwrite("checksum", &NetworkOptions::checksum)
-      .def_readwrite("silence", &NetworkOptions::silence)
+      .def_property(
+          "silence", [](const NetworkOptions& self) { return self.timing.silence; },
+          [](NetworkOptions& self, double value) { self.timing.silence = value; })
       .def_readwrite("secret", &NetworkOptions::secret)
       .def_readwrite("secret_file", &NetworkOptions::secret_file);
 }
@@ -208,6 +211,7 @@ void bind_local_bootstrap(py::module_& module) {
           [](Bootstrap& self, NetworkOptions options) {
             options.secret = tcp::load_secret(options.secret, options.secret_file);
             options.names = self.names;
+            options.network = network_of(host_key(""));
             self.listener = std::make_unique<tcp::Listener>(options);
             return py::bytes(self.listener->address());
           },

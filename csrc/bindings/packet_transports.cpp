@@ -163,7 +163,7 @@ void bind_packet_transports(py::module_& module) {
         };
         auto transport = std::make_unique<TorchPacketTransport>(std::move(group), std::move(ranks), tag, on_closed);
         return PacketTransportHandle{std::move(transport),
-                                     {.by = std::move(by), .checksum = checksum, .silence = silence}};
+                                     {.by = std::move(by), .checksum = checksum, .timing = {.silence = silence}}};
       },
       py::arg("group"), py::arg("ranks"), py::arg("tag"), py::arg("closed"), py::arg("by"), py::arg("checksum"),
       py::arg("silence"),

@@ -86,12 +86,13 @@ class Interhost {
   virtual void withdraw(const std::vector<int>& peers, uint64_t first, uint64_t last, const Error& error) = 0;
 
   // Moves bytes until stop(), and sleeps while there are none to move. Calls `progressed`, on this thread and without
-  // locks, after transfers have ended, a message has arrived or a peer has failed.
-  virtual void run(const std::function<void()>& progressed) = 0;
+  // locks, after transfers have ended, a message has arrived or a peer has failed. Implementations in which any thread
+  // may move bytes have steps instead.
+  virtual void run(const std::function<void()>& /*progressed*/) {}
 
-  // One turn of run(), for implementations in which any thread may move bytes. Returns News if run() would have called
-  // `progressed`, and Over when all is done after stop(). If there is nothing to move, a step sleeps until there is,
-  // until wake(), or for `at_most`. At least one step in each heartbeat's time is due.
+  // One turn of what run() does. Returns News where run() would call `progressed`, and Over when all is done after
+  // stop(). If there is nothing to move, a step sleeps until there is, until wake(), or for `at_most`. At least one
+  // step in each heartbeat's time is due.
   enum class Step : uint8_t { Quiet, News, Over };
   virtual bool has_steps() const { return false; }
   virtual Step step(Duration) { return Step::Quiet; }

@@ -1,4 +1,3 @@
-
 #include "transport/matching/frame.h"
 
 #include <array>
@@ -75,9 +74,6 @@ uint32_t crc32c(const std::byte* data, size_t bytes) {
   return crc32c_portable(data, bytes);
 }
 
-}  // namespace syncengine::matching
-namespace syncengine::matching {
-
 namespace {
 
 constexpr uint32_t kMagic = 0x636e7973;  // "sync"
@@ -122,10 +118,6 @@ bool fields_fit(const Frame& frame) {
 }
 
 Channel channel_of(Kind kind) { return kind >= Kind::Eager ? Channel::Data : Channel::Control; }
-
-}  // namespace
-
-namespace {
 
 // The first word of a header, which marks the beginning of a frame, and with checksums covers `rest`, the words behind
 // it.

@@ -17,10 +17,9 @@ namespace syncengine::matching {
 
 // Periods in seconds. If `silence` is 0, there are no heartbeats, and no peer is ever lost for its silence.
 struct HeartbeatTiming {
-  static constexpr double kNotice = 2.0;
   double heartbeat = 0.25;  // period in which a sign of life is sent
   double silence = 30.0;    // time without a sign of life after which a peer is lost
-  double notice = kNotice;  // time without one after which a line says so
+  double notice = 2.0;      // time without one after which a line says so
 
   bool is_judged() const { return silence > 0; }
   // If this process has not run for that long, it has heard nobody because it did not listen.

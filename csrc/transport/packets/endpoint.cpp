@@ -13,14 +13,9 @@ constexpr int kPatience =
 
 }  // namespace
 
-std::unique_ptr<Interhost> connect(std::unique_ptr<PacketTransport> transport, const Options& options, int rank,
-                                   const std::vector<int>& peers) {
-  return std::make_unique<Endpoint>(std::move(transport), options, rank, peers);
-}
-
 Endpoint::Endpoint(std::unique_ptr<PacketTransport> transport, const Options& options, int rank,
                    const std::vector<int>& peers)
-    : matching::Endpoint<Peer>(rank, options.names, options.checksum, heartbeat_timing(options)),
+    : matching::Endpoint<Peer>(rank, options.names, options.checksum, options.timing),
       options_(options),
       transport_(std::move(transport)) {
   for (int peer : peers) peers_[peer] = std::make_unique<Peer>(shared_, traffic_, options_, peer);

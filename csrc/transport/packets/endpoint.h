@@ -20,6 +20,7 @@ namespace syncengine::packets {
 
 class Endpoint : public matching::Endpoint<Peer> {
  public:
+  // `peers` are the ranks of the job on other hosts. run() must follow soon, as nothing moves before.
   Endpoint(std::unique_ptr<PacketTransport> transport, const Options& options, int rank, const std::vector<int>& peers);
 
   void run(const std::function<void()>& progressed) override;

@@ -4,12 +4,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <memory>
 #include <string>
 #include <vector>
 
 #include "base/texts.h"
-#include "transport/interhost.h"
 #include "transport/matching/heartbeat_monitor.h"
 
 namespace syncengine::packets {
@@ -50,19 +48,10 @@ class PacketTransport {
 };
 
 struct Options {
-  std::string by = "";      // for texts: who moves the packets
-  bool checksum = false;    // CRC-32C of all data; the same on all ranks
-  double heartbeat = 0.25;  // seconds
-  double silence = 0;       // seconds without a sign of life after which a peer is lost; 0: never, and no heartbeats
-  RankNames names = {};     // of the ranks of the job
+  std::string by = "";                                // for texts: who moves the packets
+  bool checksum = false;                              // CRC-32C of all data; the same on all ranks
+  matching::HeartbeatTiming timing = {.silence = 0};  // no heartbeats, and no peer is lost for its silence
+  RankNames names = {};                               // of the ranks of the job
 };
-
-inline matching::HeartbeatTiming heartbeat_timing(const Options& options) {
-  return {.heartbeat = options.heartbeat, .silence = options.silence};
-}
-
-// `peers` are the ranks of the job on other hosts. run() must follow soon, as nothing moves before.
-std::unique_ptr<Interhost> connect(std::unique_ptr<PacketTransport> transport, const Options& options, int rank,
-                                   const std::vector<int>& peers);
 
 }  // namespace syncengine::packets

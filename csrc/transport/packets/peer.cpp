@@ -1,4 +1,3 @@
-
 #include "transport/packets/peer.h"
 
 #include <algorithm>
@@ -52,7 +51,7 @@ bool is_data(Kind kind) { return kind == Kind::Eager || kind == Kind::Chunk; }
 }  // namespace
 
 Peer::Peer(matching::Shared& shared, PacketTraffic& traffic, const Options& options, int rank)
-    : session_(shared, heartbeat_timing(options), rank), traffic_(traffic), options_(options) {
+    : session_(shared, options.timing, rank), traffic_(traffic), options_(options) {
   receive(kControlBytes, {});
 }
 
@@ -226,7 +225,7 @@ void Peer::throw_out_of_step() {
 // ---- the end ----
 
 void Peer::beat() {
-  if (options_.silence > 0 && session_.life.is_in_use() && session_.out.empty() && outgoing_ == 0)
+  if (options_.timing.is_judged() && session_.life.is_in_use() && session_.out.empty() && outgoing_ == 0)
     session_.add({.kind = Kind::Heartbeat});
 }
 

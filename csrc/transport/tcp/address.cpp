@@ -1,4 +1,3 @@
-
 #include "transport/tcp/address.h"
 
 #include <arpa/inet.h>
@@ -6,12 +5,10 @@
 #include <net/if.h>
 #include <netinet/in.h>
 #include <sys/random.h>
-#include <sys/stat.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <fstream>
 #include <memory>
 #include <optional>
 #include <sstream>
@@ -220,15 +217,6 @@ std::string random_bytes(size_t count) {
   if (getrandom(bytes.data(), count, 0) != static_cast<ssize_t>(count))
     throw_system_error("can't get random bytes", errno, "getrandom");
   return bytes;
-}
-
-std::string own_network() {
-  std::ifstream file("/proc/sys/kernel/random/boot_id");
-  std::string boot;
-  std::getline(file, boot);
-  struct stat status{};
-  uint64_t space = stat("/proc/self/ns/net", &status) == 0 ? status.st_ino : 0;
-  return sha256(Writer().bytes("syncengine network").bytes(boot).u64(space).text());
 }
 
 }  // namespace syncengine::tcp

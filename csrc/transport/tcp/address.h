@@ -78,6 +78,5 @@ Address decode_address(int peer, const std::string& bytes);
 void check_fit(int own_rank, const Address& own, int peer, const Address& other);
 
 std::string random_bytes(size_t count);
-std::string own_network();
 
 }  // namespace syncengine::tcp

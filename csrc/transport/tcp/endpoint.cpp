@@ -1,4 +1,3 @@
-
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 
@@ -14,6 +13,7 @@
 #include "transport/matching/endpoint.h"
 #include "transport/tcp/peer.h"
 #include "transport/tcp/rendezvous.h"
+#include "transport/tcp/secret.h"
 #include "transport/tcp/socket.h"
 #include "transport/tcp/tcp.h"
 
@@ -30,7 +30,6 @@ class Endpoint : public matching::Endpoint<Peer> {
   Endpoint(const Options& options, int rank, const Ip& own, const std::map<int, Address>& peers,
            std::map<int, Sockets> sockets, ParentFd listener);
 
-  void run(const std::function<void()>& progressed) override;
   bool has_steps() const override { return true; }
   bool knows_ends() const override { return true; }
   Step step(Duration at_most) override;
@@ -61,7 +60,7 @@ uint64_t event_key(int peer, size_t connection) { return static_cast<uint64_t>(p
 
 Endpoint::Endpoint(const Options& options, int rank, const Ip& own, const std::map<int, Address>& peers,
                    std::map<int, Sockets> sockets, ParentFd listener)
-    : matching::Endpoint<Peer>(rank, options.names, options.checksum, heartbeat_timing(options)),
+    : matching::Endpoint<Peer>(rank, options.names, options.checksum, options.timing),
       options_(options),
       listener_(std::move(listener)),
       epoll_([] { return epoll_create1(EPOLL_CLOEXEC); }),
@@ -97,13 +96,6 @@ bool Endpoint::has_unsent() const {
 }
 
 // ---- one thread at a time ----
-
-void Endpoint::run(const std::function<void()>& progressed) {
-  for (auto last = Step::Quiet; last != Step::Over;) {
-    last = step(heartbeat_);
-    if (last != Step::Quiet) progressed();
-  }
-}
 
 Interhost::Step Endpoint::step(Duration at_most) {
   epoll_event ready[kEvents];
@@ -179,16 +171,16 @@ Listener::Listener(const Options& options) : options_(options) {
     throw Error(ErrorKind::InvalidUsage, "there must be 1 to " + std::to_string(kMaxSockets) +
                                              " TCP sockets a peer, not " + std::to_string(options.sockets));
   }
-  if (options.heartbeat <= 0 || options.silence < 3 * options.heartbeat) {
+  if (const auto& timing = options.timing; timing.heartbeat <= 0 || timing.silence < 3 * timing.heartbeat) {
     throw Error(ErrorKind::InvalidUsage,
-                "a silence of " + std::to_string(options.silence) + " s can't be told from heartbeats every " +
-                    std::to_string(options.heartbeat) + " s: give at least three times as much");
+                "a silence of " + std::to_string(timing.silence) + " s can't be told from heartbeats every " +
+                    std::to_string(timing.heartbeat) + " s: give at least three times as much");
   }
   address_.ip = choose_ip(options.interface, local_interfaces());
   fd_ = listen_on(address_.ip);
   address_.port = port_of(fd_);
   address_.has_secret = !options.secret.empty();
-  address_.network = own_network();
+  address_.network = sha256(options.network);
   address_.key = random_bytes(address_.network.size());
 }
 

@@ -1,4 +1,3 @@
-
 #include "transport/tcp/peer.h"
 
 #include <sys/epoll.h>
@@ -145,8 +144,8 @@ Duration boot_time() {
 }  // namespace
 
 Peer::Peer(Shared& shared, const Options& options, int rank, Probe probe, std::vector<ParentFd> sockets)
-    : session_(shared, heartbeat_timing(options), rank),
-      heartbeat_(seconds(options.heartbeat)),
+    : session_(shared, options.timing, rank),
+      heartbeat_(seconds(options.timing.heartbeat)),
       probe_(std::move(probe)),
       emptied_(boot_time()),
       heard_(emptied_) {

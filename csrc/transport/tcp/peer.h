@@ -25,8 +25,6 @@ namespace syncengine::tcp {
 // Thread-safety: under the endpoint's progress lock. Failure: a Status; what the bytes mean is not this class's
 // business.
 
-using namespace matching;
-
 enum class Status : uint8_t {
   Open,
   Ended,   // the other side will send no more

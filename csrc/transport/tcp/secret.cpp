@@ -1,4 +1,3 @@
-
 #include "transport/tcp/secret.h"
 
 #include <sys/stat.h>

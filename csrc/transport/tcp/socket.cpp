@@ -1,4 +1,3 @@
-
 #include "transport/tcp/socket.h"
 
 #include <netinet/in.h>

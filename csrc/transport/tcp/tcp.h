@@ -17,20 +17,16 @@
 namespace syncengine::tcp {
 
 struct Options {
-  std::string interface;     // where to listen, as choose_ip() has it; "" is loopback
-  int sockets = 4;           // data connections a peer, 1 .. kMaxSockets; the same on all ranks
-  bool checksum = false;     // CRC-32C of all data, beside TCP's own weak sum; the same on all ranks
-  double heartbeat = 0.25;   // seconds
-  double silence = 30.0;     // seconds without a sign of life after which a peer is lost
+  std::string interface;  // where to listen, as choose_ip() has it; "" is loopback
+  int sockets = 4;        // data connections a peer, 1 .. kMaxSockets; the same on all ranks
+  bool checksum = false;  // CRC-32C of all data, beside TCP's own weak sum; the same on all ranks
+  matching::HeartbeatTiming timing = {};
   double handshake = 5.0;    // seconds that a caller has to prove its identity
   int unauthenticated = 64;  // limit of connections without that proof, beside those that are expected
   std::string secret;        // see load_secret()
   RankNames names;           // of the ranks of the job
+  std::string network;       // identifies the network whose addresses this rank sees, loopback's among them
 };
-
-inline matching::HeartbeatTiming heartbeat_timing(const Options& options) {
-  return {.heartbeat = options.heartbeat, .silence = options.silence};
-}
 
 class Listener {
  public:
@@ -49,7 +45,7 @@ class Listener {
 
 // Connects with every rank of `addresses`; an empty address is no peer's, and this rank's own is ignored. The port
 // stays open as long as the Interhost lives (probe.h), but later callers are dropped. `interrupted` is called now and
-// then and may throw. run() must follow soon, as nothing moves before.
+// then and may throw. Steps must follow soon, as nothing moves before.
 std::unique_ptr<Interhost> connect(Listener listener, int rank, const std::vector<std::string>& addresses,
                                    Deadline deadline, const std::function<void()>& interrupted = {});
 

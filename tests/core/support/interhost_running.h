@@ -37,7 +37,7 @@ class Running {
  public:
   // `limit`: of each wait.
   explicit Running(std::unique_ptr<Interhost> endpoint, Duration limit = seconds(20))
-      : endpoint_(std::move(endpoint)), limit_(limit), thread_([this] { endpoint_->run([this] { ring(); }); }) {}
+      : endpoint_(std::move(endpoint)), limit_(limit), thread_([this] { run(); }) {}
   Running(const Running&) = delete;
   ~Running() { leave(); }
 
@@ -86,6 +86,13 @@ class Running {
   }
 
  private:
+  void run() {
+    if (!endpoint_->has_steps()) return endpoint_->run([this] { ring(); });
+    for (auto last = Interhost::Step::Quiet; last != Interhost::Step::Over;) {
+      last = endpoint_->step(limit_);
+      if (last != Interhost::Step::Quiet) ring();
+    }
+  }
   void ring() {
     std::lock_guard lock(mutex_);
     ++rings_;

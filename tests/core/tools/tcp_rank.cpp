@@ -17,6 +17,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <iostream>
 #include <map>
 #include <string>
@@ -25,6 +26,7 @@
 
 #include "interhost_running.h"
 #include "transport/tcp/rendezvous.h"
+#include "transport/tcp/secret.h"
 #include "transport/tcp/socket.h"
 #include "transport/tcp/tcp.h"
 
@@ -53,8 +55,9 @@ struct Settings {
     options.secret = text("secret");
     options.sockets = static_cast<int>(number("sockets", options.sockets));
     options.checksum = number("checksum", 0) != 0;
-    options.heartbeat = number("heartbeat", options.heartbeat);
-    options.silence = number("silence", options.silence);
+    options.timing.heartbeat = number("heartbeat", options.timing.heartbeat);
+    options.timing.silence = number("silence", options.timing.silence);
+    options.network = std::filesystem::read_symlink("/proc/self/ns/net").string();
     return options;
   }
   Duration limit() const { return seconds(number("timeout", 30)); }
@@ -207,7 +210,7 @@ void raw(const Settings& settings, const tcp::Sockets& sockets) {
 void raw(const Settings& settings) {
   tcp::Options options = settings.options();
   tcp::Address own{.ip = tcp::choose_ip(options.interface, tcp::local_interfaces()),
-                   .network = tcp::own_network(),
+                   .network = tcp::sha256(options.network),
                    .key = tcp::random_bytes(32)};
   ParentFd listener = tcp::listen_on(own.ip);
   own.port = tcp::port_of(listener);

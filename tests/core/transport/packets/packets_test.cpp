@@ -5,6 +5,7 @@
 #include "fake_packet_transport.h"
 #include "interhost_conformance.h"
 #include "transport/matching/frame.h"
+#include "transport/packets/endpoint.h"
 #include "transport/packets/packets.h"
 #include "transport/packets/peer.h"
 
@@ -19,7 +20,7 @@ std::unique_ptr<Interhost> endpoint(const std::shared_ptr<FakeWire>& wire, int r
   std::vector<int> peers(size);
   std::iota(peers.begin(), peers.end(), 0);
   std::erase(peers, rank);
-  return packets::connect(std::make_unique<FakePacketTransport>(wire, rank), options, rank, peers);
+  return std::make_unique<packets::Endpoint>(std::make_unique<FakePacketTransport>(wire, rank), options, rank, peers);
 }
 
 Endpoints over(const std::shared_ptr<FakeWire>& wire, int size, const packets::Options& options = {}) {
@@ -30,7 +31,7 @@ Endpoints over(const std::shared_ptr<FakeWire>& wire, int size, const packets::O
 
 Endpoints polled(int size) { return over(std::make_shared<FakeWire>(size, FakeWire::How{}), size); }
 Endpoints calling(int size) {
-  return over(std::make_shared<FakeWire>(size, FakeWire::How{.calls = true}), size, {.silence = 20});
+  return over(std::make_shared<FakeWire>(size, FakeWire::How{.calls = true}), size, {.timing = {.silence = 20}});
 }
 Endpoints backwards(int size) {
   return over(std::make_shared<FakeWire>(size, FakeWire::How{.backwards = true}), size, {.checksum = true});
@@ -108,7 +109,7 @@ TEST(packets_leave_without_a_peer_that_does_not_answer) {
 TEST(packets_name_a_silent_peer) {
   auto wire = std::make_shared<FakeWire>(2, FakeWire::How{.calls = true});
   constexpr double kSilence = kSlowdown > 1 ? 3.0 : 1.0;  // the peer's thread may have to wait for a processor
-  packets::Options options{.heartbeat = 0.05, .silence = kSilence};
+  packets::Options options{.timing = {.heartbeat = 0.05, .silence = kSilence}};
   Running one(endpoint(wire, 0, 2, options)), two(endpoint(wire, 1, 2, options));
   std::this_thread::sleep_for(std::chrono::duration<double>(1.5 * kSilence));
   CHECK(!one->failure(1));  // heartbeats

@@ -26,7 +26,7 @@ struct Stage {
   Actor actor;                        // ends first: rank 0 stays for a while where a rank that it has lost may live
   std::vector<UniqueFd> connections;  // of rank 1 to rank 0
 
-  explicit Stage(Options given = {.sockets = 2, .silence = 20}) : options(given), actor(1, given) {
+  explicit Stage(Options given = {.sockets = 2, .timing = {.silence = 20}}) : options(given), actor(1, given) {
     tcp::Listener first(options), last(options);
     const std::string addresses[] = {first.address(), actor.address(), last.address()};
     auto run = [&](std::unique_ptr<Running>& end, tcp::Listener& listener, int rank, const std::string& one) {
@@ -96,7 +96,7 @@ TEST(tcp_more_than_the_credit_is_named) {
 
 TEST(tcp_wrong_checksum_is_named) {
   for (bool honest : {true, false}) {
-    Stage stage({.sockets = 2, .checksum = true, .silence = 20});
+    Stage stage({.sockets = 2, .checksum = true, .timing = {.silence = 20}});
     std::byte place[3];
     auto receive = (*stage.zero)->receive(1, 8, place, 3);
     put(stage.data(),
@@ -151,7 +151,7 @@ TEST(tcp_last_words_come_before_a_fault) {
 }
 
 TEST(tcp_silence_is_named) {
-  Stage stage({.sockets = 2, .heartbeat = 0.05, .silence = 0.4});
+  Stage stage({.sockets = 2, .timing = {.heartbeat = 0.05, .silence = 0.4}});
   auto begin = Clock::now();
   put(stage.control(), frame({.kind = Kind::Heartbeat}));
   std::string text = stage.lost();
@@ -160,7 +160,7 @@ TEST(tcp_silence_is_named) {
 }
 
 TEST(tcp_honest_ranks_are_never_silent) {
-  Stage stage({.sockets = 2, .heartbeat = 0.05, .silence = 2});
+  Stage stage({.sockets = 2, .timing = {.heartbeat = 0.05, .silence = 2}});
   std::this_thread::sleep_for(std::chrono::milliseconds(2500));
   CHECK(!(*stage.zero)->failure(2) && !(*stage.two)->failure(0));
 }

@@ -25,7 +25,7 @@ struct Pair {
   std::unique_ptr<Interhost> zero;
   std::vector<UniqueFd> connections;  // of rank 1 to rank 0
 
-  explicit Pair(double heartbeat) : options{.sockets = 1, .heartbeat = heartbeat} {
+  explicit Pair(double heartbeat) : options{.sockets = 1, .timing = {.heartbeat = heartbeat}} {
     one.emplace(1, options);
     tcp::Listener listener(options);
     address = listener.address();

@@ -320,7 +320,7 @@ TEST(tcp_connecting_can_be_interrupted) {
 TEST(tcp_options_are_checked) {
   for (int sockets : {0, 17}) CHECK_THROWS(Listener({.sockets = sockets}), ErrorKind::InvalidUsage);
   CHECK_THROWS(Listener({.interface = "nosuchinterface"}), ErrorKind::InvalidUsage);
-  CHECK_THROWS(Listener({.heartbeat = 1, .silence = 2}), ErrorKind::InvalidUsage);
+  CHECK_THROWS(Listener({.timing = {.heartbeat = 1, .silence = 2}}), ErrorKind::InvalidUsage);
 }
 
 }  // namespace syncengine::testing

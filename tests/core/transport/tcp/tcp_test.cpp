@@ -7,7 +7,7 @@ namespace syncengine::testing {
 namespace {
 
 Endpoints over_tcp(int size, tcp::Options options) {
-  options.silence = 20;  // sanitizers and busy machines
+  options.timing.silence = 20;  // sanitizers and busy machines
   Listeners ranks(size, options);
   Endpoints endpoints(size);
   run_ranks(size, [&](int rank) { endpoints[rank] = ranks.connect(rank); });
