@@ -474,10 +474,10 @@ class WatchedWeights:
         """Raises the parameters' versions after an update by all ranks, and notes them."""
 
     def moved(self) -> int | None:
-        """The first parameter that lies in other memory than at first, or has another shape or strides."""
+        """The index of the first parameter that lies in other memory than at first, or has another shape or strides."""
 
     def written(self) -> int | None:
-        """The first parameter that has another version than noted."""
+        """The index of the first parameter that has another version than noted."""
 
     def gradients(self) -> bytes:
         """A byte for each parameter: 0 if it has no gradient, 1 if it has a dense one, 2 if another."""

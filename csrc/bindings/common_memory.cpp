@@ -78,12 +78,10 @@ void return_free_memory() {
 }  // namespace
 
 void bind_common_memory(py::module_& module) {
-  py::class_<shm::Region, Shared>(module, "CommonMemory", "Memory that the ranks of a host have in common.")
+  py::class_<shm::Region, Shared>(module, "CommonMemory")
       .def_property_readonly("bytes", &shm::Region::bytes)
-      .def("tensor", &tensor_in, py::arg("offset"), py::arg("sizes"), py::arg("strides"), py::arg("dtype"),
-           "A tensor in the memory, with a storage of its own.")
-      .def("decide", &shm::Region::decide, py::arg("number"), py::arg("proceeds"),
-           "The decision on update `number`: `proceeds`, unless another rank has decided otherwise before.")
+      .def("tensor", &tensor_in, py::arg("offset"), py::arg("sizes"), py::arg("strides"), py::arg("dtype"))
+      .def("decide", &shm::Region::decide, py::arg("number"), py::arg("proceeds"))
       .def(
           "complete",
           [](shm::Region& self, int rank, uint64_t number) {
@@ -91,39 +89,25 @@ void bind_common_memory(py::module_& module) {
             self.complete(rank, number);
             sync_point("completed");
           },
-          py::arg("rank"), py::arg("number"), "This rank has made its part of update `number`.")
-      .def("completed", &shm::Region::completed, py::arg("ranks"), "The last update that each rank has completed.")
-      .def("tear", &shm::Region::tear, py::arg("number"), "Notes that update `number` will never be complete.")
-      .def_property_readonly("torn", &shm::Region::torn,
-                             "The number of the update of shared weights that a rank has left half "
-                             "done; 0 if there is none.")
-      .def("detach", &shm::Region::detach, py::call_guard<py::gil_scoped_release>(),
-           "Replaces the memory by a private copy at the same addresses. Returns False if memory is short.");
+          py::arg("rank"), py::arg("number"))
+      .def("completed", &shm::Region::completed, py::arg("ranks"))
+      .def("tear", &shm::Region::tear, py::arg("number"))
+      .def_property_readonly("torn", &shm::Region::torn)
+      .def("detach", &shm::Region::detach, py::call_guard<py::gil_scoped_release>());
 
-  py::class_<MemoryExchange>(module, "MemoryExchange", "Gives the ranks of a host memory in common.")
-      .def(py::init<size_t>(), py::arg("bytes"),
-           "`bytes` is the size of the memory on the rank that makes the memory, and 0 on the others.")
-      .def(
-          "address", [](const MemoryExchange& self) { return py::bytes(self.fd_exchange.address()); },
-          "The address under which the other ranks reach this exchange: less than 144 bytes, which contain a secret.")
+  py::class_<MemoryExchange>(module, "MemoryExchange")
+      .def(py::init<size_t>(), py::arg("bytes"))
+      .def("address", [](const MemoryExchange& self) { return py::bytes(self.fd_exchange.address()); })
       .def("exchange", &MemoryExchange::exchange, py::arg("rank"), py::arg("addresses"), py::arg("maker"),
-           py::arg("timeout"), py::arg("global_ranks"), py::call_guard<py::gil_scoped_release>(),
-           "Returns the memory that rank `maker` has made. `addresses` are by rank, empty for ranks of other hosts; "
-           "errors call the ranks `global_ranks`. Collective, called once.");
+           py::arg("timeout"), py::arg("global_ranks"), py::call_guard<py::gil_scoped_release>());
 
   module.def(
-      "storage_references", [](const at::Tensor& tensor) { return tensor.storage().use_count(); }, py::arg("tensor"),
-      "How many tensors, views and others hold this tensor's memory.");
-  module.def("is_borrowed", &is_borrowed, py::arg("tensor"),
-             "Whether other code than torch has made this tensor's memory, and may hold it.");
+      "storage_references", [](const at::Tensor& tensor) { return tensor.storage().use_count(); }, py::arg("tensor"));
+  module.def("is_borrowed", &is_borrowed, py::arg("tensor"));
   module.def(
-      "is_dense", [](const at::Tensor& tensor) { return tensor.is_non_overlapping_and_dense(); }, py::arg("tensor"),
-      "Whether the tensor's elements lie without gaps and do not share memory.");
-  module.def("return_free_memory", &return_free_memory, py::call_guard<py::gil_scoped_release>(),
-             "Returns memory that malloc keeps for reuse to the machine, if the C library can do that.");
-  module.def(
-      "fault_point", [](const std::string& name) { sync_point(name.c_str()); }, py::arg("name"),
-      "A point where tests of faults can interfere; does nothing otherwise.");
+      "is_dense", [](const at::Tensor& tensor) { return tensor.is_non_overlapping_and_dense(); }, py::arg("tensor"));
+  module.def("return_free_memory", &return_free_memory, py::call_guard<py::gil_scoped_release>());
+  module.def("fault_point", [](const std::string& name) { sync_point(name.c_str()); }, py::arg("name"));
 }
 
 }  // namespace syncengine

@@ -322,11 +322,8 @@ void bind_backend(py::module_& module) {
           "options", [](TorchBackend& self) { return self.getBackendOptions(); },
           "The settings of the backend that "
           "torch keeps.");
-  module.def("backend_communicators", &TorchBackend::open_communicators,
-             "The communicators below all backends of this process that have not been shut down.");
-  module.def("end_backends", &TorchBackend::end_all, py::call_guard<py::gil_scoped_release>(),
-             "Closes these communicators, and completes futures that are still pending, before the interpreter "
-             "ends.");
+  module.def("backend_communicators", &TorchBackend::open_communicators);
+  module.def("end_backends", &TorchBackend::end_all, py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace syncengine

@@ -182,7 +182,7 @@ struct Bootstrap {
 
 void bind_local_bootstrap(py::module_& module) {
   bind_options(module);
-  py::class_<Bootstrap>(module, "LocalBootstrap", "Finds the ranks of a job, and connects them.")
+  py::class_<Bootstrap>(module, "LocalBootstrap")
       .def(py::init(
                [](int rank, int size, const JobOptions& options, const std::optional<std::vector<int>>& global_ranks) {
                  const auto ranks = global_ranks.value_or(std::vector<int>{});
@@ -190,22 +190,18 @@ void bind_local_bootstrap(py::module_& module) {
                      new Bootstrap{LocalBootstrap(rank, size, options, count_python_threads, options.host_id, ranks),
                                    rank, RankNames(ranks)});
                }),
-           py::arg("rank"), py::arg("size"), py::arg("options"), py::arg("global_ranks") = py::none(),
-           "`global_ranks` are the ranks' names in errors; None: their ranks here.")
-      .def(
-          "address", [](const Bootstrap& self) { return py::bytes(self.job.address()); },
-          "This rank's address: opaque bytes for every other rank.")
+           py::arg("rank"), py::arg("size"), py::arg("options"), py::arg("global_ranks") = py::none())
+      .def("address", [](const Bootstrap& self) { return py::bytes(self.job.address()); })
       .def(
           "hosts",
           [](const Bootstrap& self, const std::vector<std::string>& addresses) { return self.job.hosts(addresses); },
-          py::arg("addresses"), "The host of each rank, numbered from 0. `addresses` are by rank.")
+          py::arg("addresses"))
       .def(
           "on_one_network",
           [](const Bootstrap& self, const std::vector<std::string>& addresses) {
             return self.job.on_one_network(addresses);
           },
-          py::arg("addresses"),
-          "Whether the hosts are parts of one machine, whose loopback interface reaches them all.")
+          py::arg("addresses"))
       .def(
           "listen",
           [](Bootstrap& self, NetworkOptions options) {
@@ -215,7 +211,7 @@ void bind_local_bootstrap(py::module_& module) {
             self.listener = std::make_unique<tcp::Listener>(options);
             return py::bytes(self.listener->address());
           },
-          py::arg("options"), "Listens for ranks of other hosts. Returns opaque bytes for every other rank.")
+          py::arg("options"))
       .def(
           "connect",
           [](Bootstrap& self, const std::vector<std::string>& addresses, double timeout,
@@ -226,14 +222,10 @@ void bind_local_bootstrap(py::module_& module) {
                                 lost);
           },
           py::arg("addresses"), py::arg("timeout"), py::arg("network_addresses") = py::none(),
-          py::arg("transport") = py::none(), py::arg("lost") = py::none(),
-          "Connects all ranks, and returns their communicator. `addresses` are by rank; `timeout` is in seconds. If "
-          "there are several hosts, it needs `network_addresses` from listen(), or a transport. `lost` is called "
-          "now and then, and returns a text if some rank will not come.");
+          py::arg("transport") = py::none(), py::arg("lost") = py::none());
   module.def(
       "solo", [](const JobOptions& options, int global_rank) { return make_solo_communicator(options, global_rank); },
-      py::arg("options"), py::arg("global_rank") = 0,
-      "Makes the communicator of one rank, which errors call `global_rank`: no thread, no shared memory.");
+      py::arg("options"), py::arg("global_rank") = 0);
 }
 
 }  // namespace syncengine

@@ -74,9 +74,7 @@ void bind_machine(py::module_& module) {
   module.def("host_key", &host_key, py::arg("host_id"));
   module.def("death_notices", &death_notices);
   module.def("probe_shared_memory", &probe_shared_memory, py::arg("bytes"));
-  module.def(
-      "instruction_set", [] { return kernels::name(kernels::active_isa()); },
-      "The instruction set of the reduction kernels: 'scalar', 'avx2' or 'avx512' (SYNCENGINE_ISA chooses).");
+  module.def("instruction_set", [] { return kernels::name(kernels::active_isa()); });
   module.attr("build_id") = py::str("{:016x}").format(build_id());
   module.attr("has_cuda") = cuda::is_built();
   module.attr("has_test_hooks") = has_test_hooks();
@@ -90,12 +88,8 @@ void bind_recorder(py::module_& module) {
   module.def("stop_trace", &trace::stop, NoGil());
   module.def("trace_path", &trace::path, NoGil());
   module.def("trace_now", &trace::now);
-  module.def(
-      "say", [](const Text& lines) { say(lines); }, py::arg("lines"),
-      "Hands `lines`, each with its newline, to a thread that writes them to stderr, for which nobody waits.");
-  module.def("await_said", &await_said, NoGil(),
-             "Waits until the lines given to say() are written, at most one "
-             "second.");
+  module.def("say", [](const Text& lines) { say(lines); }, py::arg("lines"));
+  module.def("await_said", &await_said, NoGil());
   module.def("begin_optimizer", [](const py::args&) { PhaseClock::of_process().begin_optimizer(); });
   module.def("end_optimizer", [](const py::args&) { PhaseClock::of_process().end_optimizer(); });
 }

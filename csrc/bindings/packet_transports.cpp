@@ -137,16 +137,14 @@ std::unique_ptr<Interhost> connect_by(PacketTransportHandle& handle, int rank, c
 
 void bind_packet_transports(py::module_& module) {
   py::module_::import("torch.distributed");  // registers the class of groups
-  py::class_<PacketTransportHandle>(module, "PacketTransport",
-                                    "A transport of packets between hosts, for LocalBootstrap.connect.");
+  py::class_<PacketTransportHandle>(module, "PacketTransport");
   module.def(
       "python_packet_transport",
       [](py::object transport, std::string by, bool checksum) {
         return PacketTransportHandle{std::make_unique<PythonPacketTransport>(std::move(transport)),
                                      {.by = std::move(by), .checksum = checksum}};
       },
-      py::arg("transport"), py::arg("by"), py::arg("checksum"),
-      "Makes a transport of an object with step(posts) and close(in_order); `by` names it in errors.");
+      py::arg("transport"), py::arg("by"), py::arg("checksum"));
   module.def(
       "torch_packet_transport",
       [](c10::intrusive_ptr<::c10d::ProcessGroup> group, std::vector<int> ranks, int tag, py::function closed,
@@ -166,12 +164,8 @@ void bind_packet_transports(py::module_& module) {
                                      {.by = std::move(by), .checksum = checksum, .timing = {.silence = silence}}};
       },
       py::arg("group"), py::arg("ranks"), py::arg("tag"), py::arg("closed"), py::arg("by"), py::arg("checksum"),
-      py::arg("silence"),
-      "Makes a transport of a process group. `ranks` gives each rank of the job its rank in the group; nobody else "
-      "uses `tag` there. `closed` is called when the group is not needed any more. `silence` is the time in seconds "
-      "without a sign of life after which a rank is lost.");
-  module.def("end_packet_transports", &end_packet_transports, py::call_guard<py::gil_scoped_release>(),
-             "Says goodbye to all ranks that packet transports reach. Called before the interpreter ends.");
+      py::arg("silence"));
+  module.def("end_packet_transports", &end_packet_transports, py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace syncengine

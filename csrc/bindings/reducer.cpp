@@ -72,33 +72,23 @@ class PythonHook final : public c10d::CommHookInterface {
 // syncengine._C.WatchedWeights and WeightSlices.
 
 void bind_weights(py::module_& module) {
-  py::class_<WatchedWeights>(module, "WatchedWeights", "Whether parameters were written to since this rank looked.")
-      .def(py::init<std::vector<at::Tensor>>(), py::arg("parameters"),
-           "Notes where the parameters lie, for good, and their versions.")
-      .def("note", &WatchedWeights::note,
-           "Takes the parameters' present versions for those of weights that nobody has written to.")
-      .def("note_update", &WatchedWeights::note_update, "Raises the parameters' versions, and notes the new ones.")
-      .def("moved", &WatchedWeights::moved,
-           "The index of the first parameter that does not lie where it did, or "
-           "None.")
-      .def("written", &WatchedWeights::written,
-           "The index of the first parameter whose version is not the noted "
-           "one, or None.")
-      .def(
-          "gradients", [](const WatchedWeights& self) { return py::bytes(self.gradients()); },
-          "A byte for each parameter: 0 if it has no gradient, 1 for a dense one, 2 for another.");
+  py::class_<WatchedWeights>(module, "WatchedWeights")
+      .def(py::init<std::vector<at::Tensor>>(), py::arg("parameters"))
+      .def("note", &WatchedWeights::note)
+      .def("note_update", &WatchedWeights::note_update)
+      .def("moved", &WatchedWeights::moved)
+      .def("written", &WatchedWeights::written)
+      .def("gradients", [](const WatchedWeights& self) { return py::bytes(self.gradients()); });
 
-  py::class_<WeightSlices>(module, "WeightSlices", "Parts of parameters, which borrow their gradients.")
+  py::class_<WeightSlices>(module, "WeightSlices")
       .def(py::init([](const std::vector<std::tuple<at::Tensor, at::Tensor, int64_t>>& slices) {
              std::vector<WeightSlices::Slice> made;
              for (const auto& [parameter, tensor, begin] : slices) made.push_back({parameter, tensor, begin});
              return WeightSlices(std::move(made));
            }),
-           py::arg("slices"), "A list of: a parameter, a tensor of its elements from `begin` on, and `begin`.")
-      .def("take_gradients", &WeightSlices::take_gradients, "Each tensor gets its part of the parameter's gradient.")
-      .def("drop_gradients", &WeightSlices::drop_gradients,
-           "Takes the gradients away from the tensors, so that "
-           "only the parameters have them.");
+           py::arg("slices"))
+      .def("take_gradients", &WeightSlices::take_gradients)
+      .def("drop_gradients", &WeightSlices::drop_gradients);
 }
 
 namespace {
@@ -196,8 +186,8 @@ void bind_reducer(py::module_& module) {
   py::class_<StepTimes, std::shared_ptr<StepTimes>>(module, "StepTimes")
       .def(py::init<>())
       .def("summary", &summary_tuple);
-  module.def("note_incoming", &note_incoming, py::arg("parameters"), "Lets owns_gradient() know what autograd brings.");
-  module.def("owns_gradient", &owns_gradient, py::arg("parameter"), "Whether .grad alone looks at its memory.");
+  module.def("note_incoming", &note_incoming, py::arg("parameters"));
+  module.def("owns_gradient", &owns_gradient, py::arg("parameter"));
   py::class_<NodeNumber>(module, "NodeNumber").def(py::init(&NodeNumber::now));
   module.def(
       "cut_tree",
