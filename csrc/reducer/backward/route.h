@@ -8,13 +8,16 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <torch/csrc/distributed/c10d/comm.hpp>
 #include <utility>
 #include <vector>
 
+#include "base/trace.h"
 #include "reducer/backward/record.h"
 #include "reducer/buckets/averaging.h"
 #include "reducer/buckets/bucket.h"
@@ -100,7 +103,25 @@ class Route {
 
  protected:
   // Traces a bucket that is complete and becomes the operation at this place. Does nothing if this rank is not traced.
-  void trace_bucket(const Bucket& bucket, const Work::Place& place) const;
+  void trace_bucket(const Bucket& bucket, const Work::Place& place) const {
+    if (bucket.since == 0 || !trace::is_on()) return;
+    const BucketLayout& layout = *bucket.layout;
+    size_t bytes = 0;
+    std::string text = layout.names->model + "\n" + std::to_string(layout.index);
+    for (size_t i : layout.parameters) {
+      bytes += model_.gradients[i].parameter().nbytes();
+      text += "\n" + layout.names->parameters[i];
+    }
+    trace::record({.kind = trace::Kind::Bucket,
+                   .begin = bucket.since,
+                   .end = trace::now(),
+                   .group = model_.averaging.communicator->trace_id(),
+                   .lane = static_cast<uint16_t>(place.lane),
+                   .place = place.number,
+                   .epoch = place.epoch,
+                   .detail = bytes,
+                   .text = trace::text(text)});
+  }
 
   const RouteParts model_;
 };
