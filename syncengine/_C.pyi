@@ -369,7 +369,7 @@ class ReducerOptions:
     batched_grad_copy: bool
     waits_in_between: bool  # ranks wait in forward or backward, too: an error there is the end of the communicator
     nonfinite: str  # "raise" or "warn": ranks say who brings NaN or Inf into a gradient; "" by default
-    flat_buckets: bool  # on the CPU, too, as on CUDA: for tests, in a build with test hooks
+    flat_buckets: bool  # on the CPU, too, as on CUDA: for tests
 
 class StepTimes:
     """The times of one model's steps. They may outlive the model."""

@@ -93,20 +93,10 @@ void bind_weights(py::module_& module) {
 
 namespace {
 
-#ifdef SYNCENGINE_TEST_HOOKS
-std::unique_ptr<BucketLane> make_host_memory_lane(const std::shared_ptr<Communicator>& communicator) {
-  return std::make_unique<HostMemoryLane>(communicator);
-}
-#else
-std::unique_ptr<BucketLane> make_host_memory_lane(const std::shared_ptr<Communicator>&) {
-  throw Error(ErrorKind::InvalidUsage, "flat_buckets are for tests: build with SYNCENGINE_TEST_HOOKS=1");
-}
-#endif
-
 std::unique_ptr<BucketLane> make_lane(const std::vector<at::Tensor>& parameters,
                                       const std::shared_ptr<Communicator>& communicator, bool flat_buckets) {
   if (!parameters.empty() && !parameters[0].is_cpu()) return make_device_lane(communicator, parameters[0].device());
-  return flat_buckets ? make_host_memory_lane(communicator) : nullptr;
+  return flat_buckets ? std::make_unique<HostMemoryLane>(communicator) : nullptr;
 }
 
 std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> parameters, Text model_name,

@@ -36,7 +36,7 @@ struct ReducerOptions {
   bool batched_grad_copy = false;
   bool waits_in_between = false;  // ranks wait for each other in forward or backward, too (SyncBatchNorm)
   std::string nonfinite = {};     // "raise" or "warn": ranks say who brings NaN or Inf
-  bool flat_buckets = false;      // on CPUs, too, as on devices: for tests, in a build with test hooks
+  bool flat_buckets = false;      // on CPUs, too, as on devices: for tests
 };
 
 // The ways in which contributions are scaled to an average. They differ only in rounding, and only if the divisor is

@@ -60,7 +60,7 @@ inline Nonfinite host_words_for_nonfinite(int world) {
 // device. The ranks connect at its first allocate().
 std::unique_ptr<BucketLane> make_device_lane(const std::shared_ptr<Communicator>& communicator, c10::Device device);
 
-// A BucketLane of host memory: for tests of all that is the same on every device, in a build with test hooks.
+// A BucketLane of host memory: for tests of all that is the same on every device.
 
 class HostMemoryLane final : public BucketLane {
  public:
