@@ -25,7 +25,6 @@ void Backward::begin() {
   model_.record.begin_backward(model_.parameters.size(), plan->buckets().size());
   if (usage.observes()) usage.static_graph()->begin_observation();
   if (model_.flat) model_.flat->begin();
-  asks_usage_ = usage.finds_unused() || usage.observes();
   // No bucket is the vote if it may be skipped, or if a device reduces it: no host waits for that.
   const bool on_hosts = !model_.flat && model_.route->can_be_refused();
   begun_.emplace(plan, on_hosts && !model_.options.skip_all_reduce_unused_params);
@@ -46,7 +45,6 @@ void Backward::begin() {
     throw Error(ErrorKind::InvalidUsage, "weight() has no meaning within micro_batches(), which all count the same");
   }
   begun_->divisor = told_.weighting.divisor;
-  change_ = tree ? Change::Complete : told_.weighting.weight != 1.0 ? Change::Weigh : Change::None;
 }
 
 bool Backward::bring(size_t index, const at::Tensor& incoming) {
@@ -140,15 +138,16 @@ void Backward::count_collected(size_t index) {
     if (trace::is_on()) bucket.since = trace::now();
     model_.route->open(bucket);
   }
-  switch (change_) {
-    case Change::None: break;
-    case Change::Weigh: gradient(index).weigh(told_.weighting.weight); break;
-    case Change::Complete: gradient(index).complete(*begun_->tree->sums, index); break;
+  // The gradient is reduced with the sums of earlier micro-batches, or times this rank's weight.
+  if (begun_->tree) {
+    gradient(index).complete(*begun_->tree->sums, index);
+  } else if (told_.weighting.weight != 1.0) {
+    gradient(index).weigh(told_.weighting.weight);
   }
   model_.route->collected(bucket, plan().position_of(index));
   if (!full) return;
   if (begun_->filling.filled(at, skips(*bucket.layout))) model_.route->ready(*begun_, bucket);
-  if (!begun_->filling.all() || !asks_usage_) return;
+  if (!begun_->filling.all() || !(model_.usage.finds_unused() || model_.usage.observes())) return;
   // A gradient that was accumulated under no_sync() may have been dropped since, by zero_grad(). Earlier
   // micro-batches' gradients are in the tree's sums.
   for (size_t i = 0; !begun_->tree && i < model_.parameters.gradients().size(); ++i)

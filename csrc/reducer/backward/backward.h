@@ -10,7 +10,6 @@
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -76,10 +75,6 @@ class Backward {
   void drop();
 
  private:
-  // Whether each collected gradient is multiplied by this rank's weight, or completed by the sums of earlier
-  // micro-batches, before it is reduced.
-  enum class Change : uint8_t { None, Weigh, Complete };
-
   bool is_last_fire(size_t index, const at::Tensor& incoming, bool kept);
   void count_collected(size_t index);
   bool skips(const BucketLayout& layout) const;
@@ -93,8 +88,6 @@ class Backward {
   Model& model_;
   Forward told_{};  // told by the forwards that it comes from
   std::optional<BackwardBuckets> begun_;
-  Change change_ = Change::None;
-  bool asks_usage_ = false;
   std::shared_ptr<Work> usage_work_;
   std::string nonfinite_;
 };
