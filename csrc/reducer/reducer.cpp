@@ -224,13 +224,14 @@ void Reducer::begin_backward() {
 void Reducer::finalize() {
   const auto backward = model_->backward;
   std::vector<size_t> written;
+  std::string nonfinite;
   try {
     if (!backward->collected_all()) {
       std::lock_guard lock(mutex_);
       backward->collect_observed();
     }
     backward->proceed(mutex_);
-    backward->finish(mutex_);
+    nonfinite = backward->finish(mutex_);
     std::lock_guard lock(mutex_);
     const int64_t delivers_from = trace::is_on() ? trace::now() : 0;
     backward->deliver(written);
@@ -258,7 +259,7 @@ void Reducer::finalize() {
     throw;
   }
   // Averages are in .grad on all ranks, and all ranks come here, so each may handle an error by itself.
-  if (!backward->nonfinite().empty()) say_nonfinite(backward->nonfinite(), *model_);
+  if (!nonfinite.empty()) say_nonfinite(nonfinite, *model_);
   try {
     if (!written.empty()) model_->parameters.run_user_hooks(written);
   } catch (...) {

@@ -162,7 +162,7 @@ bool Backward::skips(const BucketLayout& layout) const {
                      [&](size_t i) { return gradient(i).stands_in() && !model_.usage.here(i); });
 }
 
-void Backward::finish(std::mutex& mutex) {
+std::string Backward::finish(std::mutex& mutex) {
   Communicator& communicator = *model_.averaging.communicator;
   if (model_.options.skip_all_reduce_unused_params) check_skipped();
   std::shared_ptr<Work> vote;
@@ -195,11 +195,10 @@ void Backward::finish(std::mutex& mutex) {
   for (const TorchFuture& future : std::exchange(futures, {})) {
     wait_for_future(future, communicator, [this] { return "a buffer hook's future of " + model_.parameters.model(); });
   }
-  auto& watch = begun_->watch;
-  if (!watch || !watch->has_news()) return;
+  const auto& watch = begun_->watch;
+  if (!watch || !watch->has_news()) return "";
   if (model_.flat) model_.flat->wait();
-  watch->tell(model_.averaging, names(), model_.life.step());
-  nonfinite_ = watch->hear(communicator, names(), model_.record.statistics.backwards);
+  return watch->agree(model_.averaging, names(), model_.life.step(), model_.record.statistics.backwards);
 }
 
 void Backward::average_sparse_gradients() {

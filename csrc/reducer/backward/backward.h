@@ -58,10 +58,8 @@ class Backward {
   // --- Its end
 
   // Announces the vote, under the reducer's `mutex`, and waits for all buckets. Called without the lock, by one thread.
-  void finish(std::mutex& mutex);
-
-  // The text about ranks that brought NaN or infinity, if that is asked for. Known after finish(); empty if none did.
-  const std::string& nonfinite() const { return nonfinite_; }
+  // Returns the text about ranks that brought NaN or infinity, if that is asked for; empty if none did.
+  std::string finish(std::mutex& mutex);
 
   // Puts the averages into .grad. Adds to `written` the parameters whose .grad was written, if users have hooks on any
   // parameter.
@@ -89,7 +87,6 @@ class Backward {
   Forward told_{};  // told by the forwards that it comes from
   std::optional<BackwardBuckets> begun_;
   std::shared_ptr<Work> usage_work_;
-  std::string nonfinite_;
 };
 
 }  // namespace syncengine

@@ -54,25 +54,25 @@ void NonfiniteWatch::look_behind_hook(const BucketLayout& layout, const std::vec
   }
 }
 
-void NonfiniteWatch::tell(const Averaging& averaging, const ModelNames& names, uint64_t step) {
-  told_ = std::make_shared<std::vector<uint64_t>>(words_.words.get(), words_.words.get() + world_ + 1);
-  work_ = averaging.announce(averaging.nonfinite_slot(), step, told_, DType::Int64, ReduceOp::Min,
-                             [model = names.model] { return "which gradients of " + model + " are not finite"; });
-}
-
-std::string NonfiniteWatch::hear(Communicator& communicator, const ModelNames& names, uint64_t step) const {
-  communicator.wait(work_, raise_pending_signal);
+std::string NonfiniteWatch::agree(const Averaging& averaging, const ModelNames& names, uint64_t step,
+                                  uint64_t backward) const {
+  Communicator& communicator = *averaging.communicator;
+  const auto told = std::make_shared<std::vector<uint64_t>>(words_.words.get(), words_.words.get() + world_ + 1);
+  const auto work =
+      averaging.announce(averaging.nonfinite_slot(), step, told, DType::Int64, ReduceOp::Min,
+                         [model = names.model] { return "which gradients of " + model + " are not finite"; });
+  communicator.wait(work, raise_pending_signal);
   std::string brought;
   for (int member = 0; member < world_; ++member) {
-    const uint64_t word = (*told_)[member];
+    const uint64_t word = (*told)[member];
     if (word == Nonfinite::kNothing) continue;
     const std::string rank = std::to_string(communicator.global_ranks()[member]);
     brought += (brought.empty() ? "rank " : ", rank ") + rank + " brought " + text_of(Nonfinite::kind_of(word)) +
                " into " + names.parameters[parameter_at(Nonfinite::element_of(word))];
   }
-  const uint64_t made = (*told_)[world_];
+  const uint64_t made = (*told)[world_];
   if (brought.empty() && made == Nonfinite::kNothing) return "";
-  const std::string in_step = " in step " + std::to_string(step) + " of " + names.model;
+  const std::string in_step = " in step " + std::to_string(backward) + " of " + names.model;
   if (brought.empty()) {
     return "all ranks brought finite gradients, but their sum is " + std::string(text_of(Nonfinite::kind_of(made))) +
            " in " + names.parameters[parameter_at(Nonfinite::element_of(made))] + in_step +

@@ -18,7 +18,6 @@
 #include <vector>
 
 #include "collectives/operation.h"
-#include "engine/progress/work.h"
 #include "reducer/buckets/averaging.h"
 #include "reducer/gradients/gradient.h"
 #include "steps/bucket_plan.h"
@@ -41,12 +40,11 @@ class NonfiniteWatch {
   void look_behind_hook(const BucketLayout& layout, const std::vector<at::Tensor>& results,
                         const std::vector<at::Tensor>& own, int rank) const;
 
-  // Whether tell() and hear() must be called, once all buckets are reduced: the same on all ranks.
+  // Whether agree() must be called, once all buckets are reduced: the same on all ranks.
   bool has_news() const { return !words_.anywhere || *words_.anywhere; }
-  // Tells the others what was noted here, in this step of the model.
-  void tell(const Averaging& averaging, const ModelNames& names, uint64_t step);
-  // Waits for what the others tell. Returns the text about it, the same on all ranks; empty if all is finite.
-  std::string hear(Communicator& communicator, const ModelNames& names, uint64_t step) const;
+  // Tells the others what was noted here, in this step of the model, and waits for what they tell. Returns the text
+  // about it, the same on all ranks, with the number of this `backward`; empty if all is finite.
+  std::string agree(const Averaging& averaging, const ModelNames& names, uint64_t step, uint64_t backward) const;
 
  private:
   // An element is identified by its bucket and its place there.
@@ -58,8 +56,6 @@ class NonfiniteWatch {
   const std::vector<Gradient>& gradients_;
   const int world_;
   Nonfinite words_;
-  std::shared_ptr<std::vector<uint64_t>> told_;
-  std::shared_ptr<Work> work_;
 };
 
 // Chooses the steps of which a warning is given if many are not finite: the first in full, then one in 100 with the
