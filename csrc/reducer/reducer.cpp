@@ -203,7 +203,7 @@ void Reducer::check_finalized() {
 void Reducer::drop_step() {
   std::lock_guard lock(mutex_);
   model_->end_step();
-  if (!life().drop_step()) return;
+  if (life().phase() != Phase::Armed) return;  // no backward is expected
   drop_backward();
   life().backward_ended();
 }

@@ -238,8 +238,6 @@ class Lifecycle {
     claimed_ = false;
     phase_ = Phase::Consumed;
   }
-  // Drops a step of several micro-batches. Returns whether a backward was expected, which does not come.
-  bool drop_step() const { return phase_ == Phase::Armed; }
   void remove_hooks() {
     hooks_removed_ = true;
     if (phase_ == Phase::Armed) phase_ = Phase::Local;

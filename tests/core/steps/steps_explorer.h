@@ -204,7 +204,7 @@ class Explorer {
     World dropped = world;
     dropped.ranks[me].pc = Pc::Begin;
     push(dropped);
-    if (dropped.ranks[me].model.life.drop_step()) {  // micro-batches, which say so
+    if (dropped.ranks[me].model.life.phase() == Phase::Armed) {  // micro-batches, which say so
       dropped.ranks[me].model.life.backward_ended();
       push(dropped);
     }
