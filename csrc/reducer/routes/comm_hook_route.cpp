@@ -22,7 +22,7 @@ namespace syncengine {
 
 namespace {
 
-// Turns pybind11's exceptions into torch's, which cross autograd unchanged.
+// Turns pybind11's error_already_set into torch's python_error, which crosses autograd unchanged.
 template <class Call>
 auto keeping_python_errors(Call&& call) {
   try {
@@ -30,10 +30,6 @@ auto keeping_python_errors(Call&& call) {
   } catch (pybind11::error_already_set& error) {
     pybind11::gil_scoped_acquire gil;
     error.restore();
-    throw_pending_python_error();
-  } catch (const pybind11::builtin_exception& error) {
-    pybind11::gil_scoped_acquire gil;
-    error.set_error();
     throw_pending_python_error();
   }
 }
