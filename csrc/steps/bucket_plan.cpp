@@ -37,7 +37,6 @@ std::shared_ptr<const BucketLayout> make_layout(size_t index, const std::vector<
     hash = mix(mix(mix(mix(hash, i), footprint.bytes), static_cast<uint64_t>(*own)), order);
     if (footprint.bytes < shm::kPage) {
       small.offsets.push_back(std::exchange(small.bytes, small.bytes + footprint.bytes));
-      ++small.count;
     } else {
       small.offsets.push_back(SmallLayout::kLarge);
     }

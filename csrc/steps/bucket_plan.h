@@ -37,7 +37,7 @@ struct Fact {
 struct SmallLayout {
   static constexpr size_t kLarge = ~size_t{0};
   std::vector<size_t> offsets;  // in the layout's order; kLarge: it lies elsewhere
-  size_t bytes = 0, count = 0;
+  size_t bytes = 0;
 };
 
 // The part of a bucket that is fixed as long as the plan is. Operations share it, and describe themselves by it.

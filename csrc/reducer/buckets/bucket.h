@@ -31,7 +31,7 @@ class SmallGradients {
     void* block = layout.bytes > 0 ? pool.allocate(layout.bytes) : nullptr;
     if (block == nullptr) return;
     block_ = {static_cast<std::byte*>(block), [&pool](std::byte* memory) { pool.release(memory); }};
-    pieces_.reserve(layout.count);
+    pieces_.reserve(layout.offsets.size());
   }
 
   // Whether the bucket has a block of shared memory for its gradients.

@@ -70,7 +70,7 @@ void FlatBuckets::lay_out_nothing(size_t buckets) {
 }
 
 bool FlatBuckets::current_changed() {
-  const c10::Stream now = current();
+  const c10::Stream now = lane_->current();
   return std::exchange(seen_, now) != now;
 }
 

@@ -33,7 +33,6 @@ class FlatBuckets {
   // Makes new buckets, none of which is reduced here, and drops the memory.
   void lay_out_nothing(size_t buckets);
 
-  c10::Stream current() const { return lane_->current(); }
   c10::Stream stream() const { return lane_->own(); }
 
   // Whether the current stream has changed since the last call; true the first time.

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "reducer/torch/python_objects.h"
+#include "transport/shm/pages.h"
 
 namespace syncengine::gradient_memory {
 
@@ -66,7 +67,8 @@ void* allocate_granted(size_t bytes) {
 class PoolAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {
-    void* block = any_in_use && bytes >= kSmallest ? allocate_granted(bytes) : nullptr;
+    // A gradient of less than a page would share it with others, and could not be severed from peers.
+    void* block = any_in_use && bytes >= shm::kPage ? allocate_granted(bytes) : nullptr;
     if (block == nullptr) return previous->allocate(bytes);
     c10::profiledCPUMemoryReporter().New(block, bytes);
     return {block, block, &release_block, c10::Device(c10::DeviceType::CPU)};

@@ -27,7 +27,6 @@
 #include "reducer/torch/hooks.h"
 #include "steps/bucket_plan.h"
 #include "steps/statistics.h"
-#include "transport/shm/pages.h"
 #include "transport/shm/pool.h"
 
 namespace syncengine::gradient_memory {
@@ -61,9 +60,6 @@ struct AllocationHabits {
 // size made by a thread that uses a grant, while that is valid: a backward's own threads, until it ends. Known
 // temporaries among them (AllocationHabits) are passed on, too. So the pool holds gradients, and thus blocks of few
 // sizes, which fit each other's places.
-
-// A smaller gradient would share a page with others, and could not be severed from peers.
-inline const size_t kSmallest = shm::kPage;
 
 // One backward's permission to allocate gradients from a pool. Thread-safe.
 class Grant {

@@ -86,15 +86,11 @@ class ElementOrder {
     if (!parameter.is_non_overlapping_and_dense()) return;
     sizes_ = parameter.sizes().vec();
     strides_ = parameter.strides().vec();
+    hash_ = mix_strides(0, parameter);
   }
 
   // A hash that ranks compare, since copies of a model are as each rank made them. 0 for the usual order.
-  uint64_t hash() const {
-    uint64_t hash = 0;
-    for (size_t d = 0; d < strides_.size(); ++d)
-      if (sizes_[d] != 1) hash = mix(mix(hash, sizes_[d]), strides_[d]);
-    return hash;
-  }
+  uint64_t hash() const { return hash_; }
 
   // The elements of `flat`, as many as `like` has, in this order; in the usual order if `like` has got other sizes.
   at::Tensor view(const at::Tensor& flat, const at::Tensor& like) const {
@@ -104,6 +100,7 @@ class ElementOrder {
 
  private:
   std::vector<int64_t> sizes_, strides_;  // empty: contiguous
+  uint64_t hash_ = 0;
 };
 
 // The engine's dtypes for torch's.
