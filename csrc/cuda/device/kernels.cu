@@ -8,6 +8,20 @@ namespace syncengine::cuda {
 
 namespace {
 
+// Copies pieces of memory, each by one row of blocks.
+__global__ void __launch_bounds__(kThreads, 1) copy_kernel(const __grid_constant__ CopyArgs args) {
+  const size_t thread = static_cast<size_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const size_t threads = static_cast<size_t>(gridDim.x) * kThreads;
+  const bool open = enter(args.gate);
+  const int piece = blockIdx.y;
+  if (piece >= args.pieces) return;
+  if (open) {
+    copy_run(args.destinations[piece], args.sources[piece], args.bytes[piece], thread, threads);
+  } else {
+    poison_bytes(args.destinations[piece], args.bytes[piece], thread, threads);
+  }
+}
+
 Kernels find(const kernels::Reduction& reduction, int sources) {
   Kernels found;
   visit_dtype(reduction.dtype, [&]<class Element>(Element) {
@@ -47,7 +61,7 @@ void load_kernels() {
           load(found.in_kernel);
           load(found.note);
         }
-  load(copy_kernel());
+  load(copy_kernel);
 }
 
 void StreamSteps::reduce(const kernels::Reduction& reduction, const ReduceArgs& args) {
@@ -70,7 +84,7 @@ void StreamSteps::copy(const CopyArgs& args) {
   for (int piece = 0; piece < args.pieces; ++piece) most = std::max(most, args.bytes[piece]);
   const int rows = std::max(args.pieces, 1);
   const dim3 grid(blocks_for(most, blocks_ / rows), rows);
-  launch(copy_kernel(), grid, args, stream_, "launching a copy");
+  launch(copy_kernel, grid, args, stream_, "launching a copy");
 }
 
 }  // namespace syncengine::cuda

@@ -1,4 +1,5 @@
-// A dtype's kernels. Each dtype has a file of its own beside this one, since a compiler takes minutes for all of them.
+// A dtype's kernels. Files beside this one compile them, those of each floating dtype alone, since a compiler takes
+// minutes for all of them.
 //
 // Ownership: none. Thread-safety: reentrant. Failure: as in body.h.
 #pragma once
@@ -17,13 +18,19 @@ struct Kernels {
   void (*note)(NoteArgs) = nullptr;           // sums of floating dtypes
 };
 
-// Each instance is compiled in a file of its own.
+// Each instance is compiled in one of the files beside this one.
 template <class Element>
 struct KernelsOf {
   static Kernels find(ReduceOp op, kernels::Rounding rounding, int sources);
 };
 
-using CopyKernel = void (*)(CopyArgs);
-CopyKernel copy_kernel();
+// Whether the gate is open. Each block finds that out itself, once, and all its threads return the same; block 0 counts
+// progress.
+__device__ __forceinline__ bool enter(const Gate& gate) {
+  if (!gate.words) return true;
+  if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) count_progress(*gate.control);
+  const bool shut = threadIdx.x < gate.world && is_shut(gate, threadIdx.x);
+  return !__syncthreads_or(shut);
+}
 
 }  // namespace syncengine::cuda

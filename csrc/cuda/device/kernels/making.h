@@ -10,15 +10,6 @@ namespace syncengine::cuda {
 
 namespace {
 
-// Whether the gate is open. Each block finds that out itself, once, and all its threads return the same; block 0 counts
-// progress.
-__device__ __forceinline__ bool enter(const Gate& gate) {
-  if (!gate.words) return true;
-  if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) count_progress(*gate.control);
-  const bool shut = threadIdx.x < gate.world && is_shut(gate, threadIdx.x);
-  return !__syncthreads_or(shut);
-}
-
 template <class Element, class Op, kernels::Rounding kRounding, int kSources>
 __global__ void __launch_bounds__(kThreads, 1) reduce_kernel(const __grid_constant__ ReduceArgs args) {
   const size_t thread = static_cast<size_t>(blockIdx.x) * kThreads + threadIdx.x;
