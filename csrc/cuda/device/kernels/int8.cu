@@ -1,4 +1,0 @@
-#include "cuda/device/kernels/making.h"
-
-template struct syncengine::cuda::KernelsOf<syncengine::kernels::PlainElement<int8_t>>;
-template struct syncengine::cuda::KernelsOf<syncengine::kernels::PlainElement<uint8_t>>;
