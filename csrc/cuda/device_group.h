@@ -27,10 +27,8 @@ class DeviceGroup {
  public:
   virtual ~DeviceGroup() = default;
 
-  int device() const { return device_; }
-
   // Queues the operation on `stream`, a cudaStream_t of this device. Never waits for peers: the stream does. Spans are
-  // device memory. May be captured into a graph.
+  // device memory, and there are no flags. May be captured into a graph.
   virtual void run(const Operation& operation, void* stream);
 
   // Allocates device memory that all peers' kernels reach, if they can: collectives on it copy nothing. On one host,

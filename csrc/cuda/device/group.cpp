@@ -87,7 +87,6 @@ void PeerGroup::prepare_staging(const std::function<void()>& interrupted) {
   check(cudaMemset(staging_->data() + 2 * kSlotBytes, 0, offsetof(InKernelArea, slots)), "clearing device memory");
   check(cudaDeviceSynchronize(), "clearing device memory");  // before a peer is told the address
   peer_staging_ = std::make_unique<PeerMemory>(*communicator_, *staging_, interrupted);
-  counters_["devices"] = peer_staging_->devices();
   if (peer_staging_->unreachable().empty()) {
     site_.slots = peer_staging_->bases();
     // A kernel that waits would keep a shared device from the peer that it waits for, until its time slice is over.

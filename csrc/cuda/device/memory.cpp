@@ -117,13 +117,6 @@ struct Findings {
 
 bool same_device(const Offer& a, const Offer& b) { return std::memcmp(&a.uuid, &b.uuid, sizeof(a.uuid)) == 0; }
 
-int count_devices(const std::vector<Offer>& offers) {
-  int devices = 0;
-  for (auto it = offers.begin(); it != offers.end(); ++it)
-    devices += std::none_of(offers.begin(), it, [&](const Offer& earlier) { return same_device(earlier, *it); });
-  return devices;
-}
-
 ProofArea::Row pattern(uint64_t seed) {
   ProofArea::Row row;
   for (size_t i = 0; i < std::size(row.words); ++i)
@@ -206,7 +199,6 @@ PeerMemory::PeerMemory(Communicator& communicator, DeviceMemory& own, const std:
 
   own.share();
   const auto offers = gather(communicator, offer, "exchanging device memory", interrupted);
-  devices_ = count_devices(offers);
   for (const Offer& one : offers)
     take_turns_ |= std::ranges::any_of(
         offers, [&](const Offer& other) { return same_device(one, other) && one.process != other.process; });

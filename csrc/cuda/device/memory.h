@@ -92,16 +92,14 @@ class PeerMemory {
   const std::vector<std::byte*>& bases() const { return bases_; }
   // A text that says which ranks can't use whose memory, and why; the same on all ranks. Empty if all can.
   const std::string& unreachable() const { return unreachable_; }
-  // The number of devices that the ranks use, told apart by UUID, however many names one device has.
-  int devices() const { return devices_; }
-  // Whether several processes share a device, so that their kernels run in turns. The same on all ranks.
+  // Whether several processes share a device, told by its UUID, so that their kernels run in turns. The same on all
+  // ranks.
   bool take_turns() const { return take_turns_; }
 
  private:
   std::vector<std::byte*> bases_;
   std::vector<std::shared_ptr<void>> opened_;  // mappings of the bases, as long as this object lives
   std::string unreachable_;
-  int devices_ = 0;
   bool take_turns_ = false;
 };
 
