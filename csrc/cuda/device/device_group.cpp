@@ -21,9 +21,9 @@ void DeviceGroup::run(const Operation& operation, void* stream) {
 
 std::shared_ptr<void> DeviceGroup::allocate(size_t bytes, const std::function<void()>&) {
   const UseDevice use(device_);
-  std::unique_ptr<DeviceMemory> memory;
-  tell_peers_if_it_fails(*communicator_, [&] { memory = std::make_unique<DeviceMemory>(std::max<size_t>(bytes, 1)); });
-  return hold(std::move(memory), device_);
+  std::shared_ptr<DeviceMemory> memory;
+  tell_peers_if_it_fails(*communicator_, [&] { memory = std::make_shared<DeviceMemory>(std::max<size_t>(bytes, 1)); });
+  return {memory, memory->data()};
 }
 
 Nonfinite DeviceGroup::words_for_nonfinite() {

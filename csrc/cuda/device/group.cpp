@@ -172,7 +172,7 @@ std::shared_ptr<void> PeerGroup::allocate(size_t bytes, const std::function<void
                                              " bytes, rank " + std::to_string(communicator_->global_ranks()[rank]) +
                                              " for " + std::to_string(wanted[rank]) +
                                              ": on CUDA all ranks make the same tensors in the same order");
-    segment.own = std::make_unique<DeviceMemory>(std::max(bytes, sizeof(ProofArea)));
+    segment.own = std::make_shared<DeviceMemory>(std::max(bytes, sizeof(ProofArea)));
     if (host_staging_) return;  // it is staged, as other tensors are
     segment.peers = std::make_unique<PeerMemory>(*communicator_, *segment.own, interrupted);
     if (segment.peers->unreachable().empty()) return;
@@ -182,7 +182,7 @@ std::shared_ptr<void> PeerGroup::allocate(size_t bytes, const std::function<void
     segment.own->unshare();
   });
   std::byte* data = segment.own->data();
-  if (!segment.peers) return hold(std::move(segment.own), device_);
+  if (!segment.peers) return {segment.own, data};
   std::lock_guard segments_lock(segments_->mutex);
   segments_->list.push_back(std::move(segment));
   return {data, [segments = segments_, number = segments_so_far_](void*) {
@@ -206,7 +206,7 @@ void PeerGroup::give_back_dropped(const std::function<void()>& interrupted) {
   }
   if (mine.numbers[0]) check(cudaDeviceSynchronize(), "waiting for the device");
   const auto all = gather(*communicator_, mine, "syncengine.empty on CUDA", interrupted);
-  std::vector<std::unique_ptr<DeviceMemory>> given_back;
+  std::vector<std::shared_ptr<DeviceMemory>> given_back;
   {
     std::lock_guard lock(segments_->mutex);
     auto is_everybodys = [&](const Segment& segment) {

@@ -56,7 +56,7 @@ class PeerGroup final : public DeviceGroup {
   // Memory of one allocate() call, on all ranks.
   struct Segment {
     uint64_t number;
-    std::unique_ptr<DeviceMemory> own;
+    std::shared_ptr<DeviceMemory> own;
     std::unique_ptr<PeerMemory> peers;
     bool dropped = false;  // its tensor is gone
   };

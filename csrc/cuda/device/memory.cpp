@@ -27,15 +27,14 @@ UseDevice::~UseDevice() {
 }
 
 DeviceMemory::DeviceMemory(size_t bytes) : bytes_(bytes) {
+  check(cudaGetDevice(&device_), "asking for the current device");
   void* memory = nullptr;
   const cudaError_t status = cudaMalloc(&memory, bytes);
   if (status == cudaErrorMemoryAllocation) {
     cudaGetLastError();
-    int device = -1;
     size_t free = 0, total = 0;
-    cudaGetDevice(&device);
     cudaMemGetInfo(&free, &total);
-    throw Error(ErrorKind::InvalidUsage, "CUDA: device " + std::to_string(device) + " has no memory for " +
+    throw Error(ErrorKind::InvalidUsage, "CUDA: device " + std::to_string(device_) + " has no memory for " +
                                              std::to_string(bytes) + " bytes (" + std::to_string(free) + " of " +
                                              std::to_string(total) +
                                              " are free; torch keeps what it has freed: torch.cuda.empty_cache())");
@@ -45,25 +44,18 @@ DeviceMemory::DeviceMemory(size_t bytes) : bytes_(bytes) {
 }
 
 DeviceMemory::~DeviceMemory() {
-  if (data_ && !shared_) cudaFree(data_);
+  if (shared_) return;
+  try {
+    const UseDevice use(device_);
+    cudaFree(data_);
+  } catch (const Error&) {  // at exit CUDA may be gone, and the memory with it
+  }
 }
 
 std::shared_ptr<CUstream_st> make_stream() {
   cudaStream_t stream = nullptr;
   check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "making a stream");
   return {stream, cudaStreamDestroy};
-}
-
-std::shared_ptr<void> hold(std::unique_ptr<DeviceMemory> memory, int device) {
-  std::byte* data = memory->data();
-  return {data, [memory = std::shared_ptr(std::move(memory)), device](void*) mutable {
-            try {
-              const UseDevice use(device);
-              memory.reset();
-            } catch (const Error&) {  // at exit CUDA may be gone, and the memory with it
-              new auto(std::move(memory));
-            }
-          }};
 }
 
 PinnedMemory::PinnedMemory(Mapping memory) : memory_(std::move(memory)) {

@@ -29,7 +29,8 @@ class UseDevice {
   int before_ = -1;
 };
 
-// Memory from cudaMalloc. It is not freed while peers may have it open, which would be undefined.
+// Memory from cudaMalloc, of the device that was current. It is freed on any thread, whatever device is current there,
+// but not while peers may have it open, which would be undefined.
 class DeviceMemory {
  public:
   explicit DeviceMemory(size_t bytes);
@@ -43,14 +44,12 @@ class DeviceMemory {
  private:
   std::byte* data_ = nullptr;
   size_t bytes_;
+  int device_ = 0;
   bool shared_ = false;
 };
 
 // Makes a stream that does not wait for the default stream.
 std::shared_ptr<CUstream_st> make_stream();
-
-// Holds `memory`, of this device, until the pointer is dropped, on any thread.
-std::shared_ptr<void> hold(std::unique_ptr<DeviceMemory> memory, int device);
 
 // Host memory that is pinned, and that the device reaches.
 class PinnedMemory {
