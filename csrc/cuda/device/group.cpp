@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <bitset>
 #include <cstdlib>
 #include <thread>
 #include <utility>
@@ -134,7 +135,6 @@ MemoryRoute PeerGroup::choose(const Operation& operation) const {
   if (algorithm != Algorithm::Staged && algorithm != Algorithm::OneShot && !host_staging_ &&
       operation.prescale == 1.0 && operation.input.bytes() > 0) {
     MemoryRoute direct{.path = Path::Direct, .memories = std::vector<SpanList>(site_.world)};
-    std::lock_guard lock(segments_->mutex);
     const auto& spans = operation.input.spans();
     if (std::ranges::all_of(spans, [&](const Span& span) { return find(span, direct); })) return direct;
   }
@@ -146,13 +146,13 @@ MemoryRoute PeerGroup::choose(const Operation& operation) const {
 
 // Adds to `route` where `span` lies in each rank's memory. Returns false if it is no part of an allocation.
 bool PeerGroup::find(const Span& span, MemoryRoute& route) const {
-  for (const Segment& segment : segments_->list) {
-    const std::byte* begin = segment.own->data();
-    if (span.data < begin || span.data + span.bytes > begin + segment.own->bytes()) continue;
+  for (const auto& segment : segments_) {
+    const std::byte* begin = segment->own->data();
+    if (span.data < begin || span.data + span.bytes > begin + segment->own->bytes()) continue;
     const size_t offset = span.data - begin;
     for (int rank = 0; rank < site_.world; ++rank)
-      route.memories[rank].add(segment.peers->bases()[rank] + offset, span.bytes);
-    route.place = (route.place * 31 + segment.number) * 0x100000001b3 + offset;
+      route.memories[rank].add(segment->peers->bases()[rank] + offset, span.bytes);
+    route.place = (route.place * 31 + segment->number) * 0x100000001b3 + offset;
     return true;
   }
   return false;
@@ -162,7 +162,8 @@ std::shared_ptr<void> PeerGroup::allocate(size_t bytes, const std::function<void
   std::lock_guard lock(mutex_);
   require_open();
   const UseDevice use(device_);
-  Segment segment{.number = ++segments_so_far_};
+  const auto segment = std::make_shared<Segment>();
+  segment->number = ++segments_so_far_;
   tell_peers_if_it_fails(*communicator_, [&] {
     give_back_dropped(interrupted);
     const auto wanted = gather(*communicator_, static_cast<uint64_t>(bytes), "syncengine.empty on CUDA", interrupted);
@@ -172,67 +173,47 @@ std::shared_ptr<void> PeerGroup::allocate(size_t bytes, const std::function<void
                                              " bytes, rank " + std::to_string(communicator_->global_ranks()[rank]) +
                                              " for " + std::to_string(wanted[rank]) +
                                              ": on CUDA all ranks make the same tensors in the same order");
-    segment.own = std::make_shared<DeviceMemory>(std::max(bytes, sizeof(ProofArea)));
+    segment->own = std::make_shared<DeviceMemory>(std::max(bytes, sizeof(ProofArea)));
     if (host_staging_) return;  // it is staged, as other tensors are
-    segment.peers = std::make_unique<PeerMemory>(*communicator_, *segment.own, interrupted);
-    if (segment.peers->unreachable().empty()) return;
-    if (site_.rank == 0) say_staged("memory of syncengine.empty is staged", *segment.peers);
-    segment.peers.reset();
+    segment->peers = std::make_unique<PeerMemory>(*communicator_, *segment->own, interrupted);
+    if (segment->peers->unreachable().empty()) return;
+    if (site_.rank == 0) say_staged("memory of syncengine.empty is staged", *segment->peers);
+    segment->peers.reset();
     gather(*communicator_, uint8_t{0}, "syncengine.empty on CUDA", interrupted);
-    segment.own->unshare();
+    segment->own->unshare();
   });
-  std::byte* data = segment.own->data();
-  if (!segment.peers) return {segment.own, data};
-  std::lock_guard segments_lock(segments_->mutex);
-  segments_->list.push_back(std::move(segment));
-  return {data, [segments = segments_, number = segments_so_far_](void*) {
-            std::lock_guard lock(segments->mutex);
-            for (Segment& segment : segments->list) segment.dropped |= segment.number == number;
-          }};
+  std::byte* data = segment->own->data();
+  if (!segment->peers) return {segment->own, data};
+  segments_.push_back(segment);
+  // Release: the tensor's last use comes before.
+  return {data, [segment](void*) { segment->dropped.store(true, std::memory_order_release); }};
 }
 
 // Peers may be in the middle of an operation on a tensor that this rank has dropped, so memory is freed in two steps,
 // both by all ranks: first all of them unmap what every rank has dropped, then the owners free it.
 void PeerGroup::give_back_dropped(const std::function<void()>& interrupted) {
-  struct Dropped {
-    uint64_t numbers[32] = {};
-  };
-  Dropped mine;
-  {
-    std::lock_guard lock(segments_->mutex);
-    size_t count = 0;
-    for (const Segment& segment : segments_->list)
-      if (segment.dropped && count < std::size(mine.numbers)) mine.numbers[count++] = segment.number;
-  }
-  if (mine.numbers[0]) check(cudaDeviceSynchronize(), "waiting for the device");
-  const auto all = gather(*communicator_, mine, "syncengine.empty on CUDA", interrupted);
+  std::bitset<2048> dropped;  // of the first segments
+  const size_t count = std::min(segments_.size(), dropped.size());
+  for (size_t i = 0; i < count; ++i)
+    dropped[i] = segments_[i]->dropped.load(std::memory_order_acquire);  // acquire: pairs with the release above
+  if (dropped.any()) check(cudaDeviceSynchronize(), "waiting for the device");
+  for (const auto& theirs : gather(*communicator_, dropped, "syncengine.empty on CUDA", interrupted)) dropped &= theirs;
+  if (dropped.none()) return;
   std::vector<std::shared_ptr<DeviceMemory>> given_back;
-  {
-    std::lock_guard lock(segments_->mutex);
-    auto is_everybodys = [&](const Segment& segment) {
-      return std::all_of(all.begin(), all.end(), [&](const Dropped& theirs) {
-        return std::count(std::begin(theirs.numbers), std::end(theirs.numbers), segment.number) > 0;
-      });
-    };
-    std::erase_if(segments_->list, [&](Segment& segment) {
-      if (!is_everybodys(segment)) return false;
-      given_back.push_back(std::move(segment.own));
-      segment.peers.reset();
-      return true;
-    });
+  for (size_t i = count; i-- > 0;) {
+    if (!dropped[i]) continue;
+    segments_[i]->peers.reset();
+    given_back.push_back(segments_[i]->own);
+    segments_.erase(segments_.begin() + i);
   }
-  if (given_back.empty()) return;
   gather(*communicator_, uint8_t{0}, "syncengine.empty on CUDA", interrupted);
-  for (auto& memory : given_back) memory->unshare();
+  for (const auto& memory : given_back) memory->unshare();
 }
 
 void PeerGroup::release() {
   cudaDeviceSynchronize();  // returns: the watchdog releases waits for peers that do not come
   peer_staging_.reset();
-  {
-    std::lock_guard segments_lock(segments_->mutex);
-    for (Segment& segment : segments_->list) segment.peers.reset();
-  }
+  for (const auto& segment : segments_) segment->peers.reset();
   words_of(site_.rank).gone.store(1, std::memory_order_release);  // release: after the last use of peers' memory
   wait_for_peers_to_leave();
   if (watchdog_) watchdog_->stop();
@@ -251,12 +232,11 @@ void PeerGroup::wait_for_peers_to_leave() {
   };
   while (!all_gone() && !deadline.passed() && !(watchdog_ && watchdog_->has_failed()))
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  std::lock_guard lock(segments_->mutex);
   if (all_gone()) {
     if (staging_) staging_->unshare();
-    for (Segment& segment : segments_->list) segment.own->unshare();
+    for (const auto& segment : segments_) segment->own->unshare();
   }
-  std::erase_if(segments_->list, [](const Segment& segment) { return segment.dropped; });
+  segments_.clear();
 }
 
 }  // namespace syncengine::cuda

@@ -5,8 +5,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <atomic>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
@@ -55,15 +55,10 @@ class PeerGroup final : public DeviceGroup {
  private:
   // Memory of one allocate() call, on all ranks.
   struct Segment {
-    uint64_t number;
+    uint64_t number = 0;
     std::shared_ptr<DeviceMemory> own;
     std::unique_ptr<PeerMemory> peers;
-    bool dropped = false;  // its tensor is gone
-  };
-  // State that deleters of allocated memory still reach when the group is gone.
-  struct Segments {
-    std::mutex mutex;
-    std::vector<Segment> list;
+    std::atomic<bool> dropped{false};  // its tensor is gone
   };
 
   const char* enqueue(const Operation& operation, cudaStream_t stream) override;
@@ -83,7 +78,7 @@ class PeerGroup final : public DeviceGroup {
   std::unique_ptr<DeviceMemory> staging_;
   std::unique_ptr<PeerMemory> peer_staging_;
   Site site_;
-  std::shared_ptr<Segments> segments_ = std::make_shared<Segments>();
+  std::vector<std::shared_ptr<Segment>> segments_;  // the same on all ranks; tensors share them
   uint64_t segments_so_far_ = 0;
   std::unique_ptr<Watchdog> watchdog_;
 };
