@@ -29,7 +29,7 @@ constexpr int kBlocks = 16;  // the rest of the device is the model's
 constexpr auto kPatience = std::chrono::seconds(2);
 
 void say_staged(const std::string& what, const PeerMemory& memory) {
-  say("syncengine: " + what + ": " + memory.unreachable() + "\n");
+  say("syncengine: " + what + ": " + memory.unreachable + "\n");
 }
 
 }  // namespace
@@ -88,12 +88,12 @@ void PeerGroup::prepare_staging(const std::function<void()>& interrupted) {
   check(cudaMemset(staging_->data() + 2 * kSlotBytes, 0, offsetof(InKernelArea, slots)), "clearing device memory");
   check(cudaDeviceSynchronize(), "clearing device memory");  // before a peer is told the address
   peer_staging_ = std::make_unique<PeerMemory>(*communicator_, *staging_, interrupted);
-  if (peer_staging_->unreachable().empty()) {
-    site_.slots = peer_staging_->bases();
+  if (peer_staging_->unreachable.empty()) {
+    site_.slots = peer_staging_->bases;
     // A kernel that waits would keep a shared device from the peer that it waits for, until its time slice is over.
     // A test that forces another way than OneShot wants none of these kernels.
     const Algorithm algorithm = communicator_->options().algorithm;
-    if (algorithm != Algorithm::OneShot && (algorithm != Algorithm::Auto || peer_staging_->take_turns())) return;
+    if (algorithm != Algorithm::OneShot && (algorithm != Algorithm::Auto || peer_staging_->take_turns)) return;
     if (fakes_arrivals()) return;
     for (std::byte* base : site_.slots) site_.areas.push_back(reinterpret_cast<InKernelArea*>(base + 2 * kSlotBytes));
     return;
@@ -151,7 +151,7 @@ bool PeerGroup::find(const Span& span, MemoryRoute& route) const {
     if (span.data < begin || span.data + span.bytes > begin + segment->own->bytes()) continue;
     const size_t offset = span.data - begin;
     for (int rank = 0; rank < site_.world; ++rank)
-      route.memories[rank].add(segment->peers->bases()[rank] + offset, span.bytes);
+      route.memories[rank].add(segment->peers->bases[rank] + offset, span.bytes);
     route.place = (route.place * 31 + segment->number) * 0x100000001b3 + offset;
     return true;
   }
@@ -176,7 +176,7 @@ std::shared_ptr<void> PeerGroup::allocate(size_t bytes, const std::function<void
     segment->own = std::make_shared<DeviceMemory>(std::max(bytes, sizeof(ProofArea)));
     if (host_staging_) return;  // it is staged, as other tensors are
     segment->peers = std::make_unique<PeerMemory>(*communicator_, *segment->own, interrupted);
-    if (segment->peers->unreachable().empty()) return;
+    if (segment->peers->unreachable.empty()) return;
     if (site_.rank == 0) say_staged("memory of syncengine.empty is staged", *segment->peers);
     segment->peers.reset();
     gather(*communicator_, uint8_t{0}, "syncengine.empty on CUDA", interrupted);

@@ -57,7 +57,7 @@ class PeerGroup final : public DeviceGroup {
   struct Segment {
     uint64_t number = 0;
     std::shared_ptr<DeviceMemory> own;
-    std::unique_ptr<PeerMemory> peers;
+    std::unique_ptr<const PeerMemory> peers;
     std::atomic<bool> dropped{false};  // its tensor is gone
   };
 
@@ -76,7 +76,7 @@ class PeerGroup final : public DeviceGroup {
   std::vector<Control*> controls_;            // at the device's addresses
   std::optional<PinnedMemory> host_staging_;  // of all ranks, if there is no peer access
   std::unique_ptr<DeviceMemory> staging_;
-  std::unique_ptr<PeerMemory> peer_staging_;
+  std::unique_ptr<const PeerMemory> peer_staging_;
   Site site_;
   std::vector<std::shared_ptr<Segment>> segments_;  // the same on all ranks; tensors share them
   uint64_t segments_so_far_ = 0;

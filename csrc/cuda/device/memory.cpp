@@ -192,15 +192,15 @@ PeerMemory::PeerMemory(Communicator& communicator, DeviceMemory& own, const std:
   own.share();
   const auto offers = gather(communicator, offer, "exchanging device memory", interrupted);
   for (const Offer& one : offers)
-    take_turns_ |= std::ranges::any_of(
+    take_turns |= std::ranges::any_of(
         offers, [&](const Offer& other) { return same_device(one, other) && one.process != other.process; });
   Findings findings;
   for (int peer = 0; peer < size; ++peer) {
-    findings.opened[peer] = open(offer, offers[peer], opened_.emplace_back());
+    findings.opened[peer] = open(offer, offers[peer], opened.emplace_back());
     cudaGetLastError();  // clears the error, which a later call would report otherwise
-    bases_.push_back(static_cast<std::byte*>(opened_.back().get()));
+    bases.push_back(static_cast<std::byte*>(opened.back().get()));
   }
-  cross(bases_, rank, stream.get());
+  cross(bases, rank, stream.get());
   gather(communicator, uint8_t{0}, kProving, interrupted);  // all ranks have read and written
   copy_and_wait(&area, own.data(), cudaMemcpyDeviceToHost, stream.get());
   for (int peer = 0; peer < size; ++peer) {
@@ -208,7 +208,7 @@ PeerMemory::PeerMemory(Communicator& communicator, DeviceMemory& own, const std:
     findings.misread[peer] = area.read[peer] != wanted;
     findings.missed[peer] = area.written[peer] != wanted;
   }
-  unreachable_ = text_of(gather(communicator, findings, kProving, interrupted), communicator.global_ranks());
+  unreachable = text_of(gather(communicator, findings, kProving, interrupted), communicator.global_ranks());
 }
 
 }  // namespace syncengine::cuda

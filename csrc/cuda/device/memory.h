@@ -78,9 +78,8 @@ struct ProofArea {
 };
 
 // One rank's memory as every other rank's kernels reach it. Keeps the peers' memory open. Memory that can't be reached
-// is no failure: see unreachable().
-class PeerMemory {
- public:
+// is no failure: see `unreachable`.
+struct PeerMemory {
   // Collective: gives `own`, which has room for a ProofArea, to all and takes theirs. The driver's answers about access
   // can be wrong, so each rank's kernels read in each peer's memory what the peer has put there, and write what the
   // peer then looks for. Overwrites the ProofArea in `own`. Waits for peers on the host, and for no stream of the
@@ -88,18 +87,13 @@ class PeerMemory {
   PeerMemory(Communicator& communicator, DeviceMemory& own, const std::function<void()>& interrupted);
 
   // Addresses by rank, this rank's among them; only to be used if all are reached.
-  const std::vector<std::byte*>& bases() const { return bases_; }
+  std::vector<std::byte*> bases;
+  std::vector<std::shared_ptr<void>> opened;  // mappings of the bases
   // A text that says which ranks can't use whose memory, and why; the same on all ranks. Empty if all can.
-  const std::string& unreachable() const { return unreachable_; }
+  std::string unreachable;
   // Whether several processes share a device, told by its UUID, so that their kernels run in turns. The same on all
   // ranks.
-  bool take_turns() const { return take_turns_; }
-
- private:
-  std::vector<std::byte*> bases_;
-  std::vector<std::shared_ptr<void>> opened_;  // mappings of the bases, as long as this object lives
-  std::string unreachable_;
-  bool take_turns_ = false;
+  bool take_turns = false;
 };
 
 }  // namespace syncengine::cuda

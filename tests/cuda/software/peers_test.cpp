@@ -104,9 +104,9 @@ TEST(gpu_peers_that_are_not_reached_are_named_with_the_reason) {
           cuda::check(cudaSetDevice(rank == 1 ? 1 : 0), "choosing a device");
           cuda::DeviceMemory own(sizeof(cuda::ProofArea));
           const cuda::PeerMemory memory(communicator, own, {});
-          CHECK(memory.take_turns());
+          CHECK(memory.take_turns);
           const std::string reason = reasons.at(std::getenv("SOFTWARE_CUDA_PEERS"));
-          CHECK_EQ(memory.unreachable(),
+          CHECK_EQ(memory.unreachable,
                    "rank 0 can't use the memory of rank 2; rank 1 that of rank 2; rank 2 that of rank 0, 1: " + reason);
         });
     CHECK(ends == std::vector<int>(kWorld, 0));
