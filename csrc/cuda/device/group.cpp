@@ -80,7 +80,6 @@ PeerGroup::PeerGroup(std::shared_ptr<Communicator> communicator, int device, con
   tell_peers_if_it_fails(*communicator_, [&] { prepare_staging(interrupted); });
   counters_["host_staging"] = host_staging_.has_value();
   watchdog_ = std::make_unique<Watchdog>(communicator_, std::move(words));
-  tell_peers_if_it_fails(*communicator_, [&] { prove_signals(); });
 }
 
 void PeerGroup::prepare_staging(const std::function<void()>& interrupted) {
@@ -103,17 +102,6 @@ void PeerGroup::prepare_staging(const std::function<void()>& interrupted) {
   site_.slots.clear();
   for (int rank = 0; rank < site_.world; ++rank)
     site_.slots.push_back(host_staging_->on_device() + rank * 2 * kSlotBytes);
-}
-
-// Makes a barrier by the words alone, before anything relies on them. A device that can't do that would fail here, or
-// the watchdog's deadline would.
-void PeerGroup::prove_signals() {
-  Operation barrier;
-  barrier.collective = Collective::Barrier;
-  const auto stream = make_stream();
-  run(barrier, stream.get());
-  check(cudaStreamSynchronize(stream.get()), "waiting for the first signals");
-  watchdog_->throw_if_failed();
 }
 
 const char* PeerGroup::enqueue(const Operation& operation, cudaStream_t stream) {

@@ -65,7 +65,6 @@ class PeerGroup final : public DeviceGroup {
   void throw_if_failed() const override { watchdog_->throw_if_failed(); }
   void release() override;
   void prepare_staging(const std::function<void()>& interrupted);
-  void prove_signals();
   MemoryRoute choose(const Operation& operation) const;
   bool find(const Span& span, MemoryRoute& route) const;
   void give_back_dropped(const std::function<void()>& interrupted);

@@ -52,12 +52,6 @@ DeviceMemory::~DeviceMemory() {
   }
 }
 
-std::shared_ptr<CUstream_st> make_stream() {
-  cudaStream_t stream = nullptr;
-  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "making a stream");
-  return {stream, cudaStreamDestroy};
-}
-
 PinnedMemory::PinnedMemory(Mapping memory) : memory_(std::move(memory)) {
   void* const host = memory_.data();
   check(cudaHostRegister(host, memory_.bytes(), cudaHostRegisterMapped | cudaHostRegisterPortable),
@@ -129,6 +123,13 @@ cudaError_t open(const Offer& own, const Offer& theirs, std::shared_ptr<void>& m
   const cudaError_t status = cudaIpcOpenMemHandle(&opened, theirs.handle, cudaIpcMemLazyEnablePeerAccess);
   if (status == cudaSuccess) memory = {opened, cudaIpcCloseMemHandle};
   return status;
+}
+
+// Makes a stream that does not wait for the default stream.
+std::shared_ptr<CUstream_st> make_stream() {
+  cudaStream_t stream = nullptr;
+  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "making a stream");
+  return {stream, cudaStreamDestroy};
 }
 
 void copy_and_wait(void* to, const void* from, cudaMemcpyKind kind, cudaStream_t stream) {

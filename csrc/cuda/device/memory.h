@@ -48,9 +48,6 @@ class DeviceMemory {
   bool shared_ = false;
 };
 
-// Makes a stream that does not wait for the default stream.
-std::shared_ptr<CUstream_st> make_stream();
-
 // Host memory that is pinned, and that the device reaches.
 class PinnedMemory {
  public:
