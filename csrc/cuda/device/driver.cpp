@@ -12,16 +12,6 @@ std::string version_text(int version) {
   return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
 }
 
-template <class Function>
-void find(Function*& function, const char* name, unsigned int version) {
-  void* address = nullptr;
-  cudaDriverEntryPointQueryResult found{};
-  const cudaError_t status = cudaGetDriverEntryPointByVersion(name, &address, version, cudaEnableDefault, &found);
-  if (status != cudaSuccess || found != cudaDriverEntryPointSuccess || address == nullptr)
-    refuse(std::string("the driver has no ") + name + "; install a newer one");
-  function = reinterpret_cast<Function*>(address);
-}
-
 void require_driver_and_device() {
   int version = 0;
   check(cudaDriverGetVersion(&version), "asking for the driver's version");
@@ -37,19 +27,22 @@ void require_driver_and_device() {
   check(status, "counting devices");
 }
 
-CudaDriver find_driver() {
+StreamBatchMemOp* find_stream_batch_mem_op() {
   require_driver_and_device();
-  CudaDriver driver;
-  find(driver.stream_batch_mem_op, "cuStreamBatchMemOp", 11070);  // the second version needs no opt-in by a module
-                                                                  // parameter
-  find(driver.get_error_name, "cuGetErrorName", 6000);
-  return driver;
+  void* address = nullptr;
+  cudaDriverEntryPointQueryResult found{};
+  // The version of 11.7 needs no opt-in by a module parameter.
+  const cudaError_t status =
+      cudaGetDriverEntryPointByVersion("cuStreamBatchMemOp", &address, 11070, cudaEnableDefault, &found);
+  if (status != cudaSuccess || found != cudaDriverEntryPointSuccess || address == nullptr)
+    refuse("the driver has no cuStreamBatchMemOp; install a newer one");
+  return reinterpret_cast<StreamBatchMemOp*>(address);
 }
 
 }  // namespace
 
-const CudaDriver& driver() {
-  static const CudaDriver found = find_driver();
+StreamBatchMemOp* stream_batch_mem_op() {
+  static StreamBatchMemOp* const found = find_stream_batch_mem_op();
   return found;
 }
 
@@ -75,13 +68,6 @@ void check(cudaError_t status, const char* what) {
   if (status == cudaSuccess) return;
   cudaGetLastError();  // clears the error, which a later call would report otherwise
   refuse(std::string(what) + ": " + cudaGetErrorName(status) + ", " + cudaGetErrorString(status));
-}
-
-void check(CUresult status, const char* what) {
-  if (status == CUDA_SUCCESS) return;
-  const char* name = nullptr;
-  if (driver().get_error_name(status, &name) != CUDA_SUCCESS) name = "unknown error";
-  refuse(std::string(what) + ": " + name);
 }
 
 }  // namespace syncengine::cuda

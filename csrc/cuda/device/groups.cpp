@@ -93,7 +93,7 @@ void StreamSteps::exchange(const WordExchange& exchange) {
   for_each_peer([&](int peer) { operations.push_back(wait_for_word(&own.inbox[exchange.set][peer])); });
   if (exchange.last) reset(exchange.set);
   operations.push_back(write_word(&own.waiting, 0));
-  check(driver().stream_batch_mem_op(stream_, static_cast<unsigned>(operations.size()), operations.data(), 0),
+  check(stream_batch_mem_op()(stream_, static_cast<unsigned>(operations.size()), operations.data(), 0),
         "queueing signals");
 }
 
@@ -266,7 +266,7 @@ void PeerGroup::wait_for_peers_to_leave() {
 bool is_built() { return true; }
 
 void require_device(int device) {
-  driver();
+  stream_batch_mem_op();  // throws without a driver
   int count = 0;
   check(cudaGetDeviceCount(&count), "counting devices");
   if (device < 0 || device >= count)

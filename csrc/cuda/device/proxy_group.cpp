@@ -107,7 +107,7 @@ void ProxyGroup::download(const Operation& operation, const ProxyPiece& piece, s
 void ProxyGroup::upload(const Operation& operation, const ProxyPiece& piece, size_t slot, cudaStream_t stream) {
   const uint32_t* word = slots_->word_on_device(slot);
   CUstreamBatchMemOpParams steps[] = {wait_for_word(word), write_word(word, 0)};
-  check(driver().stream_batch_mem_op(stream, std::size(steps), steps, 0), "queueing a wait");
+  check(stream_batch_mem_op()(stream, std::size(steps), steps, 0), "queueing a wait");
   for (const Copy& copy : piece.out)
     operation.output.for_each(copy.user, copy.bytes, [&](std::byte* memory, size_t offset, size_t bytes) {
       check(cudaMemcpyAsync(memory, slots_->data(slot) + copy.slot + offset, bytes, cudaMemcpyHostToDevice, stream),

@@ -1,4 +1,4 @@
-// The driver's functions that are looked up by name: memory operations of streams.
+// The driver's function that is looked up by name: memory operations of streams.
 #include <atomic>
 #include <chrono>
 #include <cstring>
@@ -71,27 +71,6 @@ CUresult stream_batch_mem_op(CUstream handle, unsigned count, CUstreamBatchMemOp
   return CUDA_SUCCESS;
 }
 
-CUresult get_error_name(CUresult status, const char** name) {
-  switch (status) {
-    case CUDA_SUCCESS: *name = "CUDA_SUCCESS"; break;
-    case CUDA_ERROR_INVALID_VALUE: *name = "CUDA_ERROR_INVALID_VALUE"; break;
-    case CUDA_ERROR_INVALID_HANDLE: *name = "CUDA_ERROR_INVALID_HANDLE"; break;
-    case CUDA_ERROR_NOT_SUPPORTED: *name = "CUDA_ERROR_NOT_SUPPORTED"; break;
-    default: *name = nullptr; return CUDA_ERROR_INVALID_VALUE;
-  }
-  return CUDA_SUCCESS;
-}
-
-struct Entry {
-  const char* name;
-  unsigned since;  // earlier versions have no such function, or another one
-  void* address;
-};
-const Entry kEntries[] = {
-    {"cuStreamBatchMemOp", 11070, reinterpret_cast<void*>(stream_batch_mem_op)},
-    {"cuGetErrorName", 6000, reinterpret_cast<void*>(get_error_name)},
-};
-
 }  // namespace
 
 }  // namespace software
@@ -101,11 +80,10 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** address,
   if (flags > cudaEnablePerThreadDefaultStream) return software::fail(cudaErrorInvalidValue);
   *address = nullptr;
   *result = cudaDriverEntryPointSymbolNotFound;
-  for (const auto& entry : software::kEntries) {
-    if (std::strcmp(entry.name, symbol) != 0) continue;
-    *result = version < entry.since || version > CUDA_VERSION ? cudaDriverEntryPointVersionNotSufficent
-                                                              : cudaDriverEntryPointSuccess;
-    if (*result == cudaDriverEntryPointSuccess) *address = entry.address;
-  }
+  if (std::strcmp(symbol, "cuStreamBatchMemOp") != 0) return cudaSuccess;
+  *result = cudaDriverEntryPointVersionNotSufficent;  // earlier versions have another function of this name
+  if (version < 11070 || version > CUDA_VERSION) return cudaSuccess;
+  *result = cudaDriverEntryPointSuccess;
+  *address = reinterpret_cast<void*>(software::stream_batch_mem_op);
   return cudaSuccess;
 }

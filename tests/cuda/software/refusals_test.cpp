@@ -17,7 +17,7 @@ CUstreamBatchMemOpParams write_to(const void* address) {
 }
 
 CUresult queue(cudaStream_t stream, CUstreamBatchMemOpParams params) {
-  return cuda::driver().stream_batch_mem_op(stream, 1, &params, 0);
+  return cuda::stream_batch_mem_op()(stream, 1, &params, 0);
 }
 
 }  // namespace
@@ -43,8 +43,8 @@ TEST(software_device_refuses_memory_operations_as_a_driver_does) {
     auto write = write_to(words + 8);
     write.writeValue.flags = 2;
     CHECK_EQ(queue(stream, write), CUDA_ERROR_INVALID_VALUE);
-    CHECK_EQ(cuda::driver().stream_batch_mem_op(stream, 0, &write, 0), CUDA_ERROR_INVALID_VALUE);
-    CHECK_EQ(cuda::driver().stream_batch_mem_op(stream, 256, &write, 0), CUDA_ERROR_INVALID_VALUE);
+    CHECK_EQ(cuda::stream_batch_mem_op()(stream, 0, &write, 0), CUDA_ERROR_INVALID_VALUE);
+    CHECK_EQ(cuda::stream_batch_mem_op()(stream, 256, &write, 0), CUDA_ERROR_INVALID_VALUE);
     CHECK_EQ(cudaHostRegister(page, 4096, cudaHostRegisterMapped), cudaErrorHostMemoryAlreadyRegistered);
     CHECK_EQ(cudaStreamSynchronize(stream), cudaSuccess);
   }
