@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "collectives/operation.h"
-#include "cuda/device/driver.h"
+#include "cuda/device/stream.h"
 #include "cuda/device_group.h"
 #include "job.h"
 

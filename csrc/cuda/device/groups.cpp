@@ -9,8 +9,7 @@
 
 #include "base/say.h"
 #include "base/sync_point.h"
-#include "cuda/device/driver.h"
-#include "cuda/device/stream_steps.h"
+#include "cuda/device/stream.h"
 #include "cuda/sequence.h"
 
 namespace syncengine::cuda {
@@ -26,7 +25,6 @@ bool fakes_arrivals() {
 
 // Half of the staging memory of chunks, which is large since each chunk costs two exchanges. Not measured on a GPU yet.
 constexpr size_t kSlotBytes = 16 << 20;
-constexpr int kBlocks = 16;  // the rest of the device is the model's
 constexpr auto kPatience = std::chrono::seconds(2);
 
 void say_staged(const std::string& what, const PeerMemory& memory) {
@@ -145,7 +143,7 @@ const char* PeerGroup::enqueue(const Operation& operation, cudaStream_t stream) 
   const uint32_t mark = fingerprint(operation, route.path, route.place);
   const char* where = route.path == Path::Direct ? " in memory of syncengine.empty" : "";
   watchdog_->publish(mark, call_text(operation) + where);
-  StreamSteps steps(stream, kBlocks, site_.rank, controls_);
+  StreamSteps steps(stream, site_.rank, &controls_);
   run_sequence(operation, site_, route, mark, steps);
   const char* const names[] = {"one_shot_bytes", "staged_bytes", "direct_bytes"};
   return names[static_cast<int>(route.path)];

@@ -1,12 +1,13 @@
 #include <algorithm>
 
-#include "cuda/device/driver.h"
 #include "cuda/device/kernels/kernels.h"
-#include "cuda/device/stream_steps.h"
+#include "cuda/device/stream.h"
 
 namespace syncengine::cuda {
 
 namespace {
+
+constexpr int kBlocks = 16;  // the rest of the device is the model's
 
 // Copies pieces of memory, each by one row of blocks.
 __global__ void __launch_bounds__(kThreads, 1) copy_kernel(const __grid_constant__ CopyArgs args) {
@@ -65,12 +66,12 @@ void load_kernels() {
 }
 
 void StreamSteps::reduce(const kernels::Reduction& reduction, const ReduceArgs& args) {
-  const dim3 grid = blocks_for(args.count * element_size(reduction.dtype), blocks_);
+  const dim3 grid = blocks_for(args.count * element_size(reduction.dtype), kBlocks);
   launch(find(reduction, args.source_count).reduce, grid, args, stream_, "launching a reduction");
 }
 
 void StreamSteps::note(const kernels::Reduction& reduction, const NoteArgs& args) {
-  const dim3 grid = blocks_for(args.sum.count * element_size(reduction.dtype), blocks_);
+  const dim3 grid = blocks_for(args.sum.count * element_size(reduction.dtype), kBlocks);
   launch(find(reduction, args.sum.source_count).note, grid, args, stream_, "launching a look at what is finite");
 }
 
@@ -83,7 +84,7 @@ void StreamSteps::copy(const CopyArgs& args) {
   size_t most = 0;
   for (int piece = 0; piece < args.pieces; ++piece) most = std::max(most, args.bytes[piece]);
   const int rows = std::max(args.pieces, 1);
-  const dim3 grid(blocks_for(most, blocks_ / rows), rows);
+  const dim3 grid(blocks_for(most, kBlocks / rows), rows);
   launch(copy_kernel, grid, args, stream_, "launching a copy");
 }
 

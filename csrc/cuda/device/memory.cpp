@@ -8,8 +8,7 @@
 #include <map>
 #include <string>
 
-#include "cuda/device/driver.h"
-#include "cuda/device/stream_steps.h"
+#include "cuda/device/stream.h"
 #include "cuda/shared_pages.h"
 
 namespace syncengine::cuda {
@@ -140,7 +139,7 @@ void copy_and_wait(void* to, const void* from, cudaMemcpyKind kind, cudaStream_t
 // Reads each peer's pattern, and writes the own one to it. Peers whose base is null are left out.
 void cross(const std::vector<std::byte*>& bases, int rank, cudaStream_t stream) {
   auto area = [&](size_t peer) { return reinterpret_cast<ProofArea*>(bases[peer]); };
-  StreamSteps steps(stream, static_cast<int>(bases.size()));
+  StreamSteps steps(stream);
   Copies reads(steps), writes(steps);
   for (size_t peer = 0; peer < bases.size(); ++peer) {
     if (!bases[peer]) continue;

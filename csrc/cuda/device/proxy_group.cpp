@@ -6,7 +6,7 @@
 
 #include "base/memory.h"
 #include "cuda/control.h"
-#include "cuda/device/driver.h"
+#include "cuda/device/stream.h"
 
 namespace syncengine::cuda {
 

@@ -3,7 +3,7 @@
 #include <chrono>
 #include <thread>
 
-#include "cuda/device/driver.h"
+#include "cuda/device/stream.h"
 #include "machine.h"
 #include "ranks.h"
 

@@ -1,6 +1,4 @@
-#include "cuda/device/driver.h"
-
-#include "cuda/control.h"
+#include "cuda/device/stream.h"
 
 namespace syncengine::cuda {
 
