@@ -2,9 +2,6 @@
 // the bodies.
 #pragma once
 
-#include <concepts>
-#include <type_traits>
-
 #include "base/dtype.h"
 #include "cuda/body.h"
 
@@ -22,27 +19,16 @@ void visit_arithmetic(ReduceOp op, int sources, Visit&& visit) {
   visit.template operator()<E, kernels::SumElement, kR, 0>();
 }
 
-// The type in which sums and products are made. Signed integers use the unsigned type, whose overflow is defined.
-template <class E>
-struct Summed {
-  using Element = E;
-};
-template <std::signed_integral T>
-struct Summed<kernels::PlainElement<T>> {
-  using Element = kernels::PlainElement<std::make_unsigned_t<T>>;
-};
-
 // Calls visit<Element, Op, kRounding, kSources>() once. The op must be supported for the dtype.
 template <class E, class Visit>
 void visit_element(ReduceOp op, kernels::Rounding rounding, int sources, Visit&& visit) {
   using kernels::Rounding;
   if (op == ReduceOp::Min) return visit.template operator()<E, kernels::MinElement, Rounding::Once, 0>();
   if (op == ReduceOp::Max) return visit.template operator()<E, kernels::MaxElement, Rounding::Once, 0>();
-  using Sums = typename Summed<E>::Element;
   // Wider dtypes are rounded at each addition in either mode.
   if constexpr (E::kFloating && sizeof(typename E::Stored) == 2)
-    if (rounding == Rounding::EveryHop) return visit_arithmetic<Sums, Rounding::EveryHop>(op, sources, visit);
-  visit_arithmetic<Sums, Rounding::Once>(op, sources, visit);
+    if (rounding == Rounding::EveryHop) return visit_arithmetic<E, Rounding::EveryHop>(op, sources, visit);
+  visit_arithmetic<E, Rounding::Once>(op, sources, visit);
 }
 
 // Calls visit(Element{}) once.
