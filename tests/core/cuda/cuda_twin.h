@@ -9,7 +9,7 @@
 #include <thread>
 #include <vector>
 
-#include "cuda/kernel_choice.h"
+#include "cuda/body.h"
 #include "cuda/sequence.h"
 #include "test.h"
 

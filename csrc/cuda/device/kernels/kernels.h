@@ -5,7 +5,6 @@
 #pragma once
 
 #include "cuda/in_kernel.h"
-#include "cuda/kernel_choice.h"
 
 namespace syncengine::cuda {
 
