@@ -240,8 +240,7 @@ SYNCENGINE_BOTH void poison_bytes(void* memory, size_t bytes, size_t thread, siz
   for (size_t i = thread; i < bytes; i += threads) data[i] = 0xff;
 }
 
-template <class Args>
-SYNCENGINE_BOTH void poison_share(const Args& args, size_t element_bytes, size_t thread, size_t threads) {
+SYNCENGINE_BOTH void poison_share(const ReduceArgs& args, size_t element_bytes, size_t thread, size_t threads) {
   for (int d = 0; d < args.destination_count; ++d)
     poison_bytes(out<unsigned char>(args, d), args.count * element_bytes, thread, threads);
 }

@@ -199,7 +199,6 @@ void run_in_kernel(const Operation& operation, const Site& site, Path path, uint
 
 uint32_t fingerprint(const Operation& operation, Path path, uint64_t place) {
   uint64_t hash = 0xcbf29ce484222325;
-  auto mix = [&hash](uint64_t value) { hash = (hash ^ value) * 0x100000001b3; };  // FNV-1a
   for (uint64_t value :
        {static_cast<uint64_t>(operation.collective), static_cast<uint64_t>(operation.dtype),
         static_cast<uint64_t>(operation.op), static_cast<uint64_t>(operation.numerics), uint64_t{operation.leaves},
@@ -207,9 +206,9 @@ uint32_t fingerprint(const Operation& operation, Path path, uint64_t place) {
         static_cast<uint64_t>(operation.input.bytes()), static_cast<uint64_t>(operation.output.bytes()),
         operation.layout_hash, place, kernels::bits_as<uint64_t>(operation.prescale),
         kernels::bits_as<uint64_t>(operation.postscale)})
-    mix(value);
+    hash = mix(hash, value);
   if (path == Path::Direct)
-    for (const Span& span : operation.input.spans()) mix(span.bytes);
+    for (const Span& span : operation.input.spans()) hash = mix(hash, span.bytes);
   return (static_cast<uint32_t>(hash ^ (hash >> 32)) | kArrived) & ~1u;
 }
 
