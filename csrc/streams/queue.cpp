@@ -6,6 +6,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
+#include <bit>
 #include <thread>
 #include <tuple>
 #include <utility>
@@ -32,19 +33,18 @@ QueueRegistry& queue_registry() {
   return instance;
 }
 
-std::shared_ptr<Queue> find_queue(const Key& key) {
-  std::lock_guard lock(queue_registry().mutex);
-  auto found = queue_registry().queues.find(key);
-  return found == queue_registry().queues.end() ? nullptr : found->second;
-}
-
-// Makes a queue, which is collective.
-std::shared_ptr<Queue> connect_queue(const std::shared_ptr<Communicator>& communicator, c10::Device device, int number,
-                                     const Interrupted& interrupted) {
-  cuda::require_device(device.index());
+// Finds a queue, or makes it, which is collective.
+std::shared_ptr<Queue> queue_number(int number, const std::shared_ptr<Communicator>& communicator, c10::Device device,
+                                    const Interrupted& interrupted) {
+  QueueRegistry& registry = queue_registry();
+  const Key key{communicator.get(), device.index(), number};
+  {
+    std::lock_guard lock(registry.mutex);
+    if (auto found = registry.queues.find(key); found != registry.queues.end()) return found->second;
+  }
   auto queue = std::make_shared<Queue>(cuda::connect(communicator, device.index(), interrupted), device);
-  std::lock_guard lock(queue_registry().mutex);
-  return queue_registry().queues.try_emplace({communicator.get(), device.index(), number}, queue).first->second;
+  std::lock_guard lock(registry.mutex);
+  return registry.queues.try_emplace(key, queue).first->second;
 }
 
 }  // namespace
@@ -123,34 +123,25 @@ at::Tensor Queue::empty(const std::vector<int64_t>& sizes, size_t bytes, at::Sca
 
 std::shared_ptr<Queue> queue_of(const std::shared_ptr<Communicator>& communicator, c10::Device device,
                                 const Interrupted& interrupted) {
-  if (auto queue = find_queue({communicator.get(), device.index(), 0})) return queue;
-  return connect_queue(communicator, device, 0, interrupted);
+  return queue_number(0, communicator, device, interrupted);
 }
 
 // Ranks drop their queues at different times, so a queue is taken again only if all ranks have dropped it.
 std::shared_ptr<Queue> take_own_queue(const std::shared_ptr<Communicator>& communicator, c10::Device device,
                                       const Interrupted& interrupted) {
-  struct Numbers {
-    uint64_t free = 0;  // a bit for each of the first 64
-    int used = 0;
-  } mine;
+  uint64_t free = 0;  // a bit for each of the first 64
+  int used = 0;       // on all devices, so the same on all ranks: making a queue is collective
   {
     std::lock_guard lock(queue_registry().mutex);
     for (const auto& [key, queue] : queue_registry().queues) {
       const auto& [owner, index, number] = key;
-      if (owner != communicator.get() || index != device.index() || number == 0) continue;
-      mine.used = std::max(mine.used, number);
-      if (queue.use_count() == 1 && number <= 64) mine.free |= uint64_t{1} << (number - 1);
+      if (owner != communicator.get() || number == 0) continue;
+      used = std::max(used, number);
+      if (index == device.index() && queue.use_count() == 1 && number <= 64) free |= uint64_t{1} << (number - 1);
     }
   }
-  for (const Numbers& theirs : cuda::gather(*communicator, mine, "Parallel on CUDA", interrupted)) {
-    mine.free &= theirs.free;
-    mine.used = std::max(mine.used, theirs.used);
-  }
-  for (int number = 1; number <= 64; ++number) {
-    if (mine.free >> (number - 1) & 1) return find_queue({communicator.get(), device.index(), number});
-  }
-  return connect_queue(communicator, device, mine.used + 1, interrupted);
+  for (uint64_t theirs : cuda::gather(*communicator, free, "Parallel on CUDA", interrupted)) free &= theirs;
+  return queue_number(1 + (free ? std::countr_zero(free) : used), communicator, device, interrupted);
 }
 
 void close_devices(const Communicator* communicator) {
