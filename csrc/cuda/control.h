@@ -23,10 +23,10 @@ inline constexpr uint32_t kInKernel = kSets + 1;   // a value of `waiting`: see 
 inline constexpr uint32_t kReleased = 0xffffffff;  // no fingerprint: an abort puts it there to end every wait
 
 // The description of a call, for the text of a mismatch. The owner may overwrite it while a peer reads it:
-// `fingerprint` is 0 meanwhile, and readers look at it again after reading the words.
+// `fingerprint` is 0 meanwhile, and readers look at it again after reading the letters.
 struct CallText {
   std::atomic<uint32_t> fingerprint;
-  std::atomic<uint32_t> words[31];
+  std::atomic<char> letters[123];  // zeros behind the text
 
   void write(uint32_t key, const std::string& text);    // by the owner alone; cut if it is longer
   std::optional<std::string> read(uint32_t key) const;  // nothing if another call's text is there

@@ -1,7 +1,6 @@
 #include "cuda/watchdog.h"
 
 #include <algorithm>
-#include <cstring>
 #include <utility>
 
 #include "base/say.h"
@@ -23,28 +22,20 @@ constexpr auto kRelease = std::chrono::microseconds(200);
 
 void CallText::write(uint32_t key, const std::string& text) {
   if (fingerprint.load(std::memory_order_relaxed) == key) return;  // relaxed: its only writer
-  char letters[sizeof(words)] = {};
-  text.copy(letters, sizeof(letters) - 1);
   fingerprint.store(0, std::memory_order_relaxed);
-  std::atomic_thread_fence(std::memory_order_release);  // who sees a new word sees that the text is not complete
-  for (size_t i = 0; i < std::size(words); ++i) {
-    uint32_t word;
-    std::memcpy(&word, letters + i * sizeof(word), sizeof(word));
-    words[i].store(word, std::memory_order_relaxed);
-  }
-  fingerprint.store(key, std::memory_order_release);  // release: the words before their key
+  std::atomic_thread_fence(std::memory_order_release);  // who sees a new letter sees that the text is not complete
+  for (size_t i = 0; i < std::size(letters); ++i)
+    letters[i].store(i < text.size() ? text[i] : '\0', std::memory_order_relaxed);
+  fingerprint.store(key, std::memory_order_release);  // release: the letters before their key
 }
 
 std::optional<std::string> CallText::read(uint32_t key) const {
-  if (fingerprint.load(std::memory_order_acquire) != key) return std::nullopt;  // acquire: the words
-  char letters[sizeof(words)];
-  for (size_t i = 0; i < std::size(words); ++i) {
-    const uint32_t word = words[i].load(std::memory_order_relaxed);
-    std::memcpy(letters + i * sizeof(word), &word, sizeof(word));
-  }
-  std::atomic_thread_fence(std::memory_order_acquire);  // the words were read before their key is read again
+  if (fingerprint.load(std::memory_order_acquire) != key) return std::nullopt;  // acquire: the letters
+  std::string text;
+  for (size_t i = 0; i < std::size(letters); ++i) text += letters[i].load(std::memory_order_relaxed);
+  std::atomic_thread_fence(std::memory_order_acquire);  // the letters were read before their key is read again
   if (fingerprint.load(std::memory_order_relaxed) != key) return std::nullopt;
-  return std::string(letters, strnlen(letters, sizeof(letters)));
+  return std::string(text.c_str());  // without the zeros behind it
 }
 
 Watchdog::Watchdog(std::shared_ptr<Communicator> communicator, std::vector<Control*> controls)
