@@ -4,7 +4,6 @@
 #include <utility>
 
 #include "base/say.h"
-#include "base/texts.h"
 #include "base/thread.h"
 
 namespace syncengine::cuda {
@@ -41,6 +40,7 @@ std::optional<std::string> CallText::read(uint32_t key) const {
 Watchdog::Watchdog(std::shared_ptr<Communicator> communicator, std::vector<Control*> controls)
     : communicator_(std::move(communicator)),
       controls_(std::move(controls)),
+      names_(communicator_->global_ranks()),
       since_(Clock::now()),
       thread_([this] { run(); }) {}
 
@@ -90,13 +90,13 @@ void Watchdog::check_mismatch() {
   const uint32_t found = load(own().mismatch[0]);
   if (found == 0) return;
   const int rank = communicator_->rank(), peer = static_cast<int>(found) - 1;
-  fail(ErrorKind::Mismatch, names({rank}) + " called " + text_of(rank, load(own().mismatch[2])) + ", " + names({peer}) +
+  fail(ErrorKind::Mismatch, names_(rank) + " called " + text_of(rank, load(own().mismatch[2])) + ", " + names_(peer) +
                                 " called " + text_of(peer, load(own().mismatch[1])));
 }
 
 void Watchdog::check_wait() {
-  const Stand now{load(own().waiting), load(own().progress)};
-  if (now.waiting == 0 || !(now == stand_)) {
+  const std::pair now{load(own().waiting), load(own().progress)};
+  if (now.first == 0 || now != stand_) {
     stand_ = now;
     since_ = Clock::now();
     logged_ = false;
@@ -108,7 +108,8 @@ void Watchdog::check_wait() {
   const int rank = communicator_->rank();
   const std::string call = latest_text(rank);
   check_peers_of_wait(late, age, call);
-  const std::string text = names({rank}) + " waits for " + names(late) + " since " + seconds_text(age) + " in " + call;
+  const std::string text =
+      names_(rank) + " waits for " + names_.all(late) + " since " + seconds_text(age) + " in " + call;
   if (age >= communicator_->timeout())
     fail(ErrorKind::Timeout, text + ": a CUDA stream gave up after the timeout; look at what these ranks do");
   if (age >= communicator_->options().log_after && !std::exchange(logged_, true))
@@ -119,13 +120,13 @@ void Watchdog::check_peers_of_wait(const std::vector<int>& late, Duration age, c
   const int rank = communicator_->rank();
   for (int peer : late) {
     if (controls_[peer]->gone.load(std::memory_order_acquire))  // acquire: what the peer did before it left
-      fail(ErrorKind::PeerLost, names({peer}) + " has left while " + names({rank}) + " was in " + call);
+      fail(ErrorKind::PeerLost, names_(peer) + " has left while " + names_(rank) + " was in " + call);
   }
   // Each rank signals before it waits, so two that wait for each other for so long are in different exchanges.
   for (int peer : late)
     if (age >= std::min<Duration>(kCrosswise, communicator_->timeout() / 4) && waits_for(peer, rank))
-      fail(ErrorKind::Mismatch, names({rank}) + " waits in " + call + ", " + names({peer}) + " in " +
-                                    latest_text(peer) + ", for each other");
+      fail(ErrorKind::Mismatch,
+           names_(rank) + " waits in " + call + ", " + names_(peer) + " in " + latest_text(peer) + ", for each other");
 }
 
 void Watchdog::fail(ErrorKind kind, const std::string& text) const {
@@ -154,12 +155,6 @@ bool Watchdog::waits_for(int rank, int peer) const {
 
 std::string Watchdog::latest_text(int rank) const {
   return text_of(rank, controls_[rank]->latest.load(std::memory_order_relaxed));
-}
-
-std::string Watchdog::names(const std::vector<int>& members) const {
-  std::vector<int> ranks;
-  for (int member : members) ranks.push_back(communicator_->global_ranks()[member]);
-  return rank_names(ranks);
 }
 
 std::string Watchdog::text_of(int rank, uint32_t fingerprint) const {

@@ -15,8 +15,10 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
+#include "base/texts.h"
 #include "cuda/control.h"
 #include "engine/communicator/communicator.h"
 
@@ -43,11 +45,6 @@ class Watchdog {
   void stop();
 
  private:
-  struct Stand {  // where the own stream is, as far as words tell
-    uint32_t waiting, progress;
-    bool operator==(const Stand&) const = default;
-  };
-
   void run();
   void look();
   void check_mismatch();
@@ -58,16 +55,16 @@ class Watchdog {
   bool waits_for(int rank, int peer) const;
   void check_peers_of_wait(const std::vector<int>& late, Duration age, const std::string& call) const;
   std::string latest_text(int rank) const;
-  std::string names(const std::vector<int>& members) const;
   std::string text_of(int rank, uint32_t fingerprint) const;
   Control& own() const { return *controls_[communicator_->rank()]; }
 
   std::shared_ptr<Communicator> communicator_;
   std::vector<Control*> controls_;
+  const RankNames names_;
   std::atomic<bool> failed_{false};
 
   // Used by the thread alone.
-  Stand stand_{};
+  std::pair<uint32_t, uint32_t> stand_;  // where the own stream is: what it waits for, its progress
   Clock::time_point since_;
   bool logged_ = false;
 

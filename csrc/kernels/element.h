@@ -96,8 +96,7 @@ struct Float16Element : HalfElement {
 
 // The type for sums: of integers an unsigned one, whose overflow is defined, and which C++ does not promote to int.
 template <class V>
-using Wrapping =
-    std::conditional_t<!std::is_integral_v<V>, V, std::conditional_t<(sizeof(V) > 4), uint64_t, uint32_t>>;
+using Wrapping = std::conditional_t<!std::is_integral_v<V>, V, std::conditional_t<(sizeof(V) > 4), uint64_t, uint32_t>>;
 
 // Classifies a floating-point value: 0 NaN, 1 and 2 the infinities, 3 a finite number.
 template <class V>

@@ -2,7 +2,7 @@
 //
 // Ownership: each class gives back what it took. Exported memory must outlive the peers' mappings of it: it is freed
 // only if they have said that they are done (groups.cpp), else it stays to the end of the process. Thread-safety: one
-// thread at a time, any thread; the device is made current by the caller. Failure: InvalidUsage with CUDA's own message.
+// thread at a time, any thread; the caller makes the device current. Failure: InvalidUsage with CUDA's own message.
 #pragma once
 
 #include <cuda_runtime_api.h>
