@@ -7,22 +7,11 @@
 
 #include "base/checked.h"
 #include "bootstrap/fd_exchange.h"
-#include "transport/shm/pages.h"
 
 namespace syncengine::cuda {
 
-void gather(Communicator& communicator, SpanList own, SpanList all, const char* what,
-            const std::function<void()>& interrupted) {
-  Operation operation{
-      .collective = Collective::AllGather, .dtype = DType::UInt8, .input = std::move(own), .output = std::move(all)};
-  operation.describe = [what] { return std::string(what); };
-  operation.layout_hash = 0x63756461;  // "cuda": no other all_gather matches it
-  communicator.run(std::move(operation), interrupted);
-}
-
-// The first rank makes the memory, and the file descriptors that the others offer are ignored.
+// The first rank's memory is taken. What the others offer is ignored, and has never taken a page.
 Mapping share_pages(Communicator& communicator, size_t bytes, const std::function<void()>& interrupted) {
-  bytes = round_up(bytes, shm::kPage);
   struct MemoryAddress {
     char text[FdExchange::kMostAddress] = {};
   } own;
@@ -31,12 +20,11 @@ Mapping share_pages(Communicator& communicator, size_t bytes, const std::functio
   std::vector<std::string> addresses;
   for (const MemoryAddress& address : gather(communicator, own, "connecting GPU ranks", interrupted))
     addresses.push_back(checked_text(address.text));
-  const bool is_first = communicator.rank() == 0;
-  UniqueFd memory = create_sealed_memfd("syncengine-cuda", is_first ? bytes : shm::kPage);
+  UniqueFd memory = create_sealed_memfd("syncengine-cuda", bytes);
   try {
     const Deadline deadline = Deadline::after(communicator.timeout());
     auto memories = fd_exchange.exchange(communicator.rank(), addresses, memory.get(), deadline, interrupted);
-    if (!is_first) memory = std::move(memories[0]);
+    if (communicator.rank() != 0) memory = std::move(memories[0]);
   } catch (const Error&) {
     communicator.check_peers();  // a rank that left because another had died is not the cause
     throw;

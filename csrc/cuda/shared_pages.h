@@ -9,6 +9,7 @@
 #pragma once
 
 #include <functional>
+#include <string>
 #include <vector>
 
 #include "base/memory.h"
@@ -16,18 +17,21 @@
 
 namespace syncengine::cuda {
 
-// Gathers every rank's `own` into `all`, by rank. Collective.
-void gather(Communicator& communicator, SpanList own, SpanList all, const char* what,
-            const std::function<void()>& interrupted);
-
+// Gathers every rank's `own`, by rank. Collective.
 template <class T>
 std::vector<T> gather(Communicator& communicator, T own, const char* what, const std::function<void()>& interrupted) {
   std::vector<T> all(communicator.size());
-  gather(communicator, SpanList(&own, sizeof(T)), SpanList(all.data(), all.size() * sizeof(T)), what, interrupted);
+  communicator.run({.collective = Collective::AllGather,
+                    .dtype = DType::UInt8,
+                    .input = {&own, sizeof(T)},
+                    .output = {all.data(), all.size() * sizeof(T)},
+                    .layout_hash = 0x63756461,  // "cuda": no other all_gather matches it
+                    .describe = [what] { return std::string(what); }},
+                   interrupted);
   return all;
 }
 
-// At least `bytes` of zeros, the same memory on all ranks, which share a host. Collective.
+// `bytes` of zeros, the same memory on all ranks, which share a host. Collective.
 Mapping share_pages(Communicator& communicator, size_t bytes, const std::function<void()>& interrupted);
 
 }  // namespace syncengine::cuda
