@@ -94,12 +94,9 @@ class ProxyGroup final : public DeviceGroup {
 
   const char* enqueue(const Operation& operation, cudaStream_t stream) override;
   void release() override;
-  void download(const Operation& operation, const ProxyPiece& piece, size_t slot, cudaStream_t stream);
-  void upload(const Operation& operation, const ProxyPiece& piece, size_t slot, cudaStream_t stream);
 
   std::shared_ptr<PinnedSlots> slots_;
   std::shared_ptr<Proxy> proxy_;
-  cudaEvent_t last_ = nullptr;  // the end of what was queued so far
 };
 
 }  // namespace syncengine::cuda

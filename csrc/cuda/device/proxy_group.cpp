@@ -17,12 +17,6 @@ namespace {
 constexpr size_t kPieceBytes = 4 << 20;
 constexpr size_t kSlots = 8;
 
-std::vector<int> everybody(const Communicator& communicator) {
-  std::vector<int> ranks(communicator.size());
-  std::iota(ranks.begin(), ranks.end(), 0);
-  return ranks;
-}
-
 // The argument of a stream's callback. A graph's is never freed, since nobody says when the graph is gone.
 struct Submission {
   std::shared_ptr<Proxy> proxy;
@@ -34,6 +28,17 @@ void CUDART_CB post(void* data) {
   auto* submission = static_cast<Submission*>(data);
   submission->proxy->post(submission->posted);
   if (!submission->captured) delete submission;
+}
+
+// Copies between a tensor and a slot, in one of the two directions.
+void transfer(const SpanList& tensor, const std::vector<Copy>& parts, std::byte* slot, cudaMemcpyKind kind,
+              cudaStream_t stream) {
+  for (const Copy& part : parts)
+    tensor.for_each(part.user, part.bytes, [&](std::byte* memory, size_t offset, size_t bytes) {
+      std::byte *to = slot + part.slot + offset, *from = memory;
+      if (kind == cudaMemcpyHostToDevice) std::swap(to, from);
+      check(cudaMemcpyAsync(to, from, bytes, kind, stream), "copying between host and device");
+    });
 }
 
 // The operation on a piece, for the CPU's engine. Its layout hash covers the whole operation, so that ranks whose whole
@@ -68,56 +73,39 @@ struct ProxyGroup::PinnedSlots {
 ProxyGroup::ProxyGroup(std::shared_ptr<Communicator> communicator, int device, const std::function<void()>& interrupted)
     : DeviceGroup(std::move(communicator), device) {
   const UseDevice use(device_);
-  auto own = communicator_->split(everybody(*communicator_), interrupted);
-  tell_peers_if_it_fails(*communicator_, [&] {
-    slots_ = std::make_shared<PinnedSlots>();
-    check(cudaEventCreateWithFlags(&last_, cudaEventDisableTiming), "making an event");
-  });
+  std::vector<int> everybody(communicator_->size());
+  std::iota(everybody.begin(), everybody.end(), 0);
+  auto own = communicator_->split(everybody, interrupted);
+  tell_peers_if_it_fails(*communicator_, [&] { slots_ = std::make_shared<PinnedSlots>(); });
   proxy_ = std::make_shared<Proxy>(communicator_, std::move(own));
 }
 
-const char* ProxyGroup::enqueue(const Operation& operation, cudaStream_t queue) {
+const char* ProxyGroup::enqueue(const Operation& operation, cudaStream_t stream) {
   tell_peers_if_it_fails(*communicator_, [&] {
     const auto pieces = cut(operation, communicator_->rank(), communicator_->size(), kPieceBytes);
     const auto text = std::make_shared<const std::string>(call_text(operation));
-    const bool captured = is_capturing(queue);
+    const bool captured = is_capturing(stream);
     for (size_t i = 0; i < pieces.size() + kSlots; ++i) {
       const size_t slot = i % kSlots;
-      if (i >= kSlots && i - kSlots < pieces.size()) upload(operation, pieces[i - kSlots], slot, queue);
+      if (i >= kSlots && i - kSlots < pieces.size()) {
+        const uint32_t* word = slots_->word_on_device(slot);
+        CUstreamBatchMemOpParams steps[] = {wait_for_word(word), write_word(word, 0)};
+        check(stream_batch_mem_op()(stream, std::size(steps), steps, 0), "queueing a wait");
+        transfer(operation.output, pieces[i - kSlots].out, slots_->data(slot), cudaMemcpyHostToDevice, stream);
+      }
       if (i >= pieces.size()) continue;
-      download(operation, pieces[i], slot, queue);
+      transfer(operation.input, pieces[i].in, slots_->data(slot), cudaMemcpyDeviceToHost, stream);
       auto posted = std::make_shared<Proxy::Posted>(operation_of(operation, pieces[i], i, slots_->data(slot), text),
                                                     slots_->word(slot), slots_);
-      check(cudaLaunchHostFunc(queue, post, new Submission{proxy_, std::move(posted), captured}),
+      check(cudaLaunchHostFunc(stream, post, new Submission{proxy_, std::move(posted), captured}),
             "queueing a callback");
     }
-    if (!captured) check(cudaEventRecord(last_, queue), "recording an event");
   });
   return "relayed_bytes";
 }
 
-void ProxyGroup::download(const Operation& operation, const ProxyPiece& piece, size_t slot, cudaStream_t stream) {
-  for (const Copy& copy : piece.in)
-    operation.input.for_each(copy.user, copy.bytes, [&](std::byte* memory, size_t offset, size_t bytes) {
-      check(cudaMemcpyAsync(slots_->data(slot) + copy.slot + offset, memory, bytes, cudaMemcpyDeviceToHost, stream),
-            "copying to the host");
-    });
-}
-
-void ProxyGroup::upload(const Operation& operation, const ProxyPiece& piece, size_t slot, cudaStream_t stream) {
-  const uint32_t* word = slots_->word_on_device(slot);
-  CUstreamBatchMemOpParams steps[] = {wait_for_word(word), write_word(word, 0)};
-  check(stream_batch_mem_op()(stream, std::size(steps), steps, 0), "queueing a wait");
-  for (const Copy& copy : piece.out)
-    operation.output.for_each(copy.user, copy.bytes, [&](std::byte* memory, size_t offset, size_t bytes) {
-      check(cudaMemcpyAsync(memory, slots_->data(slot) + copy.slot + offset, bytes, cudaMemcpyHostToDevice, stream),
-            "copying to the device");
-    });
-}
-
 void ProxyGroup::release() {
-  cudaEventSynchronize(last_);  // returns: every posted piece ends, at the deadline at the latest
-  cudaEventDestroy(last_);
+  cudaDeviceSynchronize();  // returns: every posted piece ends, at the deadline at the latest
   proxy_->stop();
 }
 
