@@ -73,6 +73,7 @@ class TorchBackend final : public ::c10d::Backend {
   using Tensors = std::vector<at::Tensor>;
   using TensorLists = std::vector<std::vector<at::Tensor>>;
   using TorchWorkPtr = c10::intrusive_ptr<::c10d::Work>;
+  using OpType = ::c10d::OpType;
 
   explicit TorchBackend(std::shared_ptr<Communicator> communicator);
   ~TorchBackend() override;
@@ -157,7 +158,7 @@ class TorchBackend final : public ::c10d::Backend {
     AtOnce,   // even if it is refused: messages sent in it must not match the next call's
   };
   struct How {
-    ::c10d::OpType type;
+    OpType type;
     std::chrono::milliseconds timeout;
     bool async;
   };
@@ -174,13 +175,13 @@ class TorchBackend final : public ::c10d::Backend {
   static at::ArrayRef<at::Tensor> first_of(const TensorLists& lists) {
     return lists.empty() ? at::ArrayRef<at::Tensor>() : lists[0];
   }
-  TorchWorkPtr gather_into(const Tensors& outputs, const Tensors& inputs, ::c10d::OpType type,
+  TorchWorkPtr gather_into(const Tensors& outputs, const Tensors& inputs, OpType type,
                            const ::c10d::AllgatherOptions& options);
-  TorchWorkPtr scatter_into(const Tensors& outputs, const Tensors& inputs, ::c10d::OpType type,
+  TorchWorkPtr scatter_into(const Tensors& outputs, const Tensors& inputs, OpType type,
                             const ::c10d::ReduceScatterOptions& options);
   TorchWorkPtr meet(const char* name, std::function<std::string()> describe, std::chrono::milliseconds timeout,
                     bool async);
-  TorchWorkPtr message(const char* name, ::c10d::OpType type, const Tensors& tensors, int peer, int tag);
+  TorchWorkPtr message(const char* name, OpType type, const Tensors& tensors, int peer, int tag);
   void add_rooted(Call& call, ByMessages kind, int64_t root, const Tensors& tensors, const TensorLists& lists);
   void add_all_to_all(Call& call, c10::ScalarType type, const Call::OwnPart& own, std::vector<SpanList> sent,
                       std::vector<SpanList> received);

@@ -169,12 +169,10 @@ Operation Call::reducing(Collective collective, c10::ScalarType type, const ::c1
 }
 
 void Call::require_sizes(Operation& operation, const std::vector<at::Tensor>& tensors) const {
-  auto mix = [&](uint64_t value) {
-    operation.layout_hash = (operation.layout_hash ^ value) * 0x100000001b3;
-  };  // FNV-1a
-  for (const char* letter = name_; *letter != 0; ++letter) mix(static_cast<unsigned char>(*letter));
+  uint64_t& hash = operation.layout_hash;
+  for (const char* letter = name_; *letter != 0; ++letter) hash = mix(hash, static_cast<unsigned char>(*letter));
   std::vector<int64_t> sizes;
-  for (const at::Tensor& tensor : tensors) mix(sizes.emplace_back(tensor.numel()));
+  for (const at::Tensor& tensor : tensors) hash = mix(hash, sizes.emplace_back(tensor.numel()));
   operation.describe = [name = name_, sizes = std::move(sizes)] {
     std::string text = std::string(name) + "(" + std::to_string(sizes.size()) + " tensors of ";
     for (size_t i = 0; i < std::min<size_t>(sizes.size(), 8); ++i)

@@ -9,12 +9,6 @@
 
 namespace syncengine {
 
-namespace {
-
-using ::c10d::OpType;
-
-}  // namespace
-
 bool is_in_place(const at::Tensor& output, int64_t elements, const at::Tensor& input) {
   return why_not_dense(output).empty() && output.is_contiguous() && input.is_contiguous() &&
          output.scalar_type() == input.scalar_type() &&

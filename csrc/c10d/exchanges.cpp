@@ -9,8 +9,6 @@ namespace syncengine {
 
 namespace {
 
-using ::c10d::OpType;
-
 // Channel 0 is the program's. Messages of collectives use channel 1, match by the order of the calls, and say in the
 // fingerprint to which call they belong: if one rank refused a call, what another rank sent in it would otherwise be
 // taken for a part of the next. The fingerprint includes the dtype, which is the same for all parts of a call.

@@ -105,8 +105,6 @@ c10::intrusive_ptr<::c10d::Work> finish_on_device(TorchWork::CallOrigin origin, 
 // Ownership: shared by the backend, its works and the threads, which begin with the first future, and end after stop().
 // Thread-safety: any thread. Failure: a work's error goes to its future.
 
-class TorchWork;
-
 class Completer : public std::enable_shared_from_this<Completer> {
  public:
   enum class Order {
