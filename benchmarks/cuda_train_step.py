@@ -151,7 +151,7 @@ def measure(
 def reduced_bytes(model: nn.Module) -> int:
     """The bytes that the engine has reduced on devices so far."""
     counters = model.communicator.counters()
-    return sum(counters.get(f"cuda_{way}_bytes", 0) for way in ("direct", "staged", "one_shot", "ring"))
+    return sum(counters.get(f"cuda_{way}_bytes", 0) for way in ("direct", "staged", "one_shot"))
 
 
 def table(results: list[dict]) -> str:
