@@ -2,11 +2,14 @@
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <barrier>
+#include <cstdlib>
 #include <cstring>
 #include <random>
+#include <string>
 #include <thread>
 
 #include "base/build_id.h"
@@ -275,6 +278,13 @@ TEST(a_peers_arena_is_checked_before_it_is_believed) {
   CHECK(contains(refusal(foreign, kBytes), "another layout"));
   UniqueFd null(open("/dev/null", O_RDWR | O_CLOEXEC));
   CHECK(contains(refusal(null, kBytes), "unsealed"));
+  // An ordinary file, which has no seals at all.
+  std::string path = "/tmp/syncengine-test-XXXXXX";
+  UniqueFd file(mkostemp(path.data(), O_CLOEXEC));
+  CHECK(unlink(path.c_str()) == 0 && ftruncate(file.get(), kBytes) == 0);
+  const uint64_t magic = build_id();
+  CHECK(pwrite(file.get(), &magic, sizeof(magic), 0) == sizeof(magic));
+  CHECK(contains(refusal(file, kBytes), "unsealed"));
 }
 
 TEST(a_peers_offsets_are_checked) {
