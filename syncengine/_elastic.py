@@ -230,7 +230,7 @@ class Elastic:
             return
         source = steps.index(max(steps))
         try:
-            packed = pack(self._contents()) if communicator.rank == source else b""
+            packed = self._pack() if communicator.rank == source else b""
         except InvalidUsage as error:  # the others wait for it
             communicator.abort(str(error), "InvalidUsage")
             raise
@@ -239,6 +239,9 @@ class Elastic:
             self._unpack(packed)
             self.step = max(steps)
             self._keep()
+
+    def _pack(self) -> bytes:
+        return pack(self._contents())
 
     def _contents(self) -> dict[str, Any]:
         """The contents for a rank that is behind: states of all objects, and buffers, since some are in no state."""

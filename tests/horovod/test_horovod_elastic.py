@@ -226,5 +226,28 @@ def test_errors_of_the_script():
         mistake(state)
 
 
+@run_on_ranks(world=3)
+def test_a_rank_that_is_one_commit_behind_gets_that_commit():
+    hvd.init()
+    state = make()
+    begun = []
+
+    @hvd.elastic.run
+    def leave_one_behind(state):
+        begun.append((state.steps, digest(facts(state))))
+        if len(begun) == 1:
+            train(state, until=3)  # the last commit is of step 2
+            if hvd.rank() == 1:
+                raise hvd.elastic.HorovodInternalError("as if a collective had failed")
+            state.commit()
+            begun.append((state.steps, digest(facts(state))))
+            hvd.allreduce(torch.ones(1))
+
+    leave_one_behind(state)
+    of_ranks = hvd.allgather_object(begun)
+    assert of_ranks[0] == of_ranks[2] and of_ranks[0][1][0] == 3
+    assert of_ranks[0][2] == of_ranks[0][1] == of_ranks[1][1]
+
+
 if __name__ == "__main__":
     rank_of_the_job(sys.argv[1], json.loads(sys.argv[2]))
