@@ -1,10 +1,4 @@
-"""`syncengine bench`: measures collectives between these ranks, and prints them in the columns of nccl-tests.
-
-options.py       the command line
-collectives.py   one collective of one size: its memory, its call, inputs with one right result, wrong elements
-measure.py       turns: warm-up, verified and timed calls, engines interleaved
-report.py        rows, the table, JSON
-"""
+"""`syncengine bench`: measures collectives between these ranks, and prints them in the columns of nccl-tests."""
 
 from __future__ import annotations
 

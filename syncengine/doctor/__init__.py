@@ -1,12 +1,5 @@
 """`syncengine doctor`: finds what could keep ranks from training together, or make them slow, and says what to do.
 
-facts.py      collects the facts of this rank; works without the extension
-meeting.py    gathers the facts of all ranks that come
-checks.py     draws findings from the facts, each with its one remedy
-self_test.py  runs verified collectives for a second
-report.py     prints text, or JSON
-rescue.py     runs the doctor where syncengine can't be imported
-
 The rank that reports exits with 0 if all is fine, 1 with findings, 2 if training can't run like this. Other ranks exit
 with 0, so that a launcher reports one failure.
 """

@@ -1,8 +1,5 @@
 """Transports between hosts other than TCP: packet transports, which the extension drives.
 
-mpi.py      MPI, through mpi4py
-torch.py    a torch.distributed process group
-
 Each module opens this rank's transport to the ranks that the launcher knows as `global_ranks`. All of these ranks open
 it together: `meet` is an Exchange, which is called once it is clear that this rank can take part. If it can't, opening
 raises InvalidUsage. An error of `meet` is raised as it is.

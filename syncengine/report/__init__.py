@@ -1,11 +1,4 @@
-"""`syncengine report`: makes one page of a trace, the verdict first.
-
-steps.py     steps, their phases and what is reduced in them: pure functions of the events
-analysis.py  which rank is late, how much synchronization nothing hides, in which buckets, and how much is copied
-advice.py    changes to try, and what has changed between two traces
-pictures.py  SVG
-page.py      HTML, by the template page.html
-"""
+"""`syncengine report`: makes one page of a trace, the verdict first."""
 
 from __future__ import annotations
 
