@@ -110,10 +110,7 @@ class TrainerSeam(InPlaceOfDDP):
             self.model.register_comm_hook(self._ddp_comm_state, hook if wrapper is None else wrapper(hook))
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """The state dict of an optimizer.
-
-        A ShardedOptimizer's is whole on every rank; Lightning would take the optimizer for one that gathers on rank 0.
-        """
+        """The state dict. A ShardedOptimizer's is whole on every rank: Lightning would expect it on rank 0 alone."""
         plain = getattr(optimizer, "_optimizer", optimizer)  # a LightningOptimizer holds it
         if isinstance(plain, ShardedOptimizer):
             return plain.state_dict()

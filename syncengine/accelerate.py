@@ -40,10 +40,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc] # which is not 
             )
 
     def prepare_model(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        """Prepares a model as Accelerate does.
-
-        Accelerate looks up DDP by its name, which is Parallel's here meanwhile.
-        """
+        """Prepares a model as Accelerate does, which looks up DDP by its name: that is Parallel's meanwhile."""
         names: Any = torch.nn.parallel
         theirs, names.DistributedDataParallel = names.DistributedDataParallel, Parallel
         try:

@@ -18,10 +18,7 @@ SPARE_DESCRIPTORS = 64  # for what else a program opens
 
 @dataclass(frozen=True)
 class Finding:
-    """A finding.
-
-    `fatal`: training can't run. `warning`: training runs slowly, or not as intended. `note`: good to know.
-    """
+    """A finding: `fatal` if training can't run, `warning` if not as intended, or slowly, `note` if good to know."""
 
     name: str
     severity: str

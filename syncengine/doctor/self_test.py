@@ -32,10 +32,7 @@ _CASES = (
 
 
 def run_self_test(timeout: float) -> dict[str, Any]:
-    """Runs the self-test on all ranks.
-
-    Returns this rank's outcome, for JSON; raises what `init` and collectives raise.
-    """
+    """This rank's outcome, for JSON. Raises what `init` and collectives raise. All ranks call it."""
     communicator = default.init(timeout=timeout)
     cases = [
         engine_case(Shape(name, communicator.size, count, dtype, op), communicator, shared)

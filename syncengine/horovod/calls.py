@@ -31,10 +31,7 @@ class Calls(Stream):
 
     @cached_property
     def backend(self) -> Any:  # torch does not declare what it offers
-        """The stream's communicator with c10d's interface, for alltoall.
-
-        The backend closes it when the backend goes.
-        """
+        """The stream's communicator with c10d's interface, for alltoall. The backend closes it when it goes."""
         return Backend(self.communicator)
 
     def root(self, call: str, root_rank: int) -> int:
@@ -84,10 +81,7 @@ def table(communicator: Communicator, row: Sequence[int]) -> list[list[int]]:
 
 
 def gather(communicator: Communicator, own: torch.Tensor, rows: Sequence[int]) -> tuple[torch.Tensor, list[Work]]:
-    """Starts to put every rank's rows into one tensor, in rank order.
-
-    `own` is contiguous; `rows` counts each rank's.
-    """
+    """Starts to put every rank's rows into one tensor, in rank order. `rows` counts them; `own` is contiguous."""
     whole = own.new_empty((sum(rows), *own.shape[1:]))
     if not whole.numel():
         return whole, []

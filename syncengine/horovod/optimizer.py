@@ -183,10 +183,7 @@ class Distributed(torch.optim.Optimizer):
             self._should_synchronize = True
 
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
-        """Synchronizes, then steps.
-
-        A `closure` is followed by a synchronization each time; its loss stays this rank's.
-        """
+        """Synchronizes, then steps; synchronizes after each call of a `closure`, whose loss stays this rank's."""
         if self._gradients is not None:
             self._gradients.refuse_superseded()
         given: tuple[Callable[[], Any], ...] = () if closure is None else (closure,)
@@ -208,10 +205,7 @@ class Distributed(torch.optim.Optimizer):
     step.hooked = True  # type: ignore[attr-defined] # the class's own step runs torch's hooks, once
 
     def zero_grad(self, *args: Any, **options: Any) -> None:
-        """Does as the class's own.
-
-        Raises InvalidUsage between backward and step(), when gradients are being reduced.
-        """
+        """Does as the class's own. Raises InvalidUsage between backward and step()."""
         self.check_idle("optimizer.zero_grad()")
         super().zero_grad(*args, **options)
 

@@ -43,10 +43,7 @@ def init(comm: object = None, process_sets: Sequence[ProcessSet | Sequence[int]]
 
 
 def follow(communicator: Communicator) -> bool:
-    """Makes all calls from now on on this default communicator.
-
-    Returns whether it is another one. All ranks call it.
-    """
+    """Makes all later calls on this default communicator. Returns whether it is another one. All ranks call it."""
     stream = global_process_set._stream
     if stream is not None and stream.communicator is communicator:
         return False

@@ -265,10 +265,7 @@ class Stream:
 
     @contextmanager
     def refusing(self, call: str, name: str | None = None) -> Iterator[None]:
-        """A context in which this rank prepares an operation.
-
-        Other ranks raise an error before its announcement, too.
-        """
+        """A context in which this rank prepares an operation: others raise an error before its announcement, too."""
         submitted = self._submitted
         try:
             yield

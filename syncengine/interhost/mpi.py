@@ -51,10 +51,7 @@ def _check(MPI: ModuleType, rank: int, ranks: int) -> None:
 
 
 class MPIPacketTransport:
-    """The packets of one communicator of MPI.
-
-    The extension drives it on a thread of its own: see python_packet_transport.
-    """
+    """The packets of one communicator of MPI: see python_packet_transport."""
 
     def __init__(self, MPI: ModuleType, comm: Any) -> None:
         self._mpi, self._comm = MPI, comm
@@ -62,10 +59,7 @@ class MPIPacketTransport:
         self._requests: list[Any] = []  # of each id
 
     def step(self, posts: list[tuple[int, int, bool, memoryview]]) -> list[tuple[int, str]]:
-        """Posts packets (id, peer, whether it is sent, memory).
-
-        Returns the ids that have completed, with an error or "".
-        """
+        """Posts packets, and returns the ids of those that have completed, each with an error or ""."""
         if self._mpi.Is_finalized():
             raise RuntimeError("MPI was finalized: call syncengine.shutdown() before MPI.Finalize()")
         ends = []
@@ -80,10 +74,7 @@ class MPIPacketTransport:
         return ends + self._test()
 
     def close(self, in_order: bool) -> None:
-        """Ends the transport; no call follows.
-
-        Requests that MPI can't cancel may go on: their memory stays allocated.
-        """
+        """Ends the transport; no call follows."""
         if self._mpi.Is_finalized():
             return
         if in_order:

@@ -1,8 +1,4 @@
-"""Finds out how this process was started, and meets the other ranks before there is a communicator.
-
-find_launch -> Launch                      this process's rank (environment.py, slurm.py)
-open_exchange(launch) -> bytes to all      a meeting with the others (store.py, mpi.py)
-"""
+"""Finds out how this process was started, and meets the other ranks before there is a communicator."""
 
 from __future__ import annotations
 
@@ -37,10 +33,7 @@ _RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID
 
 
 class Exchange(Protocol):
-    """An all-gather of small byte strings: takes this rank's, returns every rank's in rank order.
-
-    At most 64 KiB each.
-    """
+    """An all-gather of byte strings of up to 64 KiB: takes this rank's, returns every rank's in rank order."""
 
     arrived: dict[int, bytes]  # in the last call, by rank; also if it raised
 

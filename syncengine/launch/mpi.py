@@ -30,10 +30,7 @@ def _tags(purpose: str, number: int) -> tuple[int, int]:
 
 
 def load(why: str, remedy: str) -> ModuleType:
-    """Imports mpi4py's MPI, which begins MPI.
-
-    Raises InvalidUsage, with `why` it is needed, where that can't be done.
-    """
+    """Imports mpi4py's MPI, which begins MPI. If that fails, InvalidUsage says `why` it is needed, and a `remedy`."""
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py is there, the MPI library is not
@@ -150,10 +147,7 @@ class MPIExchange:
         _failed_tags.update((self._tag, self._failed))
 
     def _clear_away(self) -> None:
-        """Receives messages that earlier exchanges have left.
-
-        They have arrived: each rank sent them before this exchange.
-        """
+        """Receives messages that earlier exchanges have left: all have arrived, as they were sent before this one."""
         for tag in _failed_tags:
             while self._comm.Iprobe(tag=tag):
                 self._comm.Recv([bytearray(MAX_PAYLOAD), self._mpi.BYTE], tag=tag)

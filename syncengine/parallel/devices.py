@@ -14,10 +14,7 @@ _TYPES = ("cpu", "cuda")
 
 
 def device_of(named: Iterable[tuple[str, torch.Tensor]]) -> torch.device:
-    """The device of all these parameters; CPU if there are none.
-
-    Raises ``InvalidUsage`` naming the parameters that lie elsewhere.
-    """
+    """The device of all these parameters; CPU if there are none. ``InvalidUsage`` names one that lies elsewhere."""
     first = None
     for name, parameter in named:
         if parameter.device.type not in _TYPES:
@@ -37,10 +34,7 @@ def device_of(named: Iterable[tuple[str, torch.Tensor]]) -> torch.device:
 def check_device_ids(
     device: torch.device, device_ids: Sequence[Any] | None, output_device: Any
 ) -> tuple[list[int] | None, int | None]:
-    """The attributes ``device_ids`` and ``output_device``, as DDP has them.
-
-    ``InvalidUsage`` if they are other devices.
-    """
+    """The attributes ``device_ids`` and ``output_device``, as in DDP. ``InvalidUsage`` if they are other devices."""
     if device.type == "cpu":
         if device_ids or output_device is not None:
             raise InvalidUsage(

@@ -41,10 +41,7 @@ def resolve_group(process_group: Group | None, device_mesh: Any) -> tuple[Commun
 
 
 def is_torchs_default(communicator: Communicator) -> bool | None:
-    """Whether the communicator is torch's default group's (True) or that of ``init()`` (False).
-
-    None if it is neither.
-    """
+    """Whether the communicator is torch's default group's (True) or that of ``init()`` (False); None if neither."""
     if is_initialized() and communicator is default_communicator():
         return False
     group = default_group()

@@ -269,10 +269,7 @@ class ForTools(DistributedDataParallel, metaclass=_Kind):
     def _distributed_broadcast_coalesced(
         self, tensors: Sequence[torch.Tensor], buffer_size: int, authoritative_rank: int = 0
     ) -> None:
-        """Broadcasts tensors for hooks on buffers, by DDP's ``_default_broadcast_coalesced``.
-
-        ``buffer_size`` is ignored.
-        """
+        """Broadcasts tensors for hooks on buffers, as DDP's method does. ``buffer_size`` is ignored."""
         names = {id(buffer): name for name, buffer in self.named_module_buffers.items()}
         named = [(names.get(id(tensor), f"tensor {i}"), tensor) for i, tensor in enumerate(tensors)]
         broadcast_named(

@@ -1,7 +1,4 @@
-"""Steps of a trace, and the reductions in them: pure functions of its events.
-
-Times are nanoseconds, unless said otherwise.
-"""
+"""Steps of a trace, and the reductions in them, as pure functions of its events. Times are ns unless it is said."""
 
 from __future__ import annotations
 

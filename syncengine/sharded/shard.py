@@ -42,10 +42,7 @@ def cut_elements(sizes: Sequence[tuple[int, int]], ranks: int) -> list[list[Slic
 
 
 def deal_whole(sizes: Sequence[tuple[int, int]], ranks: int) -> list[list[Slice]]:
-    """Each rank's parameters, uncut: the largest first, each to the rank that has least.
-
-    ``sizes``: as for cut_elements.
-    """
+    """Each rank's parameters, uncut: the largest first, each to the rank that has least."""
     load = [0] * ranks
     parts: list[list[Slice]] = [[] for _ in range(ranks)]
     for index, (elements, item) in sorted(enumerate(sizes), key=lambda one: -one[1][0] * one[1][1]):

@@ -82,10 +82,7 @@ class SharedState:
         self._watched = WatchedWeights([value for value in self._values if isinstance(value, torch.Tensor)])
 
     def look(self, whole: State) -> str:
-        """Follows values that the user has put into ``whole``.
-
-        A text names an entry that was written to, or has moved.
-        """
+        """Follows values that the user has put into ``whole``. A text names an entry that was written to, or moved."""
         self.whole = whole
         if self.loaded:
             return ""
@@ -108,10 +105,7 @@ class SharedState:
     # --- Changes of the state by the optimizer
 
     def has_news(self) -> bool:
-        """Whether this rank's pieces have state that is not common yet.
-
-        Follows values that the optimizer has replaced.
-        """
+        """Whether this rank's pieces have state that is not common yet. Follows values that were replaced."""
         news, states = False, self._shard.optimizer.state
         for piece, installed in zip(self._shard.pieces, self._installed, strict=True):
             state = states[piece.tensor]

@@ -73,10 +73,7 @@ class Update:
     # --- The stages of an update
 
     def _agree(self, problem: str) -> None:
-        """Raises on all ranks if one has a ``problem``, or they are about to make different updates.
-
-        All ranks call it.
-        """
+        """Raises on all ranks if one has a ``problem``, or their updates would differ. All ranks call it."""
         options = describe_options(self._groups)
         for block in self._blocks:
             state = f"yes, CRC-32 {block.state.digest():08x}" if block.state.loaded else "no"
@@ -142,10 +139,7 @@ class Update:
         return not self._memory.torn and min(self._memory.completed(self._host.size)) >= self._number
 
     def _is_everybodys(self, error: BaseException) -> bool:
-        """Whether ``error`` is raised on all ranks, or is settled.
-
-        Otherwise it fails the communicator on all of them.
-        """
+        """Whether all ranks raise ``error``, or it is settled. Otherwise the communicator fails on all of them."""
         if isinstance(error, TornWeights) or (isinstance(error, SyncError) and self._communicator.exception() is None):
             return True
         self._fail(error)

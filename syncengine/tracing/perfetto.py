@@ -125,10 +125,7 @@ class _Writer:
             yield from self._row(rows[name], name=name, parent_uuid=parent, sibling_order_rank=order)
 
     def _row(self, events: Sequence[Event], **about: Any) -> Iterator[Any]:
-        """Packets for these events.
-
-        A track has events that follow each other or are nested; others get tracks of theirs.
-        """
+        """Packets for these events. A track has events that follow each other or are nested; others get their own."""
         types = self._proto.TrackEvent
         tracks: dict[int, list[int]] = {}  # with the ends of what an event would lie in
         for event in events:

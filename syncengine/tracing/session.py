@@ -42,10 +42,7 @@ def meet(rank: int, size: int, host: int, directory: str, whole: bool) -> None:
 def begin(
     directory: str | os.PathLike[str], steps: int | None = None, events: int = EVENTS, merged: Path | None = None
 ) -> None:
-    """Begins a trace as ``trace`` does; it lasts until ``end``, or the end of the process.
-
-    ``merged``: the path of the file that is made of all ranks' events.
-    """
+    """Begins a trace as ``trace`` does, until ``end`` or the process's end. ``merged``: the path of all ranks' file."""
     global _traced
     if _job is None:
         raise InvalidUsage("a trace is of connected ranks: call syncengine.init() before it")
