@@ -14,30 +14,12 @@ from syncengine.horovod.collective import Compressor
 from syncengine.horovod.reductions import Average, Compression, ReduceOp, Sum, engine_op
 from syncengine.horovod.requests import Request
 from syncengine.horovod.streams import Operation, Plan, Stream
+from syncengine.parallel.buckets import MIB, assign
 
-MIB = 1024 * 1024
-_CAP = MIB  # bytes after which a bucket is closed
 LARGE = MIB // 4  # bytes from which on a gradient goes alone, if possible where it lies
 
 Groups = int | Sequence[Sequence[torch.Tensor]] | None  # of parameters: how many groups, or their parameters
 Buckets = list[list[int]]  # indices of parameters, one list a bucket, in the order in which buckets are reduced
-
-
-def plan_buckets(order: Sequence[int], like: Sequence[torch.Tensor]) -> Buckets:
-    """Buckets of one dtype each, for gradients `like` these that become ready in `order`; the first to fill first."""
-    sizes = [tensor.nbytes for tensor in like]
-    closed: list[list[tuple[int, int]]] = []  # of (position in `order`, index)
-    open_buckets: dict[torch.dtype, list[tuple[int, int]]] = {}
-    for position, i in enumerate(order):
-        if sizes[i] >= LARGE:
-            closed.append([(position, i)])
-            continue
-        bucket = open_buckets.setdefault(like[i].dtype, [])
-        bucket.append((position, i))
-        if sum(sizes[j] for _, j in bucket) >= _CAP:
-            closed.append(open_buckets.pop(like[i].dtype))
-    closed.extend(open_buckets.values())
-    return [[i for _, i in bucket] for bucket in sorted(closed, key=lambda bucket: bucket[-1][0])]
 
 
 @dataclass(frozen=True)
@@ -105,8 +87,12 @@ class GradientStream(Stream):
         first = len(self._like)
         self._like += [torch.empty_like(tensor, device="meta") for tensor in like]
         newcomers = range(first, len(self._like))[::-1]  # backward mostly runs in reverse
-        self.plan = [*self.plan, *plan_buckets(newcomers, self._like)]
+        self.plan = [*self.plan, *self._buckets(newcomers)]
         self._fixed = self._grouped
+
+    def _buckets(self, order: Sequence[int]) -> Buckets:
+        """Buckets for gradients that become ready in `order`: each is closed at 1 MiB; a large one goes alone."""
+        return assign(order, self._like, [MIB], [tensor.nbytes >= LARGE for tensor in self._like])
 
     def announce(self, kind: str = "step", what: str = "") -> Operation:
         """Tells all ranks of this rank's next step, without waiting for theirs.
@@ -161,7 +147,7 @@ class GradientStream(Stream):
         self.communicator.broadcast(agreed, 0)
         self.sparse = flags.nonzero().view(-1).tolist()
         dense = [i for i in agreed.tolist() if i not in self.sparse]
-        self.plan = plan_buckets(dense, self._like)
+        self.plan = self._buckets(dense)
         return True
 
     def shadow(self, request: Request) -> Sequence[Work]:

@@ -74,27 +74,29 @@ class BucketPlanner:
     def initial(self, trainable: Sequence[int]) -> Plan:
         """The plan before any order of readiness is known. ``trainable``: parameters in the order of registration."""
         if not self.follows_ddp:  # backward mostly runs in reverse
-            return self._assign(trainable[::-1], self.caps)
+            return self.rebuilt(trainable[::-1])
         caps = self.caps if self.given_caps or self.looks_for_unused else (sys.maxsize,)
         # DDP takes neighbors from the front into buckets, and then reverses the list of buckets.
-        return sorted(self._assign(trainable, caps), key=min, reverse=True)
+        return sorted(assign(trainable, self.parameters, caps, self.sparse), key=min, reverse=True)
 
     def rebuilt(self, order: Sequence[int]) -> Plan:
         """The plan for parameters that become ready in ``order``."""
-        return self._assign(order, self.caps)
+        return assign(order, self.parameters, self.caps, self.sparse)
 
-    def _assign(self, order: Sequence[int], caps: Sequence[int]) -> Plan:
-        """Cuts ``order`` into buckets of one dtype, each closed as soon as it holds its cap.
 
-        Buckets are in the order in which they fill. torch puts those below their caps in the order of a hash table,
-        which depends on the device's number, and so on the rank.
-        """
-        if not order:  # all are frozen
-            return []
-        tensors = [self.parameters[i] for i in order]
-        sparse = [self.sparse[i] for i in order]
-        plan = dist._compute_bucket_assignment_by_size(tensors, list(caps), sparse, list(range(len(order))))[0]
-        return [[order[i] for i in bucket] for bucket in sorted(plan, key=max)]
+def assign(
+    order: Sequence[int], parameters: Sequence[torch.Tensor], caps: Sequence[int], alone: Sequence[bool]
+) -> Plan:
+    """Cuts ``order`` into buckets of one dtype, each closed as soon as it holds its cap, or one that goes ``alone``.
+
+    Buckets are in the order in which they fill. torch puts those below their caps in the order of a hash table, which
+    depends on the device's number, and so on the rank.
+    """
+    if not order:  # all are frozen
+        return []
+    tensors, lonely = [parameters[i] for i in order], [alone[i] for i in order]
+    plan = dist._compute_bucket_assignment_by_size(tensors, list(caps), lonely, list(range(len(order))))[0]
+    return [[order[i] for i in bucket] for bucket in sorted(plan, key=max)]
 
 
 def sparse_parameters(module: torch.nn.Module, parameters: Sequence[torch.Tensor]) -> list[bool]:
