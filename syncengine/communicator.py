@@ -174,7 +174,7 @@ def init(
         else:
             _check_unchanged(_default, given)
         if torch_group:
-            ensure_torch_group(_default.connection, _default.launch, _default.config.log_after)
+            ensure_torch_group(_default.communicator, _default.launch, _default.config.log_after)
         return _default.communicator
 
 
@@ -189,7 +189,7 @@ def group_communicator(group: dist.ProcessGroup) -> Communicator:
     Raises InvalidUsage if the default group has the default communicator's ranks in another order.
     """
     communicator = backend_communicator(group)
-    if communicator is not None and not Connection(communicator, [], None).has_failed():
+    if communicator is not None and not Connection(communicator, None).has_failed():
         return communicator
     refuse_forked_child()
     if communicator is None and _shares_default(group):
@@ -238,9 +238,7 @@ def shrink(communicator: Communicator | None = None, patience: float = 30.0) -> 
             _successors[before] = after
         current = _default
         if current is not None and current.communicator is before:
-            names = dict(zip(before.global_ranks, current.connection.hosts, strict=True))
-            hosts_left = [names[rank] for rank in after.global_ranks]
-            _default = current._replace(connection=Connection(after, hosts_left, None))
+            _default = current._replace(connection=Connection(after, None))
         return after
 
 
@@ -324,14 +322,9 @@ def world_size() -> int:
 
 def local_rank() -> int:
     """This process's rank among those of its host, from 0. Raises InvalidUsage before init()."""
-    connection = _current().connection
-    me = connection.communicator.rank
-    return connection.hosts[:me].count(connection.hosts[me])
-
-
-def hosts() -> list[str]:
-    """The host of each rank: equal texts for ranks that share one. Raises InvalidUsage before init()."""
-    return list(_current().connection.hosts)
+    communicator = _current().communicator
+    hosts, me = communicator.hosts, communicator.rank
+    return hosts[:me].count(hosts[me])
 
 
 def launcher() -> str:

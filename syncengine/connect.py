@@ -33,10 +33,9 @@ _LATE = 5.0  # seconds that an error may need from host to host
 
 
 class Connection(NamedTuple):
-    """A communicator, the hosts of its ranks, and the exchange by which they met."""
+    """A communicator, and the exchange by which its ranks met."""
 
     communicator: Communicator
-    hosts: list[str]  # the host of each rank
     exchange: Exchange | None  # kept where the ranks are on several hosts
 
     def has_failed(self) -> bool:
@@ -91,7 +90,7 @@ def connect(
     if exchange is None:
         if global_ranks is None:
             meet(0, 1, 0, config.trace, whole=True)
-        return Connection(solo(options, 0 if global_ranks is None else global_ranks[0]), [""], None)
+        return Connection(solo(options, 0 if global_ranks is None else global_ranks[0]), None)
     global _has_met
     _has_met = True
     try:
@@ -124,8 +123,7 @@ def connect(
         meet(known_as[rank], max(known_as) + 1, hosts[rank], config.trace, whole=global_ranks is None)
         if communicator.links:
             logger.log(logging.INFO if rank == 0 else logging.DEBUG, "between hosts: %s", communicator.links)
-        hosts_named = [f"{host} {name}" for host, name in zip(hosts, names, strict=True)]
-        return Connection(communicator, hosts_named, exchange if max(hosts) > 0 else None)
+        return Connection(communicator, exchange if max(hosts) > 0 else None)
     except BaseException as error:
         exchange.fail(error)  # otherwise the others wait
         raise

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from syncengine._C import Communicator
-from syncengine.connect import Connection, reachable_address
+from syncengine.connect import reachable_address
 from syncengine.errors import InvalidUsage, error_text, name_ranks
 from syncengine.groups import backend_communicator
 from syncengine.launch import Launch, launch_store
@@ -35,12 +35,11 @@ _parent: weakref.ReferenceType[Communicator] | None = None  # the default commun
 _served: list[dist.Store] = []  # until the process ends: the others may still be reading
 
 
-def ensure_torch_group(connection: Connection, launch: Launch, log_after: float) -> None:
-    """Makes the group, unless it is there; a group that the user has made is kept. All ranks of `connection` call it.
+def ensure_torch_group(communicator: Communicator, launch: Launch, log_after: float) -> None:
+    """Makes the group, unless it is there; a group that the user has made is kept. All ranks of `communicator` call it.
 
     Raises InvalidUsage on all ranks if torch.distributed is initialized on some of them only.
     """
-    communicator = connection.communicator
     states = _gather(communicator, _state(communicator))
     theirs = {rank for rank, state in enumerate(states) if state == _THEIRS}
     if theirs and len(theirs) < len(states):
@@ -51,7 +50,7 @@ def ensure_torch_group(connection: Connection, launch: Launch, log_after: float)
     if theirs or all(state == _OURS for state in states):
         return
     destroy_torch_group()
-    _make(communicator, _shared_store(connection, launch, log_after))
+    _make(communicator, _shared_store(communicator, launch, log_after))
 
 
 def destroy_torch_group() -> None:
@@ -111,16 +110,15 @@ def _make(communicator: Communicator, store: dist.Store) -> None:
     _parent = weakref.ref(communicator)
 
 
-def _shared_store(connection: Connection, launch: Launch, log_after: float) -> dist.Store:
+def _shared_store(communicator: Communicator, launch: Launch, log_after: float) -> dist.Store:
     """A store for one group: rank 0 opens it and tells the others. All ranks raise rank 0's error."""
-    communicator = connection.communicator
     if communicator.size == 1:
         return dist.HashStore()
     store: dist.Store | None = None
     told: dict[str, Any] = {}
     if communicator.rank == 0:
         try:
-            store, told = _open_store(connection, launch, log_after)
+            store, told = _open_store(communicator, launch, log_after)
             told["number"] = store.add("syncengine/torch_groups", 1)
         except Exception as error:
             told = {"error": error_text(error, named=False)[:512]}
@@ -136,12 +134,12 @@ def _shared_store(connection: Connection, launch: Launch, log_after: float) -> d
     return dist.PrefixStore(f"syncengine/torch_group/{told['number']}", store)
 
 
-def _open_store(connection: Connection, launch: Launch, log_after: float) -> tuple[dist.Store, dict[str, Any]]:
+def _open_store(communicator: Communicator, launch: Launch, log_after: float) -> tuple[dist.Store, dict[str, Any]]:
     """Opens, on rank 0, the launcher's store, or one that rank 0 serves and whose address the others need."""
-    store = launch_store(launch, connection.communicator.timeout, log_after)
+    store = launch_store(launch, communicator.timeout, log_after)
     if store is not None:
         return store, {}
-    host = store_address(connection.hosts, os.environ)
+    host = store_address(communicator.hosts, os.environ)
     fixed = "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ
     port = number(os.environ, "MASTER_PORT", launch.kind, 1, 65535) if fixed else 0
     served = serve_store(host, port, _CONNECTING)
@@ -159,7 +157,7 @@ def _connect_store(host: str, port: int) -> dist.Store:
         ) from error
 
 
-def store_address(hosts: list[str], environ: Mapping[str, str]) -> str:
+def store_address(hosts: list[int], environ: Mapping[str, str]) -> str:
     """The address at which ranks reach rank 0, which calls this. `hosts`: the host of each rank."""
     if environ.get("MASTER_ADDR"):
         return environ["MASTER_ADDR"]

@@ -88,7 +88,7 @@ def local_rank() -> int:
 
 def local_size() -> int:
     """The number of ranks on this host."""
-    hosts = engine.hosts()
+    hosts = calls().communicator.hosts
     return hosts.count(hosts[calls().rank]) if (place := _coming()) is None else place[1]
 
 
@@ -102,8 +102,8 @@ def _coming() -> tuple[int, int] | None:
 
 def cross_rank() -> int:
     """This host's number, from 0, among the hosts that have a rank with this local rank."""
-    me = calls().rank
-    return _hosts_with(local_rank()).index(engine.hosts()[me]) if _coming() is None else 0
+    mine = calls().communicator.hosts[calls().rank]
+    return _hosts_with(local_rank()).index(mine) if _coming() is None else 0
 
 
 def cross_size() -> int:
@@ -114,12 +114,11 @@ def cross_size() -> int:
 
 def is_homogeneous() -> bool:
     """Whether all hosts have the same number of ranks."""
-    calls()
-    return len(set(Counter(engine.hosts()).values())) == 1
+    return len(set(Counter(calls().communicator.hosts).values())) == 1
 
 
-def _hosts_with(local: int) -> list[str]:
-    return [host for host, ranks in Counter(engine.hosts()).items() if ranks > local]
+def _hosts_with(local: int) -> list[int]:
+    return [host for host, ranks in Counter(calls().communicator.hosts).items() if ranks > local]
 
 
 def mpi_built() -> bool:

@@ -242,7 +242,7 @@ def test_another_host_is_ahead_of_its_message(monkeypatch) -> None:
     monkeypatch.setattr(connect, "_LATE", 0.05)
 
     def has_failed(communicator: Quiet, exchange: Asked | None) -> bool:
-        return connect.Connection(communicator, [], exchange).has_failed()
+        return connect.Connection(communicator, exchange).has_failed()
 
     for exchange in (None, Asked(False)):
         assert not has_failed(Quiet(looks=1e9), exchange)
