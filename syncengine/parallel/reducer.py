@@ -63,6 +63,8 @@ class ModelReducer(Reducer):
     """The reducer of one ``Parallel``."""
 
     reduces = True
+    _check_reducer_finalized, _remove_autograd_hooks = Reducer.check_finalized, Reducer.remove_hooks
+    _delay_all_reduce = NoReducer._nothing  # after a static graph's first backward, which has averaged at its end
 
     def __init__(self, model: Model, options: ReducerOptions, wrapper: Any) -> None:
         super().__init__(model.parameters, str(model), model.names, model.communicator, model.sparse, options)
@@ -105,9 +107,6 @@ class ModelReducer(Reducer):
         self._wrapper()._uneven.average_with_weights()
         return super().prepare_for_backward(outputs, began)
 
-    def _check_reducer_finalized(self) -> None:
-        self.check_finalized()
-
     def _ddp_graph_static(self) -> bool:
         """Whether each backward on this rank used the same parameters, as far as unused ones are looked for."""
         return not looks_for_unused(self._options) or self.graph_is_static()
@@ -125,12 +124,3 @@ class ModelReducer(Reducer):
         counts = torch.tensor(ranks, dtype=torch.int32, device="cpu")
         model.communicator.all_reduce(counts)
         return counts.to(model.device)
-
-    def _delay_all_reduce(self) -> None:
-        """Does nothing.
-
-        Lightning calls it after the first backward of a static graph, which has averaged at its end.
-        """
-
-    def _remove_autograd_hooks(self) -> None:
-        self.remove_hooks()

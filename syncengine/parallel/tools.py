@@ -276,9 +276,6 @@ class ForTools(DistributedDataParallel, metaclass=_Kind):
             self.communicator, "the tensors of a hook on buffers differ", named, self.device, authoritative_rank
         )
 
-    def _remove_autograd_hooks(self) -> None:
-        self.reducer._remove_autograd_hooks()
-
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         """Sets how often ``iteration`` of ``_get_ddp_logging_data`` changes, after the first 10 steps.
 
