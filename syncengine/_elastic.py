@@ -20,8 +20,9 @@ from syncengine.errors import InvalidUsage, Mismatch, PeerLost, SyncError, TornW
 from syncengine.parallel import Parallel
 from syncengine.parallel.kept_buffers import KeptBuffers, buffers_of, write_buffers
 from syncengine.parallel.open_step import drop_open_step
-from syncengine.parallel.replication import broadcast_bytes
+from syncengine.parallel.replication import broadcast_bytes, fail_all
 from syncengine.sharded import ShardedOptimizer
+from syncengine.sharded.agreement import gather_json
 
 logger = logging.getLogger("syncengine")
 
@@ -186,8 +187,7 @@ class Elastic:
             communicator = shrink(patience=self._patience)
             if communicator.size < self._at_least:
                 text = f"{communicator.size} ranks are left, and elastic() goes on with at least {self._at_least}"
-                communicator.abort(text, "PeerLost")
-                raise PeerLost(text)
+                fail_all(communicator, PeerLost(text))
             try:
                 if self._door is not None:
                     communicator = self._door.let_in(communicator, self._facts())
@@ -217,10 +217,7 @@ class Elastic:
 
     def _catch_up(self, communicator: Communicator) -> None:
         """Gives ranks that are behind the state of one that is not. All ranks call it."""
-        own = torch.tensor([self.step], dtype=torch.int64)
-        told = torch.empty(communicator.size, dtype=torch.int64)
-        communicator.all_gather(told, own)
-        steps = told.tolist()
+        steps = gather_json(communicator, self.step)
         if max(steps) < 0:
             raise self._torn or PeerLost(
                 "nobody is left with whole weights that this rank could get: see the others' errors"
@@ -232,8 +229,7 @@ class Elastic:
         try:
             packed = self._pack() if communicator.rank == source else b""
         except InvalidUsage as error:  # the others wait for it
-            communicator.abort(str(error), "InvalidUsage")
-            raise
+            fail_all(communicator, error)
         packed = broadcast_bytes(communicator, packed, source)
         if self.step < max(steps):
             self._unpack(packed)

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
 from syncengine._C import Communicator
@@ -20,12 +19,12 @@ from syncengine.connect import Connection
 from syncengine.errors import Aborted, InvalidUsage, Mismatch, PeerLost, SyncError, Timeout, error_text, name_ranks
 from syncengine.launch.local import CAME, ENDED, JOIN, MEET, PLACE, ticket_of
 from syncengine.launch.store import StoreExchange
+from syncengine.parallel.replication import broadcast_bytes
 
 logger = logging.getLogger("syncengine")
 
 _LOOK = 0.5  # seconds between two looks whether somebody waits
 _PATIENCE = 30.0  # seconds for a rank that is stopped while others join
-_MOST = 64  # that are let in at a time
 
 
 _LAUNCHER_LOST = "the launcher, or its store, has ended"
@@ -78,12 +77,8 @@ class Door:
         It returns the old communicator if no process waits, or not all can join. All ranks call it. `facts` must be the
         same on the ranks and on the processes.
         """
-        told = torch.full((1 + _MOST,), -1, dtype=torch.int64)
-        if communicator.rank == 0:
-            names = self._waiting()[:_MOST]
-            told[: 1 + len(names)] = torch.tensor([secrets.randbits(60), *names])
-        communicator.broadcast(told, 0)
-        number, *names = (value for value in told.tolist() if value >= 0)
+        own = [secrets.randbits(60), *self._waiting()] if communicator.rank == 0 else []
+        number, *names = json.loads(broadcast_bytes(communicator, json.dumps(own).encode(), 0))
         if not names:
             return communicator
         ranks = [*communicator.global_ranks, *names]

@@ -10,6 +10,7 @@ import torch
 
 from syncengine._C import CommonMemory, Communicator, MemoryExchange, return_free_memory
 from syncengine.errors import InvalidUsage, SyncError
+from syncengine.parallel.replication import fail_all
 from syncengine.sharded.agreement import agree, gather_json
 
 _ALIGNMENT = 64  # bytes: no two tensors have a cache line in common
@@ -24,7 +25,6 @@ class Host:
         self.communicator = communicator
         self.members = [rank for rank, host in enumerate(hosts) if host == hosts[communicator.rank]]
         self.rank = self.members.index(communicator.rank)
-        self.is_one_of_several = len(self.members) < communicator.size
 
     @property
     def size(self) -> int:
@@ -77,8 +77,7 @@ def create_common(host: Host, what: str, size: int) -> CommonMemory:
             host.communicator.rank, here, host.members[0], host.communicator.timeout, host.communicator.global_ranks
         )
     except SyncError as problem:  # other ranks may not have it
-        host.communicator.abort(str(problem), type(problem).__name__)
-        raise
+        fail_all(host.communicator, problem)
 
 
 def size_of(layouts: Iterable[Layout]) -> int:
