@@ -21,20 +21,16 @@ class Parameters:
     """
 
     def __init__(self, groups: Groups, named: Named | None) -> None:
-        self._names = {} if named is None else _names(named)
+        # The names of all parameters. A parameter without a name has a number for one.
+        self.names = {} if named is None else _names(named)
         self._accepted: dict[int, torch.Tensor] = {}  # by id, since torch hashes tensors in Python
         for i, parameter in enumerate(_all(groups)):
-            if named is not None and parameter not in self._names:
+            if named is not None and parameter not in self.names:
                 raise InvalidUsage(
                     f"named_parameters lacks parameter {i} of the optimizer, of shape {tuple(parameter.shape)}: give "
                     "the names of all of them"
                 )
-            self._names.setdefault(parameter, f"parameter {i}")
-
-    @property
-    def names(self) -> dict[torch.Tensor, str]:
-        """The names of all parameters, for other code. A parameter without a name has a number for one."""
-        return self._names
+            self.names.setdefault(parameter, f"parameter {i}")
 
     def newcomers(self, groups: Groups) -> dict[torch.Tensor, str]:
         """The parameters that need a gradient and were not given to ``accept()`` yet, with their names.
@@ -42,7 +38,7 @@ class Parameters:
         The optimizer asks at each step, since a parameter may be added or unfrozen at any time.
         """
         unknown = [(i, p) for i, p in enumerate(_all(groups)) if id(p) not in self._accepted]
-        return {p: self._names.get(p, f"parameter {i}") for i, p in unknown if p.requires_grad}
+        return {p: self.names.get(p, f"parameter {i}") for i, p in unknown if p.requires_grad}
 
     def accept(self, parameters: Iterable[torch.Tensor]) -> None:
         """Accepts the parameters: they are no newcomers any more."""

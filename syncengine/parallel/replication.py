@@ -1,6 +1,7 @@
 """The same model on every rank: compares facts that must be the same, and refuses tensors that can't be copied."""
 
 import hashlib
+import itertools
 import sys
 from collections.abc import Iterable, Sequence
 from typing import NoReturn
@@ -123,17 +124,12 @@ def check_same_on_all_ranks(
     texts = gather_texts(communicator, text)
     expected = texts[0].split("\n")
     for rank, other_text in enumerate(texts):
-        other = other_text.split("\n")
-        if other == expected:
-            continue
-        at = next(
-            (i for i, (a, b) in enumerate(zip(expected, other, strict=False)) if a != b), min(len(expected), len(other))
-        )
-        ours, theirs = (lines[at] if at < len(lines) else "nothing" for lines in (expected, other))
-        ranks = communicator.global_ranks
-        raise Mismatch(
-            f"{what} between ranks: rank {ranks[0]} has [{ours}], rank {ranks[rank]} has [{theirs}]. {advice}"
-        )
+        for ours, theirs in itertools.zip_longest(expected, other_text.split("\n"), fillvalue="nothing"):
+            if ours != theirs:
+                ranks = communicator.global_ranks
+                raise Mismatch(
+                    f"{what} between ranks: rank {ranks[0]} has [{ours}], rank {ranks[rank]} has [{theirs}]. {advice}"
+                )
 
 
 def replaced_text(module: torch.nn.Module, names: Sequence[str], leaves: Sequence[torch.Tensor]) -> str:
