@@ -84,8 +84,6 @@ def refuse_forked_child() -> None:
     _owner, _default, _has_tried = os.getpid(), None, False
     forget_groups()
     given_up.clear()
-    if _hooks_installed.locked():  # atexit has them, and multiprocessing has forgotten them
-        _hooks_installed.release()
 
 
 def _is_owner() -> bool:
@@ -382,13 +380,8 @@ def _end() -> None:
     let_cause_end_first(error, [each for each in communicators if error is not None or each not in given_up])
 
 
-_hooks_installed = threading.Lock()  # held for ever from then on
-
-
 def install_hooks() -> None:
     """Installs, once, the functions that run when this process ends, normally or by an uncaught error."""
-    if not _hooks_installed.acquire(blocking=False):
-        return
     at_end(_end)
     tell_peers_of_errors(_made_here)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import multiprocessing
 import os
 import sys
@@ -36,6 +37,7 @@ def at_end(function: Callable[[], None]) -> None:
         Finalize(None, function, exitpriority=0)
 
 
+@functools.cache
 def tell_peers_of_errors(communicators: Callable[[], Iterable[Communicator]]) -> None:
     """Tells the peers of the `communicators` at that time of an uncaught error: they raise its text at once."""
     previous = sys.excepthook
