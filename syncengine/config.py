@@ -56,9 +56,6 @@ class Config:
 
         Raises InvalidUsage naming the argument or variable, its value, and what is allowed.
         """
-        unknown = given.keys() - {setting.name for setting in fields(cls)}
-        if unknown:
-            raise TypeError(f"unknown settings: {', '.join(sorted(unknown))}")
         values = cls.parsed(given)
         for setting in fields(cls):
             name, variable = setting.name, f"SYNCENGINE_{setting.name.upper()}"

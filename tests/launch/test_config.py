@@ -118,11 +118,6 @@ def test_arena_bytes_is_a_whole_number(value):
         Config.read({}, arena_bytes=value)
 
 
-def test_unknown_setting_is_refused():
-    with pytest.raises(TypeError, match="speed"):
-        Config.read({}, speed="high")
-
-
 def test_errors_are_what_users_catch():
     assert issubclass(Timeout, TimeoutError)
     assert issubclass(InvalidUsage, ValueError)
