@@ -25,6 +25,7 @@ logger = logging.getLogger("syncengine")
 
 _LOOK = 0.5  # seconds between two looks whether somebody waits
 _PATIENCE = 30.0  # seconds for a rank that is stopped while others join
+_MOST = 64  # processes that are let in at a time
 
 
 _LAUNCHER_LOST = "the launcher, or its store, has ended"
@@ -77,7 +78,7 @@ class Door:
         It returns the old communicator if no process waits, or not all can join. All ranks call it. `facts` must be the
         same on the ranks and on the processes.
         """
-        own = [secrets.randbits(60), *self._waiting()] if communicator.rank == 0 else []
+        own = [secrets.randbits(60), *self._waiting()[:_MOST]] if communicator.rank == 0 else []
         number, *names = json.loads(broadcast_bytes(communicator, json.dumps(own).encode(), 0))
         if not names:
             return communicator

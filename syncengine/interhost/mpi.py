@@ -59,7 +59,10 @@ class MPIPacketTransport:
         self._requests: list[Any] = []  # of each id
 
     def step(self, posts: list[tuple[int, int, bool, memoryview]]) -> list[tuple[int, str]]:
-        """Posts packets, and returns the ids of those that have completed, each with an error or ""."""
+        """Posts packets (id, peer, whether it is sent, memory).
+
+        Returns the ids that have completed, each with an error or "".
+        """
         if self._mpi.Is_finalized():
             raise RuntimeError("MPI was finalized: call syncengine.shutdown() before MPI.Finalize()")
         ends = []
@@ -74,7 +77,7 @@ class MPIPacketTransport:
         return ends + self._test()
 
     def close(self, in_order: bool) -> None:
-        """Ends the transport; no call follows."""
+        """Ends the transport; no call follows. Requests that MPI can't cancel go on: their memory stays allocated."""
         if self._mpi.Is_finalized():
             return
         if in_order:
