@@ -43,7 +43,7 @@ class Messenger final {
 
   const MailboxRoute& near() const { return *near_; }
 
-  // For the routes.
+  // Methods that the routes call.
   bool listens() const { return !receives_.empty(); }  // some receive has no header yet, so new headers are wanted
   uint64_t awaited() const;                            // members whose header such a receive needs
   uint64_t perhaps_awaited() const;                    // and members from whom a receive of any source may come
