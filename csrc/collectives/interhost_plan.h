@@ -40,6 +40,8 @@ struct InterhostChoice {
   size_t chain = kNever;       // all-reduce in rank order takes Chain
   size_t chain_half = kNever;  // `chain` for 16-bit floats, whose running sum is in float32
   size_t relay = kNever;       // broadcast goes from host to host, not from the root's to all
+
+  bool relays(const Operation& operation) const { return operation.input.bytes() >= relay; }
 };
 
 // `chunk_bytes` is the size of a chunk of an all-reduce that takes many of them.

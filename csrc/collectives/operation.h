@@ -35,7 +35,7 @@ enum class Numerics : uint8_t {
 };
 const char* name(Numerics numerics);  // as in init(): "rank_order"
 
-// FNV-1a, a word at a time, for a layout_hash: it has to tell apart honest mistakes, not attacks.
+// FNV-1a, a word at a time, for what ranks compare and for trace ids: it tells apart honest mistakes, not attacks.
 inline uint64_t mix(uint64_t hash, uint64_t value) { return (hash ^ value) * 1099511628211u; }
 
 inline constexpr size_t kMaxFlagWords = 64;  // one for each rank

@@ -35,7 +35,7 @@ Nonfinite::Kind kind_at(DType dtype, const void* memory, size_t i) {
   }
 }
 
-// Returns which elements the `count` results are that begin at the byte `input` of the operation's input.
+// The elements of `count` results, the first of which belongs to the byte `input` of the operation's input.
 Nonfinite::Place locate(const Operation& operation, size_t input, size_t count) {
   const size_t element = element_size(operation.dtype);
   return operation.nonfinite->locate(input, count * element, element);

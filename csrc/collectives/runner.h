@@ -14,9 +14,9 @@
 
 namespace syncengine {
 
-// Does what kernels::reduce() does and, if the operation asks for that, notes who brought NaN or infinity into the
-// results, which begin at the byte `input` of its input. `ranks` says whose contribution each source is: -1 for a sum
-// of several.
+// Does what kernels::reduce() does. If the operation asks for that, notes the ranks that brought NaN or infinity, too.
+// `input` is the byte of the operation's input to which the first result belongs. `ranks` says whose contribution each
+// source is: -1 for a sum of several.
 void reduce_noting(const Operation& operation, int world, size_t input, const kernels::Reduction& reduction,
                    const void* const* sources, const int* ranks, int source_count, void* const* destinations,
                    int destination_count, size_t count);
@@ -83,7 +83,8 @@ class InterhostRunner {
     bool wide;           // partial sums are float32, though the dtype is not
   };
 
-  // The contribution of local rank `rank` as one piece of memory: copied to room() if it lies in several pieces.
+  // The contribution of local rank `rank` as one piece of memory: copied to room() if it lies in several pieces. room()
+  // gives cell.bytes bytes, which outlive the transfers.
   const std::byte* contribution(const View& view, int rank, const std::function<std::byte*()>& room) const;
   std::byte* output(const View& view) const;  // this rank's output, or null if it lies in several pieces
 

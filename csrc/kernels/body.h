@@ -4,6 +4,7 @@
 //   BFloat16Conversions          HalfConversions, or others of the same members
 //   load_partial, store_partial  as in half.h
 //   any                          whether a vector of 32-bit words has a bit
+//   any_nonfinite                whether a vector of floats has NaN or an infinity; it may be left out
 //
 // Internal linkage for the reason given in half.h. Calls no function of the standard library for the same reason.
 //
@@ -27,7 +28,7 @@ SYNCENGINE_INLINE V larger(V a, V b) {
   return b > a ? b : a;
 }
 
-// Whether an element of `x` is NaN or infinite. Only of finite elements x - x is zero.
+// Whether an element of `x` is NaN or infinite. x - x is zero for finite elements alone.
 template <class Isa, class V>
 SYNCENGINE_INLINE bool any_nonfinite(V x) {
   if constexpr (requires { Isa::any_nonfinite(x); })

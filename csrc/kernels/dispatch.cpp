@@ -87,7 +87,7 @@ Isa active_isa() {
 
 size_t reduce(const Reduction& reduction, const void* const* sources, int source_count, void* const* destinations,
               int destination_count, size_t count, Isa isa) {
-  assert(is_supported(reduction.dtype, reduction.op) && source_count >= 1);
+  assert(is_available(isa) && is_supported(reduction.dtype, reduction.op) && source_count >= 1);
   assert(reduction.scale == 1.0 || is_floating(reduction.dtype));
   assert(!reduction.stops_at_nonfinite ||
          (is_floating(reduction.dtype) && (reduction.op == ReduceOp::Sum || reduction.op == ReduceOp::Avg)));

@@ -88,7 +88,7 @@ class Interhost {
   // Moves bytes until stop(), and sleeps while there are none to move. Calls `progressed`, on this thread and without
   // locks, after transfers have ended, a message has arrived or a peer has failed. Implementations in which any thread
   // may move bytes have steps instead.
-  virtual void run(const std::function<void()>& /*progressed*/) {}
+  virtual void run(const std::function<void()>& progressed) = 0;
 
   // One turn of what run() does. Returns News where run() would call `progressed`, and Over when all is done after
   // stop(). If there is nothing to move, a step sleeps until there is, until wake(), or for `at_most`. At least one

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from faults import needs_hooks
 from flat import flat, flat_buckets
 from marks import mostly_nightly
 from parallel_models import CAP, Run, assert_common, backwards, data, different_bits, small, train
@@ -30,8 +29,6 @@ from torch_versions import since_2_13
 
 import syncengine
 from syncengine.errors import Aborted
-
-pytestmark = needs_hooks
 
 
 RUNS = [

@@ -87,7 +87,7 @@ Members Members::make(Engine& engine, Placement placement, std::vector<int> glob
 
 Members Members::select(Engine& engine, const std::vector<int>& chosen, std::vector<uint64_t> offsets, uint64_t number,
                         uint64_t splits) const {
-  uint64_t trace_id = mix(group.id, splits);  // of what all members know
+  uint64_t trace_id = mix(group.id, splits);  // all members know both
   std::vector<int> labels, globals, locals;
   for (int member : chosen) {
     trace_id = mix(trace_id, static_cast<uint64_t>(member));

@@ -8,6 +8,7 @@
 #include "base/sync_point.h"
 #include "base/trace.h"
 #include "engine/lanes/mismatch.h"
+#include "kernels/reduce.h"
 
 namespace syncengine::hosts {
 
@@ -176,7 +177,7 @@ void InterhostExchange::start_chunks() {
                     .block = block,
                     .begin = begin,
                     .length = std::min(block - begin, active.chunk_bytes),
-                    .relay = operation.input.bytes() >= links_.choice.relay},
+                    .relay = links_.choice.relays(operation)},
                    chunk->cells);
     chunk->progress.assign(chunk->cells.size(), {});
     chunk->scratch.clear();

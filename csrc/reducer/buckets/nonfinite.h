@@ -42,8 +42,8 @@ class NonfiniteWatch {
 
   // Whether agree() must be called, once all buckets are reduced: the same on all ranks.
   bool has_news() const { return !words_.anywhere || *words_.anywhere; }
-  // Tells the others what was noted here, in this step of the model, and waits for what they tell. Returns the text
-  // about it, the same on all ranks, with the number of this `backward`; empty if all is finite.
+  // Tells the others this rank's notes of this step of the model, and waits for theirs. Returns a text about all of
+  // them with the number of this `backward`, the same on all ranks; empty if all is finite.
   std::string agree(const Averaging& averaging, const ModelNames& names, uint64_t step, uint64_t backward) const;
 
  private:

@@ -50,7 +50,7 @@ class PacketTransport {
 struct Options {
   std::string by = "";                                // for texts: who moves the packets
   bool checksum = false;                              // CRC-32C of all data; the same on all ranks
-  matching::HeartbeatTiming timing = {.silence = 0};  // no heartbeats, and no peer is lost for its silence
+  matching::HeartbeatTiming timing = {.silence = 0};  // by default no heartbeats, and no peer is lost for its silence
   RankNames names = {};                               // of the ranks of the job
 };
 

@@ -16,14 +16,16 @@
 
 namespace syncengine::shm {
 
+// Ranks of a job, and so members of a communicator and ranks of a host. Each has a bit in Doorbell::interest.
+inline constexpr int kMaxLocalRanks = 64;
+
 // Shared memory through which two ranks of a communicator exchange messages.
 //
 // A sender announces each message by a header, in order. Few bytes fit into the header itself; others stay where they
 // are until the receiver wants them staged, so any number of messages may wait in any order. Each word has one writer,
 // as everywhere in this file.
 
-inline constexpr int kMaxLocalRanks = 64;  // members of a communicator; one bit each in Doorbell::interest
-inline constexpr size_t kHeaders = 32;     // announced and not yet heard
+inline constexpr size_t kHeaders = 32;  // announced and not yet heard
 inline constexpr size_t kInlineBytes = 992;
 inline constexpr size_t kFragments = 4;  // staged pieces of a large message
 inline constexpr size_t kFragmentBytes = 128 << 10;

@@ -1,7 +1,8 @@
 // Takes memory out of a shared mapping, by putting a private copy of its present content in its place, or, in a forked
 // child, by having the kernel copy what is written.
 //
-// Thread-safety: one thread. Failure: returns false where memory is short.
+// Ownership: a MappedFile owns its descriptor, and not the mapping. Thread-safety: one thread. Failure: returns false
+// where memory is short.
 #pragma once
 
 #include <sys/types.h>
@@ -30,8 +31,7 @@ class MappedFile {
   // and it still sees what others write elsewhere. If there is no room for that, the range becomes read-only or
   // inaccessible; if the kernel refuses even this, the child ends. Async-signal-safe.
   void keep_writes(std::byte* base, Range range) const;
-  // Puts a private copy of `range` in its place in the mapping at `base`. Returns false, and changes nothing, if the
-  // kernel refuses.
+  // Puts a private copy of `range` in its place in the mapping at `base`. Returns false if memory is short.
   [[nodiscard]] bool make_private(std::byte* base, Range range) const;
 
  private:

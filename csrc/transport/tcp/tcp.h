@@ -25,7 +25,8 @@ struct Options {
   int unauthenticated = 64;  // limit of connections without that proof, beside those that are expected
   std::string secret;        // see load_secret()
   RankNames names;           // of the ranks of the job
-  std::string network;       // identifies the network whose addresses this rank sees, loopback's among them
+  // Identifies the network whose addresses this rank sees, loopback's among them. Ranks that give none are on one.
+  std::string network;
 };
 
 class Listener {

@@ -229,9 +229,9 @@ TEST(the_chain_is_taken_where_it_is_quicker) {
   algorithm = HostAlgorithm::Auto;
   std::string many = "aaaabbbbccccdddd";
   const auto choice = choose_interhost(everybodys(many)[0], algorithm, 128 << 10);
-  CHECK(way(many, DType::Float32) == Way::Chain && operation.input.bytes() >= choice.relay);
+  CHECK(way(many, DType::Float32) == Way::Chain && choice.relays(operation));
   operation.input = operation.output = SpanList(memory.data(), 16 << 10);
-  CHECK(way(many, DType::Float32) == Way::Exchange && operation.input.bytes() < choice.relay);
+  CHECK(way(many, DType::Float32) == Way::Exchange && !choice.relays(operation));
   operation.input = operation.output = SpanList(memory.data(), size_t{1} << 40);  // nobody looks into it
   CHECK(way("abcdefgh", DType::Float32) == Way::Exchange);
   CHECK(way("aabbccdd", DType::Float32) == Way::Chain);

@@ -3,7 +3,7 @@
 // none; nobody waits for ever; nothing that runs has been refused; a step that one rank has lost after it had its
 // averages, and others have not, ends the communicator.
 //
-// What ranks decide is never_runs() and passed_over(), as they run. Not in it: how an operation runs once it has its
+// Ranks decide by never_runs() and passed_over(), as they run. Not in it: how an operation runs once it has its
 // turn, wake-ups, and that a host may have several ranks where there are several hosts; instead of that, announcements,
 // refusals and turns overtake each other on their way between two hosts.
 #include "engine/lanes/schedule.h"
