@@ -16,8 +16,6 @@ from pool import RankPool
 from ports import unused_ports
 from shared_files import is_mapped, shared_files
 
-from syncengine import _C
-
 # torch asks DNS for the names of the addresses that its stores connect: don't wait long where there is no good answer.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 # Tests compare what programs write: those of the line at the end of a run switch it on again.

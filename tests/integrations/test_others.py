@@ -29,6 +29,6 @@ def trained(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, way: str) 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("way", "name"), WAYS)
 def test_the_weights_of_ddp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, name: str):
-    if not find_spec(module := MODULES.get(name, name)):  # not imported here: Keras asks the environment for its backend
+    if not find_spec(module := MODULES.get(name, name)):  # an import of Keras would choose TensorFlow
         pytest.skip(f"no {module}: run `make .venv-integrations/ready`")
     same(trained(tmp_path, monkeypatch, name, way), trained(tmp_path, monkeypatch, name, "ddp"))

@@ -30,7 +30,6 @@ from torch_versions import since_2_13
 import syncengine
 from syncengine.errors import Aborted
 
-
 RUNS = [
     Run(),
     Run(dtype=torch.bfloat16, optimizer="adamw", accumulate=3, set_to_none=False),
