@@ -217,7 +217,7 @@ class Elastic:
 
     def _catch_up(self, communicator: Communicator) -> None:
         """Gives ranks that are behind the state of one that is not. All ranks call it."""
-        steps = gather_json(communicator, self.step)
+        steps = gather_json(communicator, int(self.step))
         if max(steps) < 0:
             raise self._torn or PeerLost(
                 "nobody is left with whole weights that this rank could get: see the others' errors"

@@ -13,7 +13,10 @@ from syncengine import _build
 
 
 def load_extension() -> None:
-    """Raises ``ImportError`` with where the extension is and what to do if it can't be loaded."""
+    """Raises ``ImportError`` with where the extension is and what to do if it can't be loaded.
+
+    If it is missing, that is a ``ModuleNotFoundError``.
+    """
     if "syncengine._C" in sys.modules:  # a test has put its own there
         return
     version = str(torch.__version__)

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from syncengine.parallel.audit import sum_of_bits
 from syncengine.parallel.compiled import not_compiled
-from syncengine.parallel.replication import unwrapped
+from syncengine.parallel.replication import is_freed, is_wrapper, plain_copy, unwrapped
 from syncengine.sharded import ShardedOptimizer
 
 
@@ -34,7 +33,7 @@ class Updates:
         seen = [o for o in state if isinstance(o, torch.optim.Optimizer) and getattr(o.step, "hooked", False)]
         others = own.keys() - {id(parameter) for optimizer in seen for parameter in parameters_of(optimizer)}
         parts = unwrapped(("", own[key]) for key in others)
-        return self._steps, sum(p._version for p in own.values()), sum(int(sum_of_bits(part)) for _, part in parts)
+        return self._steps, sum(p._version for p in own.values()), sum(_sum_of_bits(part) for _, part in parts)
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
@@ -77,3 +76,14 @@ def parameters_of(optimizer: Any) -> Iterator[torch.Tensor]:
     """The parameters of an optimizer of torch's; none of any other object."""
     groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else ()
     return (parameter for group in groups for parameter in group["params"])
+
+
+def _sum_of_bits(parameter: torch.Tensor) -> int:
+    """The sum of a parameter's bits, taken as words of 8 bytes, which is as fast as memory can be read."""
+    if parameter.is_meta or is_freed(parameter):
+        return 0
+    plain = (plain_copy(parameter) if is_wrapper(parameter) else parameter).detach().contiguous()
+    flat = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)  # even one element may have a stride
+    flat = flat.clone() if flat.storage_offset() % 8 else flat
+    whole = len(flat) // 8 * 8
+    return int(flat[:whole].view(torch.int64).sum()) + int(flat[whole:].sum())

@@ -39,7 +39,10 @@ def at_end(function: Callable[[], None]) -> None:
 
 @functools.cache
 def tell_peers_of_errors(communicators: Callable[[], Iterable[Communicator]]) -> None:
-    """Tells the peers of the `communicators` at that time of an uncaught error: they raise its text at once."""
+    """Tells peers of an uncaught error: they raise its text at once instead of waiting.
+
+    The peers are those of the `communicators` that there are when the error ends this process.
+    """
     previous = sys.excepthook
 
     def tell_them(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

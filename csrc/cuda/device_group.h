@@ -34,7 +34,8 @@ class DeviceGroup {
   // Allocates device memory that all peers' kernels reach, if they can: collectives on it copy nothing. On one host,
   // the call is collective, with the same `bytes` on all ranks; an operation is direct if all ranks give memory of the
   // same call at the same offset. The deleter may run any time; a later allocate() or close() gives the memory back,
-  // when no peer needs it any more. Between hosts, the memory is this rank's alone.
+  // when no peer needs it any more, and a deleter that runs after close() frees it, which waits for the device. Between
+  // hosts, the memory is this rank's alone.
   virtual std::shared_ptr<void> allocate(size_t bytes, const std::function<void()>& interrupted);
 
   // Words in which operations of this group may note values that are not finite, for host and device.

@@ -129,19 +129,24 @@ std::shared_ptr<Queue> queue_of(const std::shared_ptr<Communicator>& communicato
 // Ranks drop their queues at different times, so a queue is taken again only if all ranks have dropped it.
 std::shared_ptr<Queue> take_own_queue(const std::shared_ptr<Communicator>& communicator, c10::Device device,
                                       const Interrupted& interrupted) {
-  uint64_t free = 0;  // a bit for each of the first 64
-  int used = 0;       // on all devices, so the same on all ranks: making a queue is collective
+  struct Numbers {
+    uint64_t free = 0;  // a bit for each of the first 64
+    int used = 0;
+  } mine;
   {
     std::lock_guard lock(queue_registry().mutex);
     for (const auto& [key, queue] : queue_registry().queues) {
       const auto& [owner, index, number] = key;
-      if (owner != communicator.get() || number == 0) continue;
-      used = std::max(used, number);
-      if (index == device.index() && queue.use_count() == 1 && number <= 64) free |= uint64_t{1} << (number - 1);
+      if (owner != communicator.get() || index != device.index() || number == 0) continue;
+      mine.used = std::max(mine.used, number);
+      if (queue.use_count() == 1 && number <= 64) mine.free |= uint64_t{1} << (number - 1);
     }
   }
-  for (uint64_t theirs : cuda::gather(*communicator, free, "Parallel on CUDA", interrupted)) free &= theirs;
-  return queue_number(1 + (free ? std::countr_zero(free) : used), communicator, device, interrupted);
+  for (const Numbers& theirs : cuda::gather(*communicator, mine, "Parallel on CUDA", interrupted)) {
+    mine.free &= theirs.free;
+    mine.used = std::max(mine.used, theirs.used);
+  }
+  return queue_number(1 + (mine.free ? std::countr_zero(mine.free) : mine.used), communicator, device, interrupted);
 }
 
 void close_devices(const Communicator* communicator) {

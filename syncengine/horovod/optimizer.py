@@ -205,7 +205,10 @@ class Distributed(torch.optim.Optimizer):
     step.hooked = True  # type: ignore[attr-defined] # the class's own step runs torch's hooks, once
 
     def zero_grad(self, *args: Any, **options: Any) -> None:
-        """Does as the class's own. Raises InvalidUsage between backward and step()."""
+        """Does as the class's own.
+
+        Raises InvalidUsage between backward and step(), when gradients are being reduced.
+        """
         self.check_idle("optimizer.zero_grad()")
         super().zero_grad(*args, **options)
 

@@ -55,7 +55,10 @@ def _open_mpi(environ: Mapping[str, str]) -> Launch | None:
 
 
 def _hydra(environ: Mapping[str, str]) -> Launch | None:
-    """MPICH's and Intel MPI's. Plain srun sets PMI_*, too, but not MPI_LOCALRANKID; Slurm's variables say more."""
+    """Launches of MPICH and Intel MPI.
+
+    Plain srun sets PMI_*, too, but not MPI_LOCALRANKID; Slurm's variables say more.
+    """
     if not {"PMI_RANK", "PMI_SIZE"} & environ.keys():
         return None
     if "MPI_LOCALRANKID" not in environ and slurm.in_step(environ):

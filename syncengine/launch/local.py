@@ -102,7 +102,10 @@ def run_script(
 def _ranks(
     count: int, script: Sequence[str], keep_going: bool = False, log_dir: Path | None = None, label: bool = False
 ) -> Iterator[Any]:
-    """The ranks' processes, by rank, which end with the block; a function that starts another; the store."""
+    """Starts ranks.
+
+    Gives their processes by rank, which end with the block; a function that starts another; the store.
+    """
     _check_descriptors(count)
     _check_loopback()
     store = _serve_on_loopback()

@@ -87,10 +87,10 @@ class BucketPlanner:
 def assign(
     order: Sequence[int], parameters: Sequence[torch.Tensor], caps: Sequence[int], alone: Sequence[bool]
 ) -> Plan:
-    """Cuts ``order`` into buckets of one dtype, each closed as soon as it holds its cap, or one that goes ``alone``.
+    """Cuts ``order`` into buckets of one dtype, each closed as soon as it holds its cap.
 
-    Buckets are in the order in which they fill. torch puts those below their caps in the order of a hash table, which
-    depends on the device's number, and so on the rank.
+    A parameter that is marked in ``alone`` gets a bucket of its own. Buckets are in the order in which they fill. torch
+    puts those below their caps in the order of a hash table, which depends on the device's number, and so on the rank.
     """
     if not order:  # all are frozen
         return []

@@ -64,7 +64,7 @@ class ModelReducer(Reducer):
 
     reduces = True
     _check_reducer_finalized, _remove_autograd_hooks = Reducer.check_finalized, Reducer.remove_hooks
-    _delay_all_reduce = NoReducer._nothing  # after a static graph's first backward, which has averaged at its end
+    _delay_all_reduce = NoReducer._nothing  # Lightning's call after a static graph's first backward
 
     def __init__(self, model: Model, options: ReducerOptions, wrapper: Any) -> None:
         super().__init__(model.parameters, str(model), model.names, model.communicator, model.sparse, options)

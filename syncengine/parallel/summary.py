@@ -1,4 +1,7 @@
-"""The times of steps, and which rank is late: as numbers, as a warning, and as one line at a run's end."""
+"""The times of steps, how much of them is synchronization, and which rank is late.
+
+They come as numbers, as a warning, and as one line at a run's end.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Steps of a trace, and the reductions in them, as pure functions of its events. Times are ns unless it is said."""
+"""Steps of a trace, and the reductions in them: pure functions of its events.
+
+Times are in nanoseconds, unless a name says otherwise.
+"""
 
 from __future__ import annotations
 

@@ -75,7 +75,10 @@ class Block:
         return [f"{name}: {'no ' if p.grad is None else ''}gradient" for name, p in self.weights.named]
 
     def sparse_gradient(self, gradients: bytes) -> str:
-        """A text that names a parameter with a sparse gradient, by ``WatchedWeights.gradients``; or an empty text."""
+        """A text that names a parameter with a sparse gradient; empty if there is none.
+
+        ``gradients``: as from ``WatchedWeights.gradients``.
+        """
         index = gradients.find(2)
         if index < 0:
             return ""

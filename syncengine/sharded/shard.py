@@ -42,7 +42,10 @@ def cut_elements(sizes: Sequence[tuple[int, int]], ranks: int) -> list[list[Slic
 
 
 def deal_whole(sizes: Sequence[tuple[int, int]], ranks: int) -> list[list[Slice]]:
-    """Each rank's parameters, uncut: the largest first, each to the rank that has least."""
+    """Each rank's parameters, uncut: the largest first, each to the rank that has least.
+
+    ``sizes``: as for cut_elements.
+    """
     load = [0] * ranks
     parts: list[list[Slice]] = [[] for _ in range(ranks)]
     for index, (elements, item) in sorted(enumerate(sizes), key=lambda one: -one[1][0] * one[1][1]):

@@ -46,7 +46,10 @@ class Membership:
         self._sizes = None
 
     def unshared(self, groups: Groups) -> list[Member]:
-        """The parameters that are not in shared memory, or not yet: the same list while these stay the same."""
+        """The parameters that are not in shared memory, or not yet.
+
+        The call returns the same list object as long as these parameters stay the same.
+        """
         lists = list(map(_parameters, groups))
         sizes, parameters = list(map(len, lists)), list(chain.from_iterable(lists))
         if self._sizes == sizes and all(map(is_, parameters, self._parameters)):
@@ -182,7 +185,7 @@ class Sharing:
             block.state.note_update()
 
     def look(self, state: State) -> str:
-        """Follows the user's changes of the optimizer's state. Returns a text for one that is not allowed."""
+        """Follows the user's changes of the optimizer's state. Returns a text if one is not allowed, or ""."""
         problem = ""
         for block in self.blocks:
             problem = block.state.look(state) or problem

@@ -222,6 +222,7 @@ def test_buffers_are_given_to_a_rank_that_is_behind():
 def test_every_change_of_weights_counts():
     net = nn.Linear(2, 3)
     net.small = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    net.column, net.one = nn.Parameter(torch.ones(3, 2)[:, :1]), nn.Parameter(torch.ones(3)[::3])
     optimizer = torch.optim.SGD([net.weight], lr=0.0, fused=True)
     updates = Updates({"net": net, "optimizer": optimizer})
     seen = [updates.look()]
@@ -238,6 +239,7 @@ def test_every_change_of_weights_counts():
         assert counts(lambda: torch.optim.SGD(net.parameters(), lr=0.0, fused=True).step())
         for write in (lambda: net.bias.data.neg_(), lambda: setattr(net.small, "data", torch.zeros(3).bfloat16())):
             assert counts(write)
+        assert all(counts(lambda p=p: p.data.neg_()) for p in (net.column, net.one))
         assert not counts(lambda: torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1).step())
         optimizer.zero_grad()
         with pytest.raises(ZeroDivisionError):

@@ -163,9 +163,9 @@ def test_it_is_not_given_by_position():
 )
 def test_each_bit_counts(dtype: torch.dtype):
     values = torch.arange(6).to(dtype).view(2, 3)
-    before = _checksums([values, values.t(), values[:, :1], values[:0], torch.tensor(1.5), values[0, ::3]])
-    assert before.shape == (6,)
-    assert before[1] == _checksums([values.t().contiguous()])  # whatever the strides
+    before = _checksums([values, values.t(), values[:, :1], values[:0], torch.tensor(1.5)])
+    assert before.shape == (5,)
+    assert before[0] == before[1] == _checksums([values.t().contiguous()])  # whatever the strides
     parts = torch.view_as_real(values) if values.is_complex() else values
     bits = 1 if dtype == torch.bool else 8 * parts.element_size()
     for bit in range(bits):

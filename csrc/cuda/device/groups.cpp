@@ -27,10 +27,6 @@ bool fakes_arrivals() {
 constexpr size_t kSlotBytes = 16 << 20;
 constexpr auto kPatience = std::chrono::seconds(2);
 
-void say_staged(const std::string& what, const PeerMemory& memory) {
-  say("syncengine: " + what + ": " + memory.unreachable + "\n");
-}
-
 }  // namespace
 
 void DeviceGroup::run(const Operation& operation, void* stream) {
@@ -131,7 +127,9 @@ void PeerGroup::prepare_staging(const std::function<void()>& interrupted) {
     for (std::byte* base : site_.slots) site_.areas.push_back(reinterpret_cast<InKernelArea*>(base + 2 * kSlotBytes));
     return;
   }
-  if (site_.rank == 0) say_staged("without peer access CUDA tensors go through pinned host memory", *peer_staging_);
+  if (site_.rank == 0)
+    say("syncengine: without peer access CUDA tensors go through pinned host memory: " + peer_staging_->unreachable +
+        "\n");
   host_staging_.emplace(share_pages(*communicator_, site_.world * 2 * kSlotBytes, interrupted));
   site_.slots.clear();
   for (int rank = 0; rank < site_.world; ++rank)
@@ -144,7 +142,7 @@ const char* PeerGroup::enqueue(const Operation& operation, cudaStream_t stream) 
   const char* where = route.path == Path::Direct ? " in memory of syncengine.empty" : "";
   watchdog_->publish(mark, call_text(operation) + where);
   StreamSteps steps(stream, site_.rank, &controls_);
-  run_sequence(operation, site_, route, mark, steps);
+  tell_peers_if_it_fails(*communicator_, [&] { run_sequence(operation, site_, route, mark, steps); });
   const char* const names[] = {"one_shot_bytes", "staged_bytes", "direct_bytes"};
   return names[static_cast<int>(route.path)];
 }
@@ -199,7 +197,7 @@ std::shared_ptr<void> PeerGroup::allocate(size_t bytes, const std::function<void
     if (host_staging_) return;  // it is staged, as other tensors are
     segment->peers = std::make_unique<PeerMemory>(*communicator_, *segment->own, interrupted);
     if (segment->peers->unreachable.empty()) return;
-    if (site_.rank == 0) say_staged("memory of syncengine.empty is staged", *segment->peers);
+    if (site_.rank == 0) say("syncengine: memory of syncengine.empty is staged: " + segment->peers->unreachable + "\n");
     segment->peers.reset();
     gather(*communicator_, uint8_t{0}, "syncengine.empty on CUDA", interrupted);
     segment->own->unshare();
@@ -214,7 +212,7 @@ std::shared_ptr<void> PeerGroup::allocate(size_t bytes, const std::function<void
 // Peers may be in the middle of an operation on a tensor that this rank has dropped, so memory is freed in two steps,
 // both by all ranks: first all of them unmap what every rank has dropped, then the owners free it.
 void PeerGroup::give_back_dropped(const std::function<void()>& interrupted) {
-  std::bitset<2048> dropped;  // of the first segments
+  std::bitset<2048> dropped;  // for each of the first segments; later ones wait until earlier ones are gone
   const size_t count = std::min(segments_.size(), dropped.size());
   for (size_t i = 0; i < count; ++i)
     dropped[i] = segments_[i]->dropped.load(std::memory_order_acquire);  // acquire: pairs with the release above

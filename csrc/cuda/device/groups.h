@@ -97,6 +97,7 @@ class ProxyGroup final : public DeviceGroup {
 
   std::shared_ptr<PinnedSlots> slots_;
   std::shared_ptr<Proxy> proxy_;
+  cudaEvent_t last_ = nullptr;  // the end of what was queued so far
 };
 
 }  // namespace syncengine::cuda

@@ -124,13 +124,6 @@ cudaError_t open(const Offer& own, const Offer& theirs, std::shared_ptr<void>& m
   return status;
 }
 
-// Makes a stream that does not wait for the default stream.
-std::shared_ptr<CUstream_st> make_stream() {
-  cudaStream_t stream = nullptr;
-  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "making a stream");
-  return {stream, cudaStreamDestroy};
-}
-
 void copy_and_wait(void* to, const void* from, cudaMemcpyKind kind, cudaStream_t stream) {
   check(cudaMemcpyAsync(to, from, sizeof(ProofArea), kind, stream), "copying a pattern");
   check(cudaStreamSynchronize(stream), "copying a pattern");
@@ -182,7 +175,9 @@ PeerMemory::PeerMemory(Communicator& communicator, DeviceMemory& own, const std:
   check(cudaGetDeviceProperties(&properties, offer.device), "asking for the device's UUID");
   offer.uuid = properties.uuid;
   offer.exported = cudaIpcGetMemHandle(&offer.handle, own.data());
-  const auto stream = make_stream();
+  cudaStream_t made = nullptr;  // does not wait for the default stream
+  check(cudaStreamCreateWithFlags(&made, cudaStreamNonBlocking), "making a stream");
+  const std::shared_ptr<CUstream_st> stream(made, cudaStreamDestroy);
   ProofArea area;
   area.own = pattern(offer.seed);
   std::ranges::fill(area.read, area.own);

@@ -76,7 +76,10 @@ ProxyGroup::ProxyGroup(std::shared_ptr<Communicator> communicator, int device, c
   std::vector<int> everybody(communicator_->size());
   std::iota(everybody.begin(), everybody.end(), 0);
   auto own = communicator_->split(everybody, interrupted);
-  tell_peers_if_it_fails(*communicator_, [&] { slots_ = std::make_shared<PinnedSlots>(); });
+  tell_peers_if_it_fails(*communicator_, [&] {
+    slots_ = std::make_shared<PinnedSlots>();
+    check(cudaEventCreateWithFlags(&last_, cudaEventDisableTiming), "making an event");
+  });
   proxy_ = std::make_shared<Proxy>(communicator_, std::move(own));
 }
 
@@ -100,12 +103,14 @@ const char* ProxyGroup::enqueue(const Operation& operation, cudaStream_t stream)
       check(cudaLaunchHostFunc(stream, post, new Submission{proxy_, std::move(posted), captured}),
             "queueing a callback");
     }
+    if (!captured) check(cudaEventRecord(last_, stream), "recording an event");
   });
   return "relayed_bytes";
 }
 
 void ProxyGroup::release() {
-  cudaDeviceSynchronize();  // returns: every posted piece ends, at the deadline at the latest
+  cudaEventSynchronize(last_);  // returns: every posted piece ends, at the deadline at the latest
+  cudaEventDestroy(last_);
   proxy_->stop();
 }
 
