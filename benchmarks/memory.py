@@ -75,7 +75,7 @@ def measure(model: str, engine: str, options: argparse.Namespace) -> tuple[int, 
 def parse(argv: list[str]) -> argparse.Namespace:
     """Parses the command line."""
     parser = arguments.parser("memory", __doc__, tuple(WORKLOADS), ENGINES)
-    parser.add_argument("--steps", type=int, default=6, help="default %(default)s")
+    parser.add_argument("--steps", type=int, default=20, help="default %(default)s")
     parser.add_argument("--repeats", type=int, default=3, help="sets of processes for each engine; default %(default)s")
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     return arguments.parse(parser, argv)
