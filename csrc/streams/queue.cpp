@@ -33,7 +33,7 @@ QueueRegistry& queue_registry() {
   return instance;
 }
 
-// Finds a queue, or makes it, which is collective.
+// Finds a queue, or makes one: that is collective.
 std::shared_ptr<Queue> queue_number(int number, const std::shared_ptr<Communicator>& communicator, c10::Device device,
                                     const Interrupted& interrupted) {
   QueueRegistry& registry = queue_registry();
