@@ -21,9 +21,9 @@ from benchmarks.support.ranks import REPOSITORY
 COMMANDS = (
     ("all_reduce", ["--launcher", "openmpi"], 2),
     ("all_reduce", ["--launcher", "mpich"], 2),
-    ("train_step", [], 7),
-    ("memory", [], 4),
-    ("sharded", [], 12),
+    ("train_step", ["--pairs", "40"], 8),
+    ("memory", ["--repeats", "2"], 9),
+    ("sharded", ["--rounds", "30"], 9),
     ("sharded_memory", [], 5),
     ("sharded_memory", ["--ranks", "4", "--models", "mlp67", "--engines", "today", "sharded", "--steps", "4"], 5),
     ("micro_batches", [], 6),
