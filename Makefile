@@ -19,7 +19,7 @@
 #   make gpu         runs the GPU tests and benchmarks with the present Python and torch in 9 minutes; downloads nothing
 #   make gpu-prebuild  builds for that on a machine without a GPU: for Python 3.12, torch 2.11 and sm_90; needs nvcc
 #   make docs        the site of the documentation, in build/site, strictly: no warning, no dead link
-#   make figures     measures the tables of README.md and docs/ anew, on a quiet machine: 56 minutes
+#   make figures     measures the tables of README.md and docs/ anew, on a quiet machine: 68 minutes
 #   make lint        formatters, linters and the type checker, changing nothing
 #   make format      formatters and linters, changing what they can
 #   make clean       removes what was built; `rm -r .venv*` removes the environments too
@@ -148,7 +148,8 @@ core-test:
 sanitize:
 	$(MAKE) --no-print-directory -C tests/core FLAVORS="tsan asan"
 
-# What allocates, detaches or forks memory that ranks share, as on a kernel with pages of 64 KiB.
+# What allocates, detaches or forks memory that ranks share, as on a kernel with pages of 64 KiB. A fourth rank
+# would add no layout of memory.
 PAGES_TESTS := tests/parallel/test_gradient_memory.py tests/communicator/test_zero_copy.py::test_what_is_copied \
   tests/faults/test_faults_fork.py tests/faults/test_shrink.py::test_memory_of_the_dead_is_given_back \
   'tests/faults/test_faults_stop.py::test_woken_rank_changes_nobodys_memory[2-points0]' tests/sharded/test_sharded_memory.py

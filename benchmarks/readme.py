@@ -198,8 +198,9 @@ def train_step() -> str:
     caption = f"""
         *Step*: in plain torch. *Floor*: scaling the gradients in place, timed in the same way, so that an overhead
         may be below it. *With views*: `gradient_as_bucket_view=True`. Medians of {step["options"]["pairs"]} pairs
-        with bootstrap intervals (95 %), {distance(step)} ns from core to core and back; memory varies by some tenths
-        of a MiB. A step of the wrapped model that is not synchronized takes at most {worst:.3f} times a plain one.
+        with bootstrap intervals (95 %), {distance(step)} ns from core to core and back; of memory, medians of
+        {memory["options"]["repeats"]} runs, which vary by some tenths of a MiB. A step of the wrapped model that is
+        not synchronized takes at most {worst:.3f} times a plain one.
         {measured_at(step, memory)}"""
     return f"{wrapped(title)}\n\n{markdown(head, rows)}\n\n{wrapped(caption)}"
 

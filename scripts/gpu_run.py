@@ -137,7 +137,7 @@ def benchmark(name: str, options: str, out: Path) -> list[str]:
 def all_steps(results: Path) -> list[Step]:
     """All steps in order of worth: whether it works, its bits, faults, speed, the rest."""
     first = "_parallel.py::test_gradients_are_the_average_in_rank_order[2]"
-    others = ("_parallel.py", "_lost_steps.py", "_models.py", "_hooks.py", "_backend.py", ".py")
+    others = ("_parallel.py", "_lost_steps.py", "_models.py", "_hooks.py", "_backend.py", "_devices.py", ".py")
     sizes = "8 16Ki 128Ki 1Mi 16Mi 64Mi 256Mi"
     bits = ("_equality.py", "_conformance.py::test_processes[2]")
     trace = f"--turns 9 --trace {results}/trace.json"

@@ -236,7 +236,9 @@ def test_ranks_that_wait_for_each_other_are_told_so():
 
 
 def test_pictures_of_two_traces_have_the_same_axes(monkeypatch: pytest.MonkeyPatch):
-    pictures = pytest.importorskip("syncengine.report.pictures")
+    pytest.importorskip("matplotlib")
+    from syncengine.report import pictures
+
     ends = []
     monkeypatch.setattr(pictures, "_draw", lambda title, axis, rows, until: ends.append((title, until)) or "")
     drawn = pictures.draw([analyze(make(Job())), analyze(make(Job(backward=200.0))), analyze(make(Job(steps=0)))])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -39,8 +40,8 @@ def test_what_is_between_start_and_stop(pool: RankPool, tmp_path: Path):
     pool.run(record, str(tmp_path / "timeline.json"), settings=None)
     for of_rank in sizes(tmp_path / "timeline.json.rings"):
         assert 20 in of_rank and not {12, 28} & of_rank
-    pytest.importorskip("perfetto")
-    assert (tmp_path / "timeline.json").stat().st_size > 0
+    if find_spec("perfetto"):
+        assert (tmp_path / "timeline.json").stat().st_size > 0
 
 
 def reduce_once(path: str) -> None:

@@ -158,13 +158,12 @@ def test_bfloat16():
     both(run)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, on which they would train together")
 @run_alone
 def test_ranks_that_would_train_alone():
     """Without a GPU, and without cpu=True."""
     forget()
     os.environ.pop("ACCELERATE_USE_CPU", None)
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
     with pytest.raises(errors.InvalidUsage, match=r"2 ranks were launched.*alone.*Accelerator\(cpu=True\)"):
         syncengine.accelerate.Accelerator()
     dist.barrier()  # the other may still connect

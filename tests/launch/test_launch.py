@@ -46,7 +46,12 @@ IDENTITY = [
     *((HYDRA, name) for name in ("PMI_RANK", "PMI_SIZE")),
     *((SLURM, name) for name in ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")),
 ]
-VARIABLES = pytest.mark.parametrize(("environ", "name"), IDENTITY, ids=[name for _, name in IDENTITY])
+
+
+def variables(*but: str) -> pytest.MarkDecorator:
+    """A case for each variable, `but` some."""
+    cases = [(environ, name) for environ, name in IDENTITY if name not in but]
+    return pytest.mark.parametrize(("environ", "name"), cases, ids=[name for _, name in cases])
 
 
 def test_no_launcher_is_one_process():
@@ -76,15 +81,13 @@ def test_batch_script_interactive_and_batch_step_are_one_process():
         assert detect({**SLURM_JOB, "SLURM_STEP_ID": step, "SLURM_STEP_NUM_TASKS": "1"}).kind == "single"
 
 
-@VARIABLES
+@variables("SLURM_STEP_NUM_TASKS")  # without it there is no step
 def test_missing_variable_is_named(environ, name):
-    if name == "SLURM_STEP_NUM_TASKS":
-        pytest.skip("without it there is no step: one process")
     with pytest.raises(InvalidUsage, match=rf"\b{name} is missing"):
         detect({key: value for key, value in environ.items() if key != name})
 
 
-@VARIABLES
+@variables()
 @given(value=st.text(max_size=30))
 def test_not_a_number_is_named(environ, name, value):
     assume(not (value.isascii() and value.isdigit()))
@@ -92,11 +95,18 @@ def test_not_a_number_is_named(environ, name, value):
         detect({**environ, name: value})
 
 
-@VARIABLES
-@pytest.mark.parametrize("value", ["99999999", "9" * 30, "1" * 10000])
+OUT_OF_RANGE = [
+    (environ, name, value)
+    for environ, name in IDENTITY
+    for value in ("99999999", "9" * 30, "1" * 10000)
+    if len(value) > 20 or not name.endswith(("SIZE", "TASKS"))  # a large world is in order
+]
+
+
+@pytest.mark.parametrize(
+    ("environ", "name", "value"), OUT_OF_RANGE, ids=[f"{name}-{len(value)}" for _, name, value in OUT_OF_RANGE]
+)
 def test_out_of_range_is_named(environ, name, value):
-    if name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS") and len(value) < 20:
-        pytest.skip("a large world is in order")
     with pytest.raises(InvalidUsage, match=rf"\b{name}={value[:30]}"):
         detect({**environ, name: value})
 
@@ -221,8 +231,19 @@ def test_lost_store_is_a_lost_peer():
 
 
 def test_nobody_listening_names_rank_0_and_the_address():
-    with pytest.raises(Timeout, match=r"rank 0 did not listen at 127\.0\.0\.1:1 "):
+    with pytest.raises(Timeout, match=r"rank 0 did not listen at 127\.0\.0\.1:1 \(Connection refused; .* within 0.2 s"):
         store.open_store("127.0.0.1", 1, 1, 2, 0.2, 5.0)
+
+
+def test_an_address_that_is_none_is_told_with_why(monkeypatch, caplog):
+    def connect(*_, **__):
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "create_connection", connect)
+    said = r"rank 0 did not listen at nod1:1 \(Name or service not known; MASTER_ADDR"
+    with caplog.at_level(logging.WARNING, "syncengine"), pytest.raises(Timeout, match=said):
+        store.open_store("nod1", 1, 1, 2, 0.2, 0.0)
+    assert "(Name or service not known; MASTER_ADDR" in caplog.text
 
 
 def test_who_comes_behind_the_launchers_end_does_not_wait_for_it(monkeypatch):

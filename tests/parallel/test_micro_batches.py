@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hosts import Hosts, why_not
+from hosts import Hosts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from marks import mostly_nightly
@@ -266,7 +266,7 @@ def expected(pool: RankPool) -> Callable[[str, int, int], Any]:
 
 
 @pytest.mark.nightly
-@pytest.mark.skipif(why_not() is not None, reason="needs network namespaces")
+@pytest.mark.usefixtures("needs_hosts")
 def test_real_hosts_train_what_the_plain_example_does(programs: RankPool, unused_port: int):
     environ = {k: v for k, v in os.environ.items() if not k.startswith("SYNCENGINE_")} | {"OMP_NUM_THREADS": "1"}
     environ |= {"PYTHONPATH": str(ROOT), "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": str(unused_port), "WORLD_SIZE": "3"}

@@ -13,7 +13,7 @@ from pool import run_on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
-from torch_versions import since_2_13
+from torch_versions import IS_SINCE_2_13, since_2_13
 
 import syncengine
 
@@ -34,15 +34,17 @@ def different() -> nn.Module:
 
 
 @pytest.mark.thorough
-@since_2_13
 @run_on_ranks(gloo=True)
 def test_arguments():
     for synced in (True, False):
-        with warnings.catch_warnings(action="ignore", category=FutureWarning):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
             both(different, with_statistics, broadcast_buffers=synced)
-        both(different, with_statistics, forward_sync_buffers=synced)
+        if IS_SINCE_2_13:
+            both(different, with_statistics, forward_sync_buffers=synced)
     both(different, with_statistics, init_sync=False)
-    with warnings.catch_warnings(action="ignore", category=FutureWarning):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
         both(Mlp, backwards, bucket_cap_mb=0.1, check_reduction=True)
 
 

@@ -82,7 +82,8 @@ def test_logging_data_with_options():
 
     view = {"gradient_as_bucket_view": True, "forward_sync_buffers": False, "bucket_cap_mb": 3}
     for options in ({"find_unused_parameters": True, **view}, {"find_unused_parameters": True, "static_graph": True}):
-        with warnings.catch_warnings(action="ignore", category=UserWarning):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
             ours, theirs = of_both(step, Used if "static_graph" in options else Branches, **options)
         for key in (
             "find_unused_parameters",

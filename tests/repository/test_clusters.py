@@ -11,7 +11,7 @@ from repository import ROOT
 
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="make test installs kubernetes-validate")
 models = pytest.importorskip("kubeflow_trainer_api.models", reason="make test installs kubeflow-trainer-api")
-yaml = pytest.importorskip("yaml")
+yaml = pytest.importorskip("yaml", reason="kubernetes-validate installs it")
 
 CLUSTERS = ROOT / "examples" / "clusters"
 VERSION = "1.31"

@@ -75,7 +75,7 @@ def call_main_alone(module: str, arguments: list[str]) -> None:
 
 
 def mpi_command(launcher: str) -> list[str]:
-    if not (ROOT / f".venv-{launcher}").exists():
+    if not (ROOT / f".venv-{launcher}" / "bin" / "mpirun").exists():
         pytest.skip(f"no .venv-{launcher}: `make test` installs it")
     return ranks.launch_command(launcher, 2)
 

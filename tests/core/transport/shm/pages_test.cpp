@@ -155,7 +155,7 @@ TEST(what_the_kernel_does_not_sever_is_not_recorded_and_stops_the_process) {
 }
 
 TEST(a_child_that_can_not_be_kept_out_of_shared_memory_ends) {
-  if constexpr (testing::kSlowdown > 1) return;
+  if constexpr (testing::kSlowdown > 1) return;  // sanitizers map memory of their own
   Tensors f;
   pid_t child = 0;
   {
