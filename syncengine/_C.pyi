@@ -89,6 +89,7 @@ class NetworkOptions:
     interface: str  # name, prefix or address; "" is loopback
     sockets: int  # connections a peer
     checksum: bool
+    log_after: float  # seconds, as in JobOptions
     silence: float  # seconds without a sign of life after which a peer is lost
     secret: str  # "" for none, as the next
     secret_file: str

@@ -52,6 +52,7 @@ class Door:
             self._store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=_PATIENCE))
         self.name = name  # of this process, if it joins
         self._looked = time.monotonic()
+        self._is_lost = False
 
     @classmethod
     def open(cls, environ: Mapping[str, str] = os.environ) -> Door | None:
@@ -116,12 +117,16 @@ class Door:
                 self._store.delete_key(ticket)
 
     def _waiting(self) -> list[int]:
-        """The processes that have come and have no ticket yet; none if the launcher has died."""
-        with contextlib.suppress(dist.DistError):
+        """The processes that have come and have no ticket yet. A launcher's death is said once, and gives none."""
+        try:
             came = self._read(CAME)
             if came and not self._store.check([ticket_of(name) for name in came]):
                 ended = self._read(ENDED)
                 return [name for name in came if name not in ended and not self._store.check([ticket_of(name)])]
+        except dist.DistError:
+            if not self._is_lost:
+                logger.warning("%s: nobody can join any more", _LAUNCHER_LOST)
+            self._is_lost = True
         return []
 
     def _read(self, key: str) -> list[int]:

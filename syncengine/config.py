@@ -100,6 +100,7 @@ class Config:
         options.interface = self.interface or interface
         options.sockets = self.sockets
         options.checksum = self.checksum
+        options.log_after = self.log_after
         options.silence = self.silence
         options.secret = self.secret
         options.secret_file = self.secret_file

@@ -86,7 +86,7 @@ class Rendezvous:
             *known,
             *(failure.nonce for failure in failures if failure.attempt != _attempt()),
         }
-        self._nonce = b":".join([secrets.token_hex(8).encode(), _process(os.getpid())])
+        self._nonce = b":".join([secrets.token_hex(8).encode(), _process(os.getpid()) or b""])
         self._remember(self._nonces)
         self._sign(b"")
         self._hear(failures)
@@ -296,15 +296,17 @@ def _wait_until_heard(meeting: Rendezvous, to_come: bool) -> None:
             time.sleep(0.02)
 
 
-def _process(pid: int) -> bytes:
+def _process(pid: int) -> bytes | None:
     """A name for the process of this number that no other process has on any machine.
 
-    The name is b"" if the process can't be seen, or has ended.
+    The name is b"" if the process has ended, and None if that can't be told: no descriptor is free, say.
     """
     try:
         state, *numbers = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return b""
+    except OSError:
+        return None
     return b"" if state in "ZX" or not _place() else f"{_place()}/{numbers[18]}/{pid}".encode()
 
 
@@ -319,7 +321,7 @@ def _place() -> str:
 def _has_ended(nonce: bytes) -> bool:
     process = nonce.partition(b":")[2]
     place, _, pid = process.rpartition(b"/")
-    return place.rpartition(b"/")[0] == _place().encode() and _process(int(pid or 0)) != process
+    return place.rpartition(b"/")[0] == _place().encode() and _process(int(pid or 0)) not in (None, process)
 
 
 def _attempt() -> str:

@@ -134,6 +134,7 @@ void bind_options(py::module_& module) {
       .def_readwrite("interface", &NetworkOptions::interface)
       .def_readwrite("sockets", &NetworkOptions::sockets)
       .def_readwrite("checksum", &NetworkOptions::checksum)
+      .def_readwrite("log_after", &NetworkOptions::log_after)
       .def_property(
           "silence", [](const NetworkOptions& self) { return self.timing.silence; },
           [](NetworkOptions& self, double value) { self.timing.silence = value; })

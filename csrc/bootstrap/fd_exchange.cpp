@@ -74,6 +74,7 @@ Called call(const std::string& name, ParentFd& socket) {
   sockaddr_un address;
   socklen_t length = fill(address, name);
   if (connect(socket.get(), reinterpret_cast<sockaddr*>(&address), length) == 0) return Called::Connected;
+  if (errno == EPERM || errno == EACCES) throw_system_error("can't connect to a rank of this host", errno, "connect");
   return must_wait(errno) ? Called::NotYet : Called::Refused;
 }
 

@@ -23,8 +23,8 @@ namespace syncengine::local_socket {
 // Abstract AF_UNIX sockets, which have a name but no file and which no forked child keeps, and descriptors that are
 // passed over them. No call blocks.
 //
-// Thread-safety: any thread. Failure: throws InvalidUsage if this process or machine has run out of a resource;
-// failures that the other side can cause are return values.
+// Thread-safety: any thread. Failure: throws InvalidUsage if a resource of this process or machine has run out,
+// or a sandbox forbids the call; failures that the other side can cause are return values.
 
 ParentFd listen(const std::string& name);
 

@@ -219,6 +219,27 @@ def _hosts(everyone: Sequence[Facts]) -> Iterator[Finding]:
         yield Finding("no secret", NOTE, ranks, text, remedy)
 
 
+# Parts of the facts of a rank that may be missing, each with its name in the report and its key.
+_PARTS = (
+    ("versions", "versions", "error"),
+    ("entry point", "entry_point", "error"),
+    ("CPUs", "cpus", "error"),
+    ("memory", "memory", "error"),
+    ("descriptors", "descriptors", "error"),
+    ("GPUs", "cuda", "error"),
+    ("deaths", "extension", "death_notices_error"),
+)
+
+
+def _unknown(everyone: Sequence[Facts]) -> Iterator[Finding]:
+    """Findings for facts that are missing, of ranks with an extension."""
+    there = [facts for facts in everyone if "error" not in facts["extension"]]
+    for title, part, key in _PARTS:
+        for error, ranks in grouped(there, lambda f, part=part, key=key: f[part].get(key)).items():  # type: ignore[misc]
+            text = f"{name_ranks(ranks)}: {title} could not be examined: {error}"
+            yield Finding(title, WARNING, ranks, text, "see that error: it may stop training, too")
+
+
 def _deaths(everyone: Sequence[Facts]) -> Iterator[Finding]:
     if blind := [f["rank"] for f in everyone if f["extension"].get("death_notices") == []]:
         why = "the kernel or a sandbox refuses both ways to notice a death on the same machine before the deadline"
@@ -248,6 +269,7 @@ _CHECKS = (
     _memory,
     _descriptors,
     _hosts,
+    _unknown,
     _deaths,
     _cuda,
 )

@@ -94,11 +94,19 @@ class MPIPacketTransport:
     def _test(self) -> list[tuple[int, str]]:
         if not self._requests:
             return []
-        try:
-            done = self._mpi.Request.Testsome(self._requests)
-            ended = dict.fromkeys(done or (), "")
-        except self._mpi.Exception:
-            ended = self._test_each()
+        ended: dict[int, str] = {}
+        while len(ended) < len(self._requests):
+            try:
+                index, done = self._mpi.Request.Testany(self._requests)
+            except self._mpi.Exception as error:  # MPI has freed the requests that failed, perhaps several at once
+                freed = [i for i, one in enumerate(self._requests) if i not in ended and one == self._mpi.REQUEST_NULL]
+                if not freed:
+                    raise
+                ended.update(dict.fromkeys(freed, str(error)))
+                continue
+            if not done:
+                break
+            ended[index] = ""
         if not ended:
             return []
         ends = [(self._ids[index], error) for index, error in sorted(ended.items())]
@@ -106,14 +114,3 @@ class MPIPacketTransport:
         self._ids = [self._ids[index] for index in rest]
         self._requests = [self._requests[index] for index in rest]
         return ends
-
-    def _test_each(self) -> dict[int, str]:
-        """The requests that have completed, each with its error or "", when some have failed."""
-        ended = {}
-        for index, request in enumerate(self._requests):
-            try:
-                if request == self._mpi.REQUEST_NULL or request.Test():
-                    ended[index] = ""
-            except self._mpi.Exception as error:
-                ended[index] = str(error)
-        return ended

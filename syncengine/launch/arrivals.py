@@ -25,16 +25,20 @@ def raise_if_ended(ranks: Collection[int]) -> None:
 
 def wait_for_ranks(
     missing: Callable[[], set[int]],
-    what: str,
+    what: str | Callable[[], str],
     timeout: float,
     log_after: float,
     check: Callable[[set[int]], None] = raise_if_ended,
 ) -> None:
     """Returns once `missing()`, which is called again and again, names no rank any more. All meetings wait here.
 
-    `what` completes the sentence "rank 3 did not ..." in the log line after `log_after` seconds and in the Timeout
-    after `timeout` seconds. `check` raises if one of the missing ranks will not come.
+    `what`, or its result, completes the sentence "rank 3 did not ..." in the log line after `log_after` seconds and in
+    the Timeout after `timeout` seconds. `check` raises if one of the missing ranks will not come.
     """
+
+    def did_not(absent: set[int]) -> str:
+        return f"{name_ranks(absent)} did not {what if isinstance(what, str) else what()}"
+
     start = time.monotonic()
     logged = False
     pause = _SHORTEST
@@ -42,9 +46,9 @@ def wait_for_ranks(
         check(absent)
         waited = time.monotonic() - start
         if waited >= timeout:
-            raise Timeout(f"{name_ranks(absent)} did not {what} within {timeout:g} s")
+            raise Timeout(f"{did_not(absent)} within {timeout:g} s")
         if waited >= log_after and not logged:
-            logger.warning("waiting since %.0f s: %s did not %s yet", waited, name_ranks(absent), what)
+            logger.warning("waiting since %.0f s: %s yet", waited, did_not(absent))
             logged = True
         time.sleep(min(pause, timeout - waited))
         pause = min(pause * 1.5, _LONGEST)

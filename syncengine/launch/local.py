@@ -134,32 +134,56 @@ def _ranks(
         process = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         for lines, to in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
             assert lines is not None
-            labelling.append(threading.Thread(target=_label, args=(name, lines, to.buffer), daemon=True))
+            labelling.append(_Labelling(name, lines, to.buffer))
             labelling[-1].start()
         return process
 
-    labelling: list[threading.Thread] = []
+    labelling: list[_Labelling] = []
     running: dict[int, subprocess.Popen[bytes]] = {}
-    previous = signal.signal(signal.SIGTERM, _end)
+    previous, in_order = signal.signal(signal.SIGTERM, _end), False
     try:
         for rank in range(count):
             running[rank] = start(rank, count)
         yield running, start, store
+        in_order = True
     finally:
         for process in running.values():
             process.terminate()
         for process in running.values():
             process.wait()
         for thread in labelling:
-            thread.join(1.0)  # a child of a rank may keep its output open
+            thread.finish(waits_for_reader=in_order)
         signal.signal(signal.SIGTERM, previous)
 
 
-def _label(rank: str, lines: IO[bytes], to: IO[bytes]) -> None:
-    with contextlib.suppress(OSError):  # nobody reads any more
-        for line in lines:
-            to.write(f"[rank {rank}] ".encode() + line)
-            to.flush()
+class _Labelling(threading.Thread):
+    """Passes a rank's lines on, each behind the rank's number."""
+
+    def __init__(self, rank: str, lines: IO[bytes], to: IO[bytes]) -> None:
+        super().__init__(daemon=True)
+        self._label, self._lines, self._to = f"[rank {rank}] ".encode(), lines, to
+        self._passed, self._is_writing = 0, False
+
+    def run(self) -> None:
+        # If nobody reads any more, the rank's pipe is closed, too: the rank fails as it would without labels.
+        with contextlib.suppress(OSError), self._lines:
+            for line in self._lines:
+                self._is_writing = True
+                self._to.write(self._label + line)
+                self._to.flush()
+                self._passed, self._is_writing = self._passed + 1, False
+
+    def finish(self, waits_for_reader: bool) -> None:
+        """Waits until all lines of a rank that has ended are passed on, and not for children of the rank.
+
+        A reader that has stopped reading gets a second, or all the time that it takes.
+        """
+        with contextlib.suppress(OSError, ValueError):  # closed already
+            os.set_blocking(self._lines.fileno(), False)  # the thread ends once the pipe is empty
+        passed = -1
+        while self.is_alive() and ((self._is_writing and waits_for_reader) or passed != self._passed):
+            passed = self._passed
+            self.join(1.0)
 
 
 def _log_of(log_dir: Path, rank: str | int) -> Path:

@@ -34,9 +34,18 @@ def open_store(host: str, port: int, rank: int, world_size: int, timeout: float,
     if not serves:
         # torch's own wait for the server is deaf to Ctrl-C and writes stack traces.
         ended = " has the launcher, which listens there, ended?" if of_agent else ""
-        listening = f"listen at {host}:{port} (MASTER_ADDR and MASTER_PORT: can this host reach it?{ended})"
-        within = min(timeout, _AGENT_ANSWERS) if of_agent else timeout
-        wait_for_ranks(lambda: set() if _is_listening(host, port) else {0}, listening, within, log_after)
+        why_not = ""
+
+        def missing() -> set[int]:
+            nonlocal why_not
+            why_not = _try_to_connect(host, port)
+            return {0} if why_not else set()
+
+        def listen() -> str:
+            hint = f"MASTER_ADDR and MASTER_PORT: can this host reach it?{ended}"
+            return f"listen at {host}:{port} ({why_not}; {hint})"
+
+        wait_for_ranks(missing, listen, min(timeout, _AGENT_ANSWERS) if of_agent else timeout, log_after)
     try:
         limit = timedelta(seconds=min(timeout, 30.0))
         store = serve_store(host, port, limit) if serves else dist.TCPStore(host, port, is_master=False, timeout=limit)
@@ -61,12 +70,13 @@ def serve_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
     return dist.TCPStore(host, port, None, True, timeout, False, multi_tenant=True, master_listen_fd=listener)
 
 
-def _is_listening(host: str, port: int) -> bool:
+def _try_to_connect(host: str, port: int) -> str:
+    """The reason why nobody can be reached at `host` and `port`, or ""."""
     try:
         socket.create_connection((host, port), timeout=0.5).close()
-    except OSError:
-        return False
-    return True
+    except OSError as error:
+        return error.strerror or str(error) or type(error).__name__  # a timeout has a text alone
+    return ""
 
 
 class StoreExchange:

@@ -55,10 +55,15 @@ def write_report(*directories: Path, out: Path | None = None) -> tuple[str, Path
     out = out or directories[-1] / ("report.html" if len(directories) == 1 else "compared.html")
     page = page_of(analyses, directories)
     try:
-        out.write_text(page, encoding="utf-8")
+        with out.open("w", encoding="utf-8") as file:
+            try:
+                file.write(page)
+                file.flush()
+            except OSError:
+                if out.is_file():
+                    out.unlink()  # a part of it
+                raise
     except OSError as error:
-        if out.is_file():
-            out.unlink()  # a part of it
         raise InvalidUsage(f"{out} can't be written: {error.strerror}: make room, or give another path") from error
     return analyses[0].verdict if len(analyses) == 1 else compare_verdict(*analyses), out
 

@@ -52,6 +52,13 @@ CASES: dict[str, tuple[Any, ...]] = {
         "machine before the deadline -> allow set_robust_list or pidfd_open (seccomp), and use no emulator that lacks "
         "both",
     ),
+    "parts of which nothing is known": (
+        [broken(0, "cuda", "RuntimeError: 802"), facts(1, extension={"death_notices_error": "no memory"})],
+        "warning, GPUs of [0]: rank 0: GPUs could not be examined: RuntimeError: 802 -> see that error: it may stop "
+        "training, too",
+        "warning, deaths of [1]: rank 1: deaths could not be examined: no memory -> see that error: it may stop "
+        "training, too",
+    ),
     "kernels": (
         [facts(rank, extension={"instruction_set_error": "SYNCENGINE_ISA=mmx is none; unset it"}) for rank in (0, 1)],
         "fatal, kernels of [0, 1]: ranks 0, 1: SYNCENGINE_ISA=mmx is none -> unset it",
@@ -87,6 +94,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "too many threads of one rank": (
         [facts(0, cpus={"threads": 5}), broken(1, "cpus", "x")],
         "warning, too many threads of [0]: 1 rank with 5 threads on 4 CPUs of a -> set OMP_NUM_THREADS=4",
+        "warning, CPUs of [1]: rank 1: CPUs could not be examined: x -> see that error: it may stop training, too",
     ),
     "as many threads as there are CPUs": ([facts(rank, cpus={"threads": 2}) for rank in (0, 1)],),
     "ranks that are bound to one CPU": (

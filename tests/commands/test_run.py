@@ -1,8 +1,10 @@
 """`syncengine run`: ranks that outlive each other, and others that join. The script of the ranks is this file."""
 
+import contextlib
 import hashlib
 import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -117,6 +119,70 @@ def test_lines_have_the_rank_in_front(programs, tmp_path):
         assert [line for line in done.stderr.splitlines() if line.endswith(rank)] == [f"[rank {rank}] {rank}"]
         assert f"[rank {rank}] one {rank}\n" in done.stdout
         assert f"[rank {rank}] two" in done.stdout
+
+
+WRITING = "import pathlib\nfor _ in range({lines}):\n    print('x' * 99)\npathlib.Path({ended!r}).touch()\n"
+
+
+@contextlib.contextmanager
+def labelled(script):
+    """A run whose output nobody reads yet."""
+    command = [sys.executable, "-m", "syncengine", "run", "-n", "1", "--label", str(script)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as run:
+        try:
+            yield run
+        finally:
+            run.kill()
+
+
+@pytest.mark.thorough
+def test_ranks_end_when_nobody_reads_their_lines_any_more(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(WRITING.format(lines=10_000, ended=str(tmp_path / "ended")))
+    with labelled(script) as run:
+        assert run.stdout.readline() == f"[rank 0] {'x' * 99}\n"
+        run.stdout.close()
+        assert run.wait(100) != 0
+        assert any(line.startswith("[rank 0]") and "BrokenPipeError" in line for line in run.stderr)
+    assert not (tmp_path / "ended").exists()
+
+
+@pytest.mark.thorough
+def test_a_late_reader_misses_no_line(tmp_path):
+    """The rank has ended by then: the pipes hold all that it has written."""
+    script, ended = tmp_path / "script.py", tmp_path / "ended"
+    script.write_text(WRITING.format(lines=1000, ended=str(ended)))
+    with labelled(script) as run:
+        deadline = time.monotonic() + 100
+        while not ended.exists():
+            assert run.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        time.sleep(2.5)
+        assert run.communicate(timeout=100) == (f"[rank 0] {'x' * 99}\n" * 1000, "")
+        assert run.returncode == 0
+
+
+CHILD = """
+import contextlib, time
+for i in range(1000):
+    with contextlib.suppress(OSError):
+        print('child', i, flush=True)
+    time.sleep(0.3)
+"""
+
+
+@pytest.mark.thorough
+def test_a_child_that_outlives_its_rank_is_not_waited_for(tmp_path):
+    script = tmp_path / "script.py"
+    start = f"import subprocess, sys\nprint(subprocess.Popen([sys.executable, '-c', {CHILD!r}]).pid)\n"
+    script.write_text(start)
+    with labelled(script) as run:
+        child = int(run.stdout.readline().split()[-1])
+        try:
+            assert run.wait(100) == 0
+            os.kill(child, 0)  # the child lives still
+        finally:
+            os.kill(child, signal.SIGKILL)
 
 
 def test_each_rank_has_a_log(programs, tmp_path):

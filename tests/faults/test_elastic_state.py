@@ -326,3 +326,14 @@ def test_a_process_that_waits_to_join_hears_that_the_launcher_has_ended(monkeypa
     monkeypatch.setattr(_joining, "_PATIENCE", 0.5)
     with pytest.raises(syncengine.errors.PeerLost, match="the launcher, or its store, has ended"):
         _joining.Door(f"127.0.0.1:{port}", 3)
+
+
+def test_the_first_rank_says_once_that_nobody_can_join_any_more(caplog):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    door = _joining.Door(f"127.0.0.1:{store.port}", None)
+    assert door._waiting() == []
+    del store
+    for _ in range(2):
+        assert door._waiting() == []
+    said = "the launcher, or its store, has ended: nobody can join any more"
+    assert [record.getMessage() for record in caplog.records] == [said]

@@ -5,7 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import resource
+import shutil
+import subprocess
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -77,13 +80,32 @@ ROWS: dict[str, tuple[Callable[[], None], str]] = {
 }
 
 
-@needs_seccomp
-@pytest.mark.parametrize("name", ROWS)
+LIMITS = ("sizes of files", "descriptors")  # all other rows are refused by a filter
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in LIMITS else [needs_seccomp]) for name in ROWS])
 def test_what_the_system_refuses_has_a_way_out(pool: RankPool, name: str):
     with pool.spawn_ranks(error_of_init, name, settings=None) as ranks:
         victim, own = (rank.result() for rank in ranks)
     assert ROWS[name][1] in own
     assert victim == f"rank 1 failed in init: InvalidUsage: {own}"
+
+
+def error_without_local_sockets() -> str:
+    if my_rank() == 1:
+        NOT_PERMITTED("connect", longer=28)  # addresses longer than those of IP
+    with pytest.raises(SyncError) as caught:
+        syncengine.init(timeout=50)
+    return str(caught.value)
+
+
+@needs_seccomp
+def test_a_sandbox_that_forbids_to_connect_within_a_host_is_named(pool: RankPool):
+    """The other rank can't be told, as nothing connects them."""
+    with pool.spawn_ranks(error_without_local_sockets, settings=None) as ranks:
+        victim, own = (rank.result() for rank in ranks)
+    assert own == f"can't connect to a rank of this host: Operation not permitted {SANDBOX.format('connect')}"
+    assert re.search("rank 1 (broke off|died) while the ranks connected", victim), victim
 
 
 @run_on_ranks(spawned=True, settings=None)
@@ -205,6 +227,14 @@ def write_where_no_room_is(folder: Path) -> None:
     syncengine.init()
     with syncengine.trace(folder):
         syncengine.Parallel(torch.nn.Linear(1, 1), nonfinite="raise")(torch.ones(1, 1)).backward()
+    busy = shutil.copy("/bin/sleep", folder / "busy")
+    with subprocess.Popen([busy, "600"]) as runs:
+        try:
+            with pytest.raises(InvalidUsage, match=r"busy can't be written: Text file busy: make room, or give"):
+                write_report(folder, out=busy)
+        finally:
+            runs.kill()
+    assert busy.stat().st_size > 10_000  # as before: nothing of the report is in it
     before = sorted(folder.iterdir())
     limit(resource.RLIMIT_FSIZE, 10)
     with pytest.raises(InvalidUsage, match=r"report.html can't be written: File too large: make room, or give"):

@@ -21,6 +21,7 @@ from test_hosts import leave_in_the_middle, start, use_everything
 from two_groups import as_under_ddp
 
 import syncengine
+from syncengine.interhost.mpi import MPIPacketTransport
 
 
 def train(hosts):
@@ -55,6 +56,19 @@ def beside_own_messages(hosts):
     MPI.Request.Waitall(requests)
     assert got.eq((rank - 1) % world.size).all()
     assert tensor.eq(1).all()
+
+
+def a_packet_that_fails(hosts):
+    """A packet longer than the memory for it: it fails at the receiver, and has not arrived."""
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD.Dup()
+    comm.Set_errhandler(MPI.ERRORS_RETURN)
+    transport, rank = MPIPacketTransport(MPI, comm), comm.Get_rank()
+    posts, ends = [(7, 1 - rank, rank == 0, memoryview(bytearray(64 if rank == 0 else 16)))], []
+    while not ends:
+        ends, posts = transport.step(posts), []
+    return ends
 
 
 def train_over_two_groups(hosts):
@@ -126,7 +140,8 @@ def name_tcp_on_rank_1(hosts):
 
 
 CASES = [use_everything, train, raise_on_last, beside_own_messages, leave_in_the_middle, finalize_first]
-CASES += [train_over_two_groups, leave_while_one_is_stopped, kill_last, init_only, name_tcp_on_rank_1]
+CASES += [a_packet_that_fails, train_over_two_groups, leave_while_one_is_stopped, kill_last, init_only]
+CASES += [name_tcp_on_rank_1]
 
 if __name__ == "__main__":
     cases = {case.__name__: case for case in CASES}

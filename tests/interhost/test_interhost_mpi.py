@@ -48,6 +48,13 @@ def test_bits_training_and_errors(name):
             assert "waits for rank" in outcome
 
 
+@each_mpi
+def test_a_packet_that_fails_has_not_arrived(name):
+    ((sent,),), ((received,),) = answers(name, "a_packet_that_fails:ab")
+    assert sent == [7, ""]
+    assert received[0] == 7 and "trunc" in received[1].lower()
+
+
 @pytest.mark.nightly
 @each_mpi
 def test_exit_without_shutdown(name):

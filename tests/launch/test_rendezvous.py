@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import subprocess
@@ -23,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import syncengine
 import syncengine_autoload
 from syncengine.errors import Aborted, InvalidUsage
+from syncengine_autoload import rendezvous
 from syncengine_autoload.rendezvous import Failed, Rendezvous
 
 # What ranks do in the attempts that fail: one dies before it comes, when the other waits for it, then the other, then
@@ -317,3 +319,14 @@ def test_a_failure_after_an_older_one_that_was_heard_late():
     ranks[1].meeting.fail(b"another")
     with pytest.raises(Failed, match="another"):
         again.step()
+
+
+def test_a_process_that_cannot_be_looked_at_has_not_ended(monkeypatch):
+    nonce = b"of this process:" + rendezvous._process(os.getpid())
+    assert not rendezvous._has_ended(nonce)
+
+    def read_text(self):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert not rendezvous._has_ended(nonce)

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <utility>
 
 #include "base/checked.h"
 #include "base/say.h"
@@ -40,6 +41,8 @@ Rendezvous::Rendezvous(const Options& options, int rank, const Address& own, std
 
 std::map<int, Sockets> Rendezvous::run(Deadline deadline, const std::function<void()>& interrupted) {
   sync_point("tcp_rendezvous");
+  const auto begin = Clock::now();
+  bool logged = false;
   while (missing_ > 0) {
     std::vector<pollfd> waits{{has_room() ? listener_ : -1, POLLIN, 0}};  // if there is no room, polling the listener
                                                                           // would return at once, again and again
@@ -69,6 +72,8 @@ std::map<int, Sockets> Rendezvous::run(Deadline deadline, const std::function<vo
     }
     if (missing_ > 0 && deadline.passed())
       throw Error(ErrorKind::Timeout, options_.names(rank_) + " waited in init() for " + missing_names());
+    if (missing_ > 0 && Clock::now() - begin >= seconds(options_.log_after) && !std::exchange(logged, true))
+      say("syncengine: " + options_.names(rank_) + " still waits in init() for " + missing_names() + "\n");
   }
   return std::move(sockets_);
 }

@@ -22,6 +22,7 @@ struct Options {
   bool checksum = false;  // CRC-32C of all data, beside TCP's own weak sum; the same on all ranks
   matching::HeartbeatTiming timing = {};
   double handshake = 5.0;    // seconds that a caller has to prove its identity
+  double log_after = 5.0;    // seconds of connecting after which one line on stderr says to whom, and why not yet
   int unauthenticated = 64;  // limit of connections without that proof, beside those that are expected
   std::string secret;        // see load_secret()
   RankNames names;           // of the ranks of the job
