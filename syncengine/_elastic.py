@@ -80,6 +80,8 @@ class Elastic:
                 "elastic() can't give other ranks to torch.distributed's group that init(torch_group=True) has made: "
                 "leave torch_group out, and ask syncengine for rank and world size"
             )
+        if not patience > 0:
+            raise InvalidUsage(f"elastic(patience={patience!r}) is not allowed: give seconds, more than 0")
         for name, value in state.items():
             if not has_state(value):
                 raise InvalidUsage(

@@ -66,6 +66,10 @@ def export(model: Parallel, port: int | None = None, registry: CollectorRegistry
     """
     collector = Collector(model)
     registry.register(collector)
-    if port is not None:
-        start_http_server(port, registry=registry)
+    try:
+        if port is not None:
+            start_http_server(port, registry=registry)
+    except BaseException:
+        registry.unregister(collector)
+        raise
     return collector

@@ -105,4 +105,6 @@ def _settings(options: Any, backend_options: Any) -> Config:
                 "SYNCENGINE_* variables and timeout="
             )
         timeout = min(timeout, backend_options._timeout.total_seconds())
+    if timeout <= 0:
+        raise InvalidUsage(f"a process group's timeout of {timeout:g} s is not allowed: give more than 0")
     return replace(config, timeout=min(timeout, 1e9))

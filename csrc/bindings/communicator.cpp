@@ -62,10 +62,16 @@ py::object exception_of(const Function& call) {
   return py::none();
 }
 
+void require_seconds(const char* what, double value) {
+  if (value > 0) return;  // not NaN
+  throw Error(ErrorKind::InvalidUsage, std::string(what) + ": give seconds, more than 0, not " + std::to_string(value));
+}
+
 // The Python object for an asynchronous collective, on CPU or CUDA tensors.
 struct PyWork {
   void wait(std::optional<double> timeout) const {
     using std::chrono::milliseconds;  // 0 ms means no limit, hence at least 1
+    require_seconds("wait(timeout=...)", timeout.value_or(1));
     work->wait(timeout ? std::max(milliseconds(1), std::chrono::ceil<milliseconds>(seconds(*timeout))) : kNoTimeout);
   }
   py::object exception() const {
@@ -157,12 +163,14 @@ at::Tensor empty_on_device(const std::shared_ptr<Communicator>& communicator, co
 at::Tensor empty(const std::shared_ptr<Communicator>& communicator, const std::vector<int64_t>& sizes,
                  at::ScalarType type, std::optional<c10::Device> device) {
   dtype_of(type, "empty");
-  int64_t elements = 1;
+  int64_t bytes = static_cast<int64_t>(c10::elementSize(type));
+  bool too_many = false;
   for (int64_t extent : sizes) {
     if (extent < 0) throw Error(ErrorKind::InvalidUsage, "empty: negative size " + std::to_string(extent));
-    elements *= extent;
+    too_many |= __builtin_mul_overflow(bytes, extent, &bytes);
   }
-  const size_t bytes = static_cast<size_t>(elements) * c10::elementSize(type);
+  if (too_many && std::find(sizes.begin(), sizes.end(), 0) == sizes.end())
+    throw Error(ErrorKind::InvalidUsage, "empty: no address space has room for so many elements");
   if (device && !device->is_cpu()) return empty_on_device(communicator, sizes, bytes, type, *device);
   auto memory = communicator->allocate(bytes);
   return at::from_blob(
@@ -254,6 +262,7 @@ void bind_communicator(py::module_& module) {
       .def(
           "shrink",
           [](Communicator& self, double patience) {
+            require_seconds("shrink(patience=...)", patience);
             py::gil_scoped_release nogil;
             return self.shrink(seconds(patience), raise_pending_signal);
           },

@@ -87,6 +87,7 @@ void TorchBackend::abort() {
 }
 
 void TorchBackend::require_timeout(std::chrono::milliseconds timeout) const {
+  if (timeout.count() <= 0) throw Error(ErrorKind::InvalidUsage, "a timeout of a process group must be more than 0");
   if (timeout <= milliseconds_of(communicator_->timeout())) return;
   throw Error(ErrorKind::InvalidUsage,
               "the timeout of a syncengine process group can be lowered only, from the one it was made or split with: "

@@ -85,7 +85,7 @@ std::vector<at::Tensor> TorchWork::result() { return call_.results(); }
 
 bool TorchWork::wait(std::chrono::milliseconds timeout) {
   std::optional<Duration> at_most;
-  if (timeout > kNoTimeout) at_most = timeout;
+  if (timeout > kNoTimeout) at_most = seconds(std::chrono::duration<double>(timeout).count());  // or an int overflows
   wait_for_works(at_most, raise_pending_signal);
   deliver_or_throw();
   return true;
@@ -209,7 +209,8 @@ class DeviceWork final : public ::c10d::Work {
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override {
     communicator_->throw_if_failed();
     if (timeout > kNoTimeout)
-      wait_on_host(*communicator_, done_, Deadline::after(timeout), "Work.wait(timeout)", raise_pending_signal);
+      wait_on_host(*communicator_, done_, Deadline::after(seconds(std::chrono::duration<double>(timeout).count())),
+                   "Work.wait(timeout)", raise_pending_signal);
     synchronize();
     return true;
   }

@@ -108,7 +108,6 @@ class BufferCopy:
             lines = describe_layout(list(named.items()))
         except InvalidUsage as error:  # the others would wait
             fail_all(self._communicator, error, f"{own_name(self._communicator)}: {error}")
-        self._places = places
         if not self._layout:
             check_same_on_all_ranks(self._communicator, f"{self._what} differ", lines)
         if not self._layout or lines != self._lines:
@@ -117,6 +116,7 @@ class BufferCopy:
             digest = hashlib.sha256(to_utf8("\n".join(lines))).hexdigest()[:16]
             self._layout = f"a copy of {self._what} ({text[:_MOST_SHOWN]}, digest {digest})"
             self._lines = lines
+        self._places = places  # last: what has raised is looked at again
 
 
 def named_state(model: Model, buffers: Buffers | None) -> list[tuple[str, torch.Tensor]]:

@@ -33,7 +33,7 @@ class MixedPrecision:
         self._ignored = {tensor for name, tensor in named if name in ignored}
         self.compress = compression(settings, filter(self._takes_part, module.parameters()))
         self.dtype: torch.dtype | None = settings.param_dtype
-        self._casts = True
+        self.casts = False  # the wrapper says when
         self._handles: list[RemovableHandle] = []
         self._calls: list[nn.Module] = []  # of modules, the outermost first
         self._hidden: list[tuple[dict[str, Any], str, nn.Parameter]] = []  # behind casts during the outermost call
@@ -46,8 +46,7 @@ class MixedPrecision:
                 self._handles.append(submodule.register_forward_hook(self._leave, always_call=True))
 
     def go_with(self, wrapper: nn.Module) -> None:
-        """Casts the module as long as ``wrapper`` exists; a copy of it only once this is called for the copy, too."""
-        self._casts = True
+        """Leaves the module when ``wrapper`` is gone. A copy leaves its own once this is called for the copy, too."""
         weakref.finalize(wrapper, self._remove_hooks).atexit = False
 
     def _remove_hooks(self) -> None:
@@ -55,7 +54,7 @@ class MixedPrecision:
             handle.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_casts": False}
+        return {**self.__dict__, "casts": False}
 
     def around(self, call: Callable[[], Any]) -> Any:
         """Runs the wrapper's ``call`` of the module. However it ends, the parameters are back in place.
@@ -73,7 +72,7 @@ class MixedPrecision:
 
     # The outermost call is the wrapper's, or that of a part of the model where a checkpoint is recomputed.
     def _enter(self, module: nn.Module, _inputs: Any) -> None:
-        if not self._casts:
+        if not self.casts:
             return
         self._calls.append(module)
         if len(self._calls) == 1:

@@ -98,7 +98,8 @@ class Planning:
         ready = self.reducer.ready_order()
         order = ready + _completed((), sorted(set(trainable).difference(ready)))  # what is frozen by now may thaw
         padding = [-1] * (len(self.model.parameters) - len(order))
-        trains = [i in trainable for i in order]
+        wanted = set(trainable)
+        trains = [i in wanted for i in order]
         message = torch.tensor([order + padding, trains + padding], dtype=torch.int64, device="cpu")
         what = f"planning the buckets of {self.model} in a forward with gradients enabled, as all ranks make it"
         communicator.broadcast(message, source, layout=what)

@@ -18,10 +18,12 @@ def check_arguments(device_ids: Any, bucket_cap_mb: float | None, bucket_cap_mb_
     """Raises ``InvalidUsage`` for the first argument that can't work."""
     if device_ids is not None and len(device_ids) > 1:
         raise InvalidUsage("device_ids can only be None or contain a single element.")
-    if bucket_cap_mb is not None and (not bucket_cap_mb > 0 or _MOST_MIB < bucket_cap_mb < math.inf):
-        raise InvalidUsage(f"bucket_cap_mb must be a positive number of MiB, but is {bucket_cap_mb!r}")
-    if bucket_cap_mb_list and not all(cap > 0 for cap in bucket_cap_mb_list):
-        raise InvalidUsage(f"bucket_cap_mb_list must be positive numbers of MiB, but is {bucket_cap_mb_list!r}")
+    if bucket_cap_mb is not None and (not bucket_cap_mb > 0 or _MOST_MIB <= bucket_cap_mb < math.inf):
+        raise InvalidUsage(f"bucket_cap_mb must be a positive number of MiB, less than 2**43, but is {bucket_cap_mb!r}")
+    if bucket_cap_mb_list and not all(0 < cap < _MOST_MIB for cap in bucket_cap_mb_list):
+        raise InvalidUsage(
+            f"bucket_cap_mb_list must be positive numbers of MiB, less than 2**43, but is {bucket_cap_mb_list!r}"
+        )
 
 
 def check_looks(audit: Any, nonfinite: Any) -> None:

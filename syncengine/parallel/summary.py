@@ -5,6 +5,7 @@ They come as numbers, as a warning, and as one line at a run's end.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import sys
@@ -176,7 +177,10 @@ def stragglers_of(reducer: ModelReducer, ranks: list[int]) -> Stragglers:
 def warn_of_straggler(reducer: ModelReducer, ranks: list[int], model: str) -> None:
     """Warns of a rank that is late in most of the last steps, if there is one."""
     if text := _late_text(numbers_of(reducer.step_times()), ranks):
-        warnings.warn(f"{model}: {text}", RuntimeWarning, stacklevel=2)
+        try:
+            warnings.warn(f"{model}: {text}", RuntimeWarning, stacklevel=2)
+        except RuntimeWarning:  # a filter makes an error of it, which the other ranks would not have
+            print_line(f"{model}: {text}", level=logging.WARNING)
 
 
 def _late_text(numbers: Numbers, ranks: list[int]) -> str:

@@ -165,6 +165,8 @@ class Parallel(ForTools):
         self._compose()
         if init_sync and self.communicator.size > 1:
             self._replicate(sync_initial_buffers)
+        if self._precision is not None:
+            self._precision.casts = True  # last: the module of a wrapper that was not made casts nothing
 
     def _reducer_options(self) -> ReducerOptions:
         """The options of the reducer. A subclass, for tests or benchmarks, may set more."""
@@ -277,6 +279,7 @@ class Parallel(ForTools):
         self.logger = Logger(self)
         if self._precision is not None:
             self._precision.go_with(self)
+            self._precision.casts = True
         self._optimizers = BackwardOptimizers()
         self._compose(number=number)
 

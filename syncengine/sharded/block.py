@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -90,8 +89,10 @@ def part(memories: Sequence[CommonMemory], claims: Sequence[Claim], torn: str = 
     """Gives this rank private copies of shared memory. False if memory is too short for that."""
     parted = True
     for memory in memories:
-        with contextlib.suppress(MemoryError):
+        try:
             parted &= memory.detach()
+        except MemoryError:
+            parted = False
     for one in claims:
         if torn:
             one.tear(torn)

@@ -164,9 +164,11 @@ class _Guard:
     def _before_load(self, module: torch.nn.Module, state_dict: Any, prefix: str, metadata: Any) -> None:
         for key, parameter in module._parameters.items():
             found = _claims.get(parameter) if parameter is not None else None
-            if found is None or prefix + key not in state_dict:
+            if parameter is None or found is None or prefix + key not in state_dict:
                 continue
-            found.torn = ""
+            value = state_dict[prefix + key]
+            if torch.is_tensor(value) and (value.shape == parameter.shape or (value.dim(), parameter.dim()) == (1, 0)):
+                found.torn = ""  # torch loads no other shape, and raises
             if found.by is None:
                 continue
             if metadata.get("assign_to_params_buffers") and _is_claimed(found):

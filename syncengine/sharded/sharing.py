@@ -228,8 +228,9 @@ class Sharing:
         torn = torn if torn > self.steps else 0  # otherwise another rank may not know that the update is complete
         if torn and not isinstance(error, TornWeights):
             error = TornWeights(torn_text(torn, str(error)))
-        self.over = type(error)(str(error))
-        if part(self.memories, self.claims, str(error) if torn else ""):
+        parted = part(self.memories, self.claims, str(error) if torn else "")
+        self.over = type(error)(str(error))  # behind what may be interrupted, and is then done again
+        if parted:
             self.blocks.clear()  # what may hold this would keep another one from sharing these weights
         else:
             warnings.warn(

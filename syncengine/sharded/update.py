@@ -160,20 +160,24 @@ class Update:
             self._memory.tear(self._number)
         patience = _MOMENT if isinstance(error, Timeout) else self._communicator.timeout  # they have been waited for
         deadline = time.monotonic() + patience
-        while True:
-            ended = self._communicator.ended()  # first: what these have done is there by now
-            completed = self._memory.completed(self._host.size)
-            behind = [rank for rank, done in enumerate(completed) if done < self._number]
-            torn = self._memory.torn
-            if not behind and not torn:
-                return
-            lost = [rank for rank in behind if self._host.in_job(rank) in ended]
-            if lost or torn or time.monotonic() > deadline:
-                self._memory.tear(self._number)
-                if not isinstance(error, Exception):
+        try:
+            while True:
+                ended = self._communicator.ended()  # first: what these have done is there by now
+                completed = self._memory.completed(self._host.size)
+                behind = [rank for rank, done in enumerate(completed) if done < self._number]
+                torn = self._memory.torn
+                if not behind and not torn:
                     return
-                raise TornWeights(torn_text(self._number, self._who(lost or behind, error))) from error
-            time.sleep(0.001)
+                lost = [rank for rank in behind if self._host.in_job(rank) in ended]
+                if lost or torn or time.monotonic() > deadline:
+                    self._memory.tear(self._number)
+                    if not isinstance(error, Exception):
+                        return
+                    raise TornWeights(torn_text(self._number, self._who(lost or behind, error))) from error
+                time.sleep(0.001)
+        except BaseException:  # Ctrl-C: nobody waits any longer for what the others may still write
+            self._memory.tear(self._number)
+            raise
 
     def _who(self, missing: Sequence[int], error: Exception) -> str:
         """The reason why the weights are torn, naming a rank: one that is ``missing``, if that is not this rank."""

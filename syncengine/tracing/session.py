@@ -48,7 +48,7 @@ def begin(
         raise InvalidUsage("a trace is of connected ranks: call syncengine.init() before it")
     if steps is not None and steps < 1:
         raise InvalidUsage(f"trace(steps={steps!r}) is not allowed: give how many steps to record, or None for all")
-    if events < 1:
+    if not 0 < events < 2**40:
         raise InvalidUsage(f"trace(events={events!r}) is not allowed: give how many events each rank keeps")
     folder = Path(directory)
     try:

@@ -74,6 +74,27 @@ def test_empty_takes_sizes_as_torch_does(alone, sizes):
         syncengine.empty(*sizes, device="meta")
 
 
+@pytest.mark.parametrize("sizes", [(2**61,), (2**32, 2**32), (2**62, 2)])
+def test_empty_refuses_what_no_address_space_has_room_for(alone, sizes):
+    syncengine.init()
+    with pytest.raises(InvalidUsage, match="empty: no address space"):
+        syncengine.empty(*sizes, dtype=torch.float64)
+
+
+def elastic_with(patience: float) -> None:
+    syncengine.elastic(lambda elastic: None, patience=patience, model=torch.nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("seconds", [-1.0, 0.0, float("nan")])
+def test_seconds_that_are_none_are_refused(alone, seconds):
+    communicator = syncengine.init()
+    work = communicator.all_reduce(torch.ones(1), async_op=True)
+    for call in (work.wait, communicator.shrink, elastic_with):
+        with pytest.raises(InvalidUsage, match="give seconds, more than 0"):
+            call(seconds)
+    work.wait()
+
+
 # ---- several ranks ----
 
 

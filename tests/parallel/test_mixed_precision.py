@@ -312,6 +312,18 @@ def test_a_wrapper_in_a_cycle_casts_for_no_later_one():
 
 
 @run_on_ranks()
+def test_the_module_of_a_wrapper_that_was_not_made_casts_nothing():
+    """The error keeps the wrapper, as a notebook's last error does."""
+    module = nn.Linear(4, 3 + syncengine.rank())
+    with pytest.raises(Mismatch) as kept:
+        syncengine.Parallel(module, mixed_precision=BF16)
+    assert module(torch.ones(1, 4)).dtype == torch.float32
+    del kept
+    gc.collect()
+    assert not module._forward_pre_hooks and not module._forward_hooks
+
+
+@run_on_ranks()
 def test_casts_go_with_the_wrapper():
     """Under DDP the module's hooks stay, and a copy of the module has them, too."""
     module = Mlp()

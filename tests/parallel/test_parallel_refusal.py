@@ -46,6 +46,12 @@ def refused_modules() -> None:
             syncengine.Parallel(make())
 
 
+def refused_sizes() -> None:
+    for name, value in (("bucket_cap_mb_list", [1, 1e30]), ("bucket_cap_mb", 2.0**43)):
+        with pytest.raises(InvalidUsage, match=rf"{name} must be .*less than 2\*\*43"):
+            syncengine.Parallel(nn.Linear(1, 1), **{name: value})
+
+
 def refused_methods() -> None:
     model = syncengine.Parallel(nn.Linear(1, 1))
     with pytest.raises(InvalidUsage, match="_set_sparse_metadata.*not support|not support.*_set_sparse_metadata"):
@@ -90,7 +96,7 @@ def refused_on_cuda() -> None:
             model.register_comm_hook(None, syncengine.hooks.bf16_compress)  # one rank has no reducer without a hook
 
 
-@pytest.mark.parametrize("check", [refused_arguments, refused_modules, refused_methods, refused_on_cuda])
+@pytest.mark.parametrize("check", [refused_arguments, refused_sizes, refused_modules, refused_methods, refused_on_cuda])
 @pytest.mark.parametrize("world", [1, 2])
 def test_what_is_not_supported_is_refused_by_name(pool: RankPool, check: Callable[[], None], world: int):
     pool.run(check, world=world)

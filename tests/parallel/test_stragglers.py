@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import time
 import warnings
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from torch import nn
 
 import syncengine
 import syncengine.hooks
+from syncengine.parallel import summary
 from syncengine.parallel.summary import LEAST_COMPARED, WINDOW
 from syncengine.stragglers import PHASES, WHERE, compare
 
@@ -286,3 +289,14 @@ def test_nothing_is_sent_for_it():
         after = counters()
         counted = {name: after[name] - before[name] for name in after if name != "sleeps"}
         assert {name: count for name, count in counted.items() if count} == expected
+
+
+def test_a_filter_makes_no_error_of_the_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    """Rank 0 alone warns, and would be the only rank that raises."""
+    monkeypatch.setattr(summary, "_late_text", lambda *_: "rank 1 is late")
+    monkeypatch.setattr(summary, "numbers_of", lambda _: None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        summary.warn_of_straggler(mock.Mock(), [0, 1], "Parallel(Net)")
+    said = [(record.levelno, record.getMessage()) for record in caplog.records]
+    assert said == [(logging.WARNING, "Parallel(Net): rank 1 is late")]

@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from sharded_training import batch, digest, error_of, make, plain, sharded, snap
 from torch import nn
 
 import syncengine
+from syncengine.sharded.update import Update
 
 
 def stops() -> list:
@@ -271,3 +273,15 @@ def test_torn_weights_are_used_by_nobody_until_others_are_loaded(pool: RankPool)
         assert set(after.values()) == {""}, after
         assert (own, unrelated, same) == ("", "", [True] * 4)
         assert hooks == 0  # those that have looked are gone
+
+
+def test_a_second_interrupt_leaves_no_weights_that_may_be_torn():
+    """This rank has written its part, and another one is in the middle of its own: nobody knows how that ends."""
+    update = Update.__new__(Update)
+    update._is_done, update._number = True, 3
+    update._host = mock.Mock(size=2)
+    update._memory = mock.Mock(torn=0, **{"completed.return_value": [3, 2]})
+    update._communicator = mock.Mock(timeout=100.0, **{"ended.side_effect": [set(), KeyboardInterrupt]})
+    with pytest.raises(KeyboardInterrupt):
+        update._see_whether_whole(KeyboardInterrupt())
+    update._memory.tear.assert_called_once_with(3)

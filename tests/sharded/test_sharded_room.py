@@ -23,6 +23,7 @@ from torch import nn
 
 import syncengine
 from syncengine.sharded import memory
+from syncengine.sharded.block import part
 
 
 class Heads(nn.Module):
@@ -160,3 +161,14 @@ def test_no_room_is_made_where_memory_is_short():
         step(models[1], reference, task)
     assert different_weights(ours, theirs) == []
     assert (len(refused), len(common_memory())) == (1 - syncengine.rank(), before)
+
+
+def test_memory_that_an_exception_leaves_common_is_not_private():
+    def detach() -> bool:
+        raise MemoryError
+
+    claim = mock.Mock()
+    assert not part([mock.Mock(detach=detach)], [claim])
+    claim.give_up.assert_not_called()
+    assert part([mock.Mock(detach=lambda: True)], [claim])
+    claim.give_up.assert_called_once()

@@ -13,7 +13,7 @@ from sharded_training import batch, different_weights, error_of, make, not_divid
 from torch import nn
 
 import syncengine
-from syncengine.sharded.claims import claim
+from syncengine.sharded.claims import TornWeights, claim, guard
 
 
 class Run:
@@ -110,3 +110,18 @@ def test_a_claim_may_outlive_its_parameter():
     gc.collect()
     one.give_up()
     assert one.by is None
+
+
+def test_weights_that_a_load_refuses_stay_torn():
+    model = nn.Linear(2, 3)
+    one = claim(model.weight, "weight", Nobody())
+    guard(model)
+    one.tear("torn")
+    for shape in ((2, 4), (2, 3), (6,)):
+        with pytest.raises(RuntimeError, match="size mismatch"):
+            model.load_state_dict({"weight": torch.zeros(shape), "bias": torch.zeros(3)})
+        with pytest.raises(TornWeights, match="torn"):
+            model.state_dict()
+    model.load_state_dict(nn.Linear(2, 3).state_dict())
+    model.state_dict()
+    one.give_up()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from datetime import timedelta
 
 import pytest
@@ -66,6 +67,13 @@ def test_a_backend_is_split() -> None:
         part.shutdown()
     with pytest.raises(InvalidUsage, match="can be lowered only"):
         group.split_group([0, 1], timeout=timedelta(days=2))
+    with pytest.raises(InvalidUsage, match="must be more than 0"):
+        group.split_group([0, 1], timeout=timedelta(0))
+    with pytest.raises(InvalidUsage, match="timeout of 0 s is not allowed"):
+        ours(timeout=timedelta(0))
+    if rank == 1:
+        time.sleep(0.3)  # the others sleep by then, with a deadline
+    dist.barrier(group, async_op=True).wait(timedelta(days=200_000))
     dist.barrier(group)
 
 

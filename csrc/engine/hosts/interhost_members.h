@@ -113,7 +113,10 @@ class InterhostRoute final : public MessageRoute {
     std::deque<Post> waiting;  // until there is room to announce them
     uint64_t announced = 0;    // headers
     uint64_t taken_in = 0;     // of these, the ones that the peer has taken in
-    bool has_room() const { return announced - taken_in < kWindow; }
+    // A tag has no more bits for a message's number: one that waits for its receive must not meet another of its tag.
+    bool has_room() const {
+      return announced - taken_in < kWindow && (sending.empty() || numbers - sending.front().number < 1 << kChunkBits);
+    }
     uint64_t numbers = 0;   // given to messages that go by transfers
     uint64_t numbered = 0;  // messages that come by transfers
     std::list<Transit> sending;

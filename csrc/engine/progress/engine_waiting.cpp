@@ -157,8 +157,10 @@ void Engine::wait(const Work& work, Progressable& owner, const std::function<voi
     TracedWait(Engine& engine, const Work& work, const Progressable& owner) {
       if (!trace::is_on() || work.ended()) return;
       uint64_t locals = engine.locked([&] { return owner.wait_of(work).missing; });
-      for (; locals != 0; locals &= locals - 1)
-        ranks |= uint64_t{1} << (engine.locals_->in_job(std::countr_zero(locals)) & 63);
+      for (; locals != 0; locals &= locals - 1) {
+        const int rank = engine.locals_->in_job(std::countr_zero(locals));
+        if (rank < 64) ranks |= uint64_t{1} << rank;  // an event has a bit for each of them, and names no others
+      }
       waited = waited_here();
       begin = trace::now();
     }
