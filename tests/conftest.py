@@ -78,7 +78,7 @@ def nothing_is_left() -> Iterator[None]:
     """Fails the run if it leaves a process, or a file in /dev/shm."""
     before = shared_files()
     yield
-    deadline = time.monotonic() + 30  # what sees that its parent has ended may take a while to end itself
+    deadline = time.monotonic() + 120  # what sees that its parent has ended may take a while to end itself
     while (left := _left(before)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not left, f"left behind: {left}"

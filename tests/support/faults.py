@@ -79,7 +79,7 @@ class Resources:
 
     def left(self) -> list[str]:
         """What this process has more by now: a shutdown must not leave any."""
-        deadline = time.monotonic() + 2
+        deadline = time.monotonic() + 60
         while (now := Resources.now()).threads - self.threads and time.monotonic() < deadline:
             time.sleep(0.01)  # the kernel lists a thread for a moment after it was joined
         return [one for kind, then in vars(self).items() for one in sorted(vars(now)[kind] - then)]
@@ -216,7 +216,7 @@ def wait_for_file(*paths: str | Path, timeout: float = 120.0) -> None:
         time.sleep(0.005)
 
 
-def wait_until(state: str, pid: int, timeout: float = 30.0) -> None:
+def wait_until(state: str, pid: int, timeout: float = 120.0) -> None:
     """Blocks until the main thread of the process is in `state` for a while: "S" asleep, "T" stopped."""
     deadline = time.monotonic() + timeout
     looks = 0

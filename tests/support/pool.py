@@ -221,7 +221,7 @@ class RankPool:
         """Ends every process."""
         self._end_workers()
         self._control.close()
-        self._zygote.wait(30)
+        self._zygote.wait(120)
         shutil.rmtree(self._folder)
 
     def _fork(self) -> Rank:

@@ -36,7 +36,7 @@ class HostsJob {
       addresses[rank] = job.address();
       ready.arrive_and_wait();
       auto communicator =
-          job.connect(addresses, Deadline::after(seconds(20)), {}, [&] { return network_->endpoint(rank); });
+          job.connect(addresses, Deadline::after(seconds(60)), {}, [&] { return network_->endpoint(rank); });
       ready.arrive_and_wait();  // else what a quick rank does wrong ends the others' connect()
       body(rank, *communicator);
       communicator->close();

@@ -299,7 +299,7 @@ inline void threads_take_turns_at_steps(MakeEndpoints make) {
       }
     });
   }
-  Deadline deadline = Deadline::after(seconds(20));
+  Deadline deadline = Deadline::after(seconds(60));
   auto wait = [&](const Transfer& transfer) {
     while (!transfer->ended() && !deadline.passed()) std::this_thread::yield();
     CHECK(transfer->state() == Interhost::Transfer::State::Done);

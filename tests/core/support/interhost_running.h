@@ -36,7 +36,7 @@ inline Bytes pattern(size_t bytes, uint64_t seed) {
 class Running {
  public:
   // `limit`: of each wait.
-  explicit Running(std::unique_ptr<Interhost> endpoint, Duration limit = seconds(20))
+  explicit Running(std::unique_ptr<Interhost> endpoint, Duration limit = seconds(60))
       : endpoint_(std::move(endpoint)), limit_(limit), thread_([this] { run(); }) {}
   Running(const Running&) = delete;
   ~Running() { leave(); }

@@ -25,7 +25,7 @@ inline void run_job(int size, const syncengine::Options& options, const std::fun
     LocalBootstrap job(rank, size, mine, count_callers);
     addresses[rank] = job.address();
     ready.arrive_and_wait();
-    auto communicator = job.connect(addresses, Deadline::after(seconds(20)));
+    auto communicator = job.connect(addresses, Deadline::after(seconds(60)));
     body(rank, *communicator);
     communicator->close();
   });

@@ -32,7 +32,7 @@ void end_with_the_last_reference_in_flight(const std::string& hosts) {
     addresses[rank] = job->address();
     ready.arrive_and_wait();
     auto communicator =
-        job->connect(addresses, Deadline::after(std::chrono::seconds(20)), {}, [&] { return network->endpoint(rank); });
+        job->connect(addresses, Deadline::after(std::chrono::seconds(60)), {}, [&] { return network->endpoint(rank); });
     ready.arrive_and_wait();
     job.reset();
     Operation operation = testing::all_reduce_of(data.data() + rank * 1000, 1000 * sizeof(float), DType::Float32);

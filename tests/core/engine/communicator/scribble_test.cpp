@@ -161,7 +161,7 @@ bool run_rank(int rank, const Trial& trial, Meeting& meeting) {
   for (int each = 0; each < kRanks; ++each) addresses.emplace_back(meeting.addresses[each], meeting.sizes[each]);
   uint64_t block;
   std::memcpy(&block, own.data() + 16, sizeof(block));  // LocalBootstrap::Address
-  auto communicator = job.connect(addresses, Deadline::after(seconds(20)));
+  auto communicator = job.connect(addresses, Deadline::after(seconds(60)));
   try {
     auto slots = communicator->reserve_slots(4, {}, {});
     for (uint64_t step = 1; step <= 8; ++step) {
