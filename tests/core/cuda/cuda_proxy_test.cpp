@@ -109,18 +109,20 @@ TEST(proxy_fails_with_its_parent) {
 }
 
 TEST(proxy_names_who_is_late) {
-  testing::run_hosts("ab", within(0.3), [](int rank, Communicator& communicator) {
+  std::atomic<bool> told = false;
+  testing::run_hosts("ab", within(3), [&](int rank, Communicator& communicator) {
     auto group = split_all(communicator);
     Proxy proxy(group, split_all(*group));
     Slot slot(1000, 1);
     if (rank == 0) {
+      const std::shared_ptr<void> end(nullptr, [&](void*) { told = true; });
       proxy.post(slot.all_reduce());
       slot.wait();
       CHECK(slot.is_ones());
       CHECK(testing::contains(CHECK_THROWS(group->throw_if_failed(), ErrorKind::Timeout), "rank 1"));
-    } else {
-      std::this_thread::sleep_for(std::chrono::milliseconds(600));
     }
+    for (const Deadline deadline = Deadline::after(seconds(60)); !told && !deadline.passed();)
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
   });
 }
 

@@ -59,7 +59,7 @@ Options with_timeout(double timeout) {
 }
 
 std::string error_of(TwinRank& rank, ErrorKind kind) {
-  const auto deadline = Deadline::after(seconds(10));
+  const auto deadline = Deadline::after(seconds(60));
   while (!rank.watchdog->has_failed() && !deadline.passed()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   return CHECK_THROWS(rank.watchdog->throw_if_failed(), kind);
 }
@@ -107,16 +107,17 @@ TEST(cuda_words_work_through_shared_pages) {
 
 TEST(cuda_watchdog_names_who_is_late) {
   std::atomic<bool> told = false;
-  run_job(2, with_timeout(0.3), [&](int me, Communicator& communicator) {
+  run_job(2, with_timeout(3), [&](int me, Communicator& communicator) {
     TwinRank rank(communicator);
     if (me == 1) {
-      while (!told) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      for (const auto deadline = Deadline::after(seconds(60)); !told && !deadline.passed();)
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
       return;
     }
+    const std::shared_ptr<void> end(nullptr, [&](void*) { told = true; });
     rank.barrier(1.0, "all_reduce(float32, 8 bytes)");  // is released
     const std::string text = error_of(rank, ErrorKind::Timeout);
     CHECK(contains(text, "rank 0 waits for rank 1 since") && contains(text, "all_reduce(float32, 8 bytes)"));
-    told = true;
   });
 }
 
