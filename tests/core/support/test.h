@@ -90,6 +90,13 @@ bool fails(Call&& call) {
   return false;
 }
 
+// Runs body(limit), in which a call waits until that many seconds have passed. On a busy machine other threads may need
+// longer than that for their part; then the body gets more time.
+template <class Body>
+void with_limit(double limit, Body&& body) {
+  if (fails([&] { body(limit); })) body(10 * limit);
+}
+
 // Runs body(rank) for each rank on a thread of its own, joins them all, then rethrows the lowest rank's exception.
 inline void run_ranks(int size, const std::function<void(int)>& body) {
   std::vector<std::exception_ptr> errors(size);

@@ -34,13 +34,6 @@ class FakeWire {
     for (auto& [way, queues] : ways_) match(way.first, way.second);
     call_all();
   }
-  // What is sent stays where it is.
-  void hold(bool held) {
-    std::lock_guard lock(mutex_);
-    held_ = held;
-    for (auto& [way, queues] : ways_) match(way.first, way.second);
-    call_all();
-  }
   // How `rank` was closed: nothing before.
   std::optional<bool> closed(int rank) {
     std::lock_guard lock(mutex_);
@@ -61,7 +54,7 @@ class FakeWire {
         queue->clear();
       }
     }
-    while (!held_ && !sent.empty() && !wanted.empty()) {
+    while (!sent.empty() && !wanted.empty()) {
       bool fits = sent.front().bytes == wanted.front().bytes;
       if (fits) std::copy_n(sent.front().data, sent.front().bytes, wanted.front().data);
       for (auto [packet, owner] : {std::pair{sent.front(), from}, {wanted.front(), to}})
@@ -84,7 +77,6 @@ class FakeWire {
   std::vector<std::function<void()>> wake_;
   std::vector<std::optional<bool>> closed_;
   std::set<int> cut_;
-  bool held_ = false;
 };
 
 class FakePacketTransport : public packets::PacketTransport {

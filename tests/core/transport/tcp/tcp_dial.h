@@ -19,10 +19,10 @@
 
 namespace syncengine::testing {
 
-// A blocking connection to whoever listens there; reads fail after 5 s.
+// A blocking connection to whoever listens there; reads fail after a minute.
 inline UniqueFd dial(const tcp::Address& address) {
   UniqueFd fd(socket(address.ip.v6 ? AF_INET6 : AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  timeval limit{.tv_sec = 5, .tv_usec = 0};
+  timeval limit{.tv_sec = 60, .tv_usec = 0};
   setsockopt(fd.get(), SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof(limit));
   auto to = tcp::socket_address(address.ip, address.port);
   CHECK_EQ(connect(fd.get(), to.get(), to.length), 0);
@@ -64,7 +64,7 @@ struct Listeners {
   }
   void add(const tcp::Options& options) { addresses.push_back(listeners.emplace_back(options).address()); }
 
-  std::unique_ptr<Interhost> connect(int rank, double limit = 20, const std::function<void()>& interrupted = {}) {
+  std::unique_ptr<Interhost> connect(int rank, double limit = 60, const std::function<void()>& interrupted = {}) {
     return tcp::connect(std::move(listeners[rank]), rank, addresses, Deadline::after(seconds(limit)), interrupted);
   }
   tcp::Address address_of(int rank) const { return tcp::decode_address(rank, addresses[rank]); }

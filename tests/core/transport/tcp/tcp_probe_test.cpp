@@ -31,7 +31,7 @@ struct Pair {
     address = listener.address();
     run_ranks(2, [&](int rank) {
       if (rank == 0)
-        zero = tcp::connect(std::move(listener), 0, {address, one->address()}, Deadline::after(seconds(20)));
+        zero = tcp::connect(std::move(listener), 0, {address, one->address()}, Deadline::after(seconds(60)));
       else
         connections = one->join(0, address);
     });
@@ -66,7 +66,7 @@ int dial_error(const tcp::Address& address) {
 
 TEST(tcp_a_rank_has_ended_once_its_port_refuses) {
   for (bool by_reset : {false, true}) {
-    Pair pair(0.25);
+    Pair pair(1);
     pair.lose(by_reset);
     CHECK(pair.steps_until(20, [&] { return pair.zero->failure(1).has_value(); }));
     CHECK(!pair.steps_until_ended(0.5));
@@ -85,7 +85,7 @@ TEST(tcp_who_leaves_in_order_has_ended_at_once) {
 // What it reads when it wakes has come long before.
 TEST(tcp_who_has_slept_takes_no_refusal) {
   for (bool sleeps : {false, true}) {
-    Pair pair(sleeps ? 0.02 : 0.25);
+    Pair pair(sleeps ? 0.02 : 1);
     for (int i = 0; i < 3; ++i) {
       pair.beat();
       pair.zero->step(std::chrono::milliseconds(5));
