@@ -78,7 +78,7 @@ def connect_a_group(how: str) -> str:
     else:
         set_fault(1, f"{how}:1:kill")
     with pytest.raises(SyncError) as error:
-        dist.new_group([1, 2], timedelta(seconds=5) if how == "secret" else None, "syncengine")
+        dist.new_group([1, 2], timedelta(seconds=60) if how == "secret" else None, "syncengine")
     return str(error.value)
 
 
