@@ -87,7 +87,8 @@ def stopped_at(point, pool, tmp_path, function):
     Gives the ranks, who of the others is not connected, perhaps, and who is.
     """
     with contextlib.ExitStack() as stack:
-        for attempt in range(5):
+        for attempt in range(20):
+            stack.close()  # ends the ranks of the attempt before
             connected = tmp_path / f"connected{attempt}"
             spawned = pool.spawn_ranks(function, f"{point}:stop", str(connected), world=3, settings=None)
             ranks = stack.enter_context(spawned)
@@ -97,6 +98,8 @@ def stopped_at(point, pool, tmp_path, function):
             with contextlib.suppress(TimeoutError):  # rank 2 was to prove first who it is, so nobody is connected
                 wait_for_file(f"{connected}.0", f"{connected}.1", timeout=5.0)
                 break
+        else:
+            raise TimeoutError("neither rank 0 nor rank 1 was connected in any of 20 attempts")
         for rank in ranks[:2]:  # until they have come as far as they can
             wait_until("S", rank.pid)
         time.sleep(0.3)
