@@ -13,7 +13,7 @@ from pool import RankPool
 
 import syncengine
 
-PATIENCE = 20.0  # seconds; it is over as soon as the other rank has what it waits for
+PATIENCE = 60.0  # seconds; it is over as soon as the other rank has what it waits for
 
 
 class PollFd(ctypes.Structure):

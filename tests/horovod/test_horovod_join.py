@@ -11,7 +11,7 @@ import syncengine.horovod as hvd
 from syncengine.errors import InvalidUsage, Mismatch
 
 DOUBLE = torch.float64
-SOON = {"timeout": 10.0}
+SOON = {"timeout": 60.0}
 
 
 @pytest.mark.parametrize("joined", [0, 1, 2])

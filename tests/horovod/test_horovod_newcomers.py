@@ -58,7 +58,7 @@ def test_gradual_unfreezing(case: str, passes: int, world: int):
     assert len(names) == 2 * len(layers)
 
 
-@run_on_ranks(settings={"timeout": 10.0})
+@run_on_ranks(settings={"timeout": 60.0})
 def test_a_rank_where_parameters_stay_frozen_is_named():
     hvd.init()
     model = make_model()
@@ -75,7 +75,7 @@ def test_a_rank_where_parameters_stay_frozen_is_named():
 
 
 @pytest.mark.parametrize("joined_before", [True, False])
-@run_on_ranks(settings={"timeout": 10.0})
+@run_on_ranks(settings={"timeout": 60.0})
 def test_unfreezing_beside_join(joined_before: bool):
     """A rank that joins after it has all of them serves them, too."""
     hvd.init()

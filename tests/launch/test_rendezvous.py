@@ -91,13 +91,13 @@ def stay_away_then_come(folder: Path) -> int:
     rank = int(os.environ["RANK"])
     if rank == 0:
         with pytest.raises(Aborted, match=r"rank 1 failed in init: InvalidUsage: numerics='no such'"):
-            syncengine.init(timeout=20)
+            syncengine.init(timeout=60)
         (folder / "gave up").touch()
     else:
         with pytest.raises(InvalidUsage, match="numerics"):
             syncengine.init(numerics="no such")
         wait_for_file(folder / "gave up")
-    return syncengine.init(timeout=20).size
+    return syncengine.init(timeout=60).size
 
 
 def test_a_rank_that_failed_before_it_came_joins_those_that_try_again(pool: RankPool, tmp_path: Path):
@@ -108,7 +108,7 @@ def other_members(shared: str, members: list[list[int]]) -> list[float]:
     """Groups of the same name over the same store, one after the other."""
     rank, answers = int(os.environ["RANK"]), []
     for ranks in members:
-        seconds = timedelta(seconds=10)
+        seconds = timedelta(seconds=60)
         dist.init_process_group("syncengine", store=dist.FileStore(shared), rank=rank, world_size=3, timeout=seconds)
         group = dist.new_group(ranks)
         if rank in ranks:

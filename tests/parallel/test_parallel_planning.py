@@ -118,11 +118,11 @@ def test_a_forward_of_one_rank_alone_is_its_own_where_ddps_is(pool: RankPool, ra
     for options in ({}, {"bucket_cap_mb": 0.001}, {"find_unused_parameters": True}):
         alone = [i for i in range(7) if i != 1]
         for at in [*([i] for i in alone), alone]:
-            pool.run(looks_alone, rank, at, freezes, options, gloo=True, settings={"timeout": 10.0})
+            pool.run(looks_alone, rank, at, freezes, options, gloo=True, settings={"timeout": 60.0})
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@run_on_ranks(gloo=True, settings={"timeout": 10.0})
+@run_on_ranks(gloo=True, settings={"timeout": 60.0})
 def test_forwards_of_one_rank_alone_while_parameters_are_frozen(rank: int):
     def step(model: nn.Module) -> list[torch.Tensor | None]:
         first, last = model.module[0], model.module[2]
@@ -144,7 +144,7 @@ def test_forwards_of_one_rank_alone_while_parameters_are_frozen(rank: int):
     both(small, step, find_unused_parameters=True, bucket_cap_mb=0.001)
 
 
-@run_on_ranks(settings={"timeout": 10.0})
+@run_on_ranks(settings={"timeout": 60.0})
 def test_freezing_on_one_rank_alone_when_all_is_planned_is_named():
     model = syncengine.Parallel(small())
     backwards(model, 5)

@@ -112,7 +112,7 @@ class Meets(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.entered.set()
-        assert self.leave.wait(30)
+        assert self.leave.wait(120)
         return super().forward(x)
 
 
@@ -123,7 +123,7 @@ def test_active_ddp_module_in_two_threads():
     with ThreadPoolExecutor(1) as other:  # the first enters, the second does, the first leaves, the second does
         out = other.submit(first, data())
         out.add_done_callback(lambda _: events[2].set())
-        assert events[0].wait(30)
+        assert events[0].wait(120)
         second(data())
         out.result()
     assert DistributedDataParallel._active_ddp_module is None

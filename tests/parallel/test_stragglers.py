@@ -244,7 +244,7 @@ def few_steps(steps: int) -> dict[str, Any]:
 def test_few_steps_name_nobody(pool: RankPool):
     for found in pool.run(few_steps, 10):
         assert 0 < found["steps"] < LEAST_COMPARED
-        assert found["ranks"][1]["late_ms"] > 20
+        assert found["ranks"][1]["late_ms"] > 4
         assert found["verdict"] is None
     (alone,) = pool.run(few_steps, 3, world=1)
     assert alone["ranks"] == {}
@@ -256,7 +256,7 @@ def uneven(steps: int) -> dict[str, Any]:
     with model.join():
         for i in range(steps - syncengine.rank()):
             if syncengine.rank() == 1:
-                time.sleep(0.005)
+                time.sleep(0.04)
             model(data(i)).sum().backward()
     return model.stragglers()
 

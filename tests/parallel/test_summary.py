@@ -79,7 +79,7 @@ def test_also_after_a_shutdown(pool: RankPool):
 def train_in_a_fork() -> int | None:
     child = multiprocessing.get_context("fork").Process(target=train, args=(12,))
     child.start()
-    child.join(30)
+    child.join(120)
     return child.exitcode
 
 

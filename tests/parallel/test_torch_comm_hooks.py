@@ -128,7 +128,7 @@ BROKEN_HOOKS: dict[str, tuple[Register, str]] = {
 
 def wait_until_no_callback_holds(group: dist.ProcessGroup) -> None:
     """Gloo's threads run the callbacks of torch's hooks. One that is the last to hold the group would join itself."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline and any(isinstance(x, types.CellType) for x in gc.get_referrers(group)):
         time.sleep(0.01)
 
