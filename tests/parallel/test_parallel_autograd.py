@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
-from parallel_models import Mlp, backwards, both, data, small
+import torch.distributed as dist
+from parallel_models import Mlp, averages, backwards, both, data, small
 from pool import run_on_ranks
 from torch import nn
 from torch.utils._pytree import tree_leaves
@@ -26,22 +29,32 @@ def test_a_hessian_times_a_vector():
     both(small, product)
 
 
-@run_on_ranks()
-def test_gradients_keep_their_graph_on_this_rank():
+@pytest.mark.parametrize("synchronizes", [False, True])
+@run_on_ranks(world=3, gloo=True)
+def test_gradients_keep_their_graph_on_this_rank(synchronizes: bool):
     """With create_graph=True the average has this rank's own graph: DDP fails in such a backward."""
     torch.manual_seed(0)
     model = syncengine.Parallel(small())
-    with warnings.catch_warnings():
+    plain, parameters = model.module, list(model.parameters())
+    # The slopes of a sum do not depend on the outputs, through which no second backward may go.
+    own = torch.autograd.grad(plain(data()).sum(), parameters, create_graph=True)
+    values = averages(plain, plain(data()).sum()) if synchronizes else [slope.detach().clone() for slope in own]
+    with_graph = [(slope, 2 * value) for slope, value in zip(own, values, strict=True) if slope.requires_grad]
+    losses, weights = zip((plain(data(1)).sum(), torch.ones(())), *with_graph, strict=True)
+    expected = [grad.clone() for grad in torch.autograd.grad(losses, parameters, weights)]
+    for grad in expected:
+        dist.all_reduce(grad)
+    with warnings.catch_warnings(), contextlib.nullcontext() if synchronizes else model.no_sync():
         warnings.simplefilter("ignore")  # torch's about reference cycles
-        with model.no_sync():
-            model(data()).square().sum().backward(create_graph=True)
-    slopes = [p.grad for p in model.parameters()]
+        model(data()).sum().backward(create_graph=True)
+    slopes = [p.grad for p in parameters]
+    assert [slope.requires_grad for slope in slopes] == [slope.requires_grad for slope in own]
+    for slope, value in zip(slopes, values, strict=True):
+        torch.testing.assert_close(slope.detach(), value)
     model.zero_grad()
-    (model(data(1)).sum() + sum(s.square().sum() for s in slopes)).backward()
-    everyone = torch.empty(2, 24, 24)
-    for layer in (model.module[0], model.module[2]):
-        syncengine.all_gather(everyone, layer.weight.grad)
-        assert torch.equal(everyone[0], everyone[1])
+    (model(data(1)).sum() + sum(slope.square().sum() for slope in slopes)).backward()
+    for p, grad in zip(parameters, expected, strict=True):
+        torch.testing.assert_close(p.grad, grad / 3)
 
 
 @run_on_ranks(gloo=True)

@@ -50,11 +50,15 @@ def test_hooks_go_with_the_model():
     model = syncengine.Parallel(module)
     model(data()).sum().backward()
     del model
+    own = list(torch.autograd.grad(module(data()).sum(), list(module.parameters())))
     module.zero_grad()
     module(data()).sum().backward()  # no reducer to complain about a consumed forward
+    assert not different_bits(gradients(module), own)
     again = syncengine.Parallel(module)
     again._remove_autograd_hooks()
+    module.zero_grad()
     module(data()).sum().backward()
+    assert not different_bits(gradients(module), own)
 
 
 @run_on_ranks()

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from parallel_models import Branches, Outputs, both, data, of_both
+import torch.distributed as dist
+from parallel_models import Branches, Outputs, assert_averaged, both, data, of_both
 from pool import run_on_ranks
 from torch import nn
 
@@ -35,14 +36,20 @@ def test_a_backward_for_each_output_of_a_dataclass():
     both(partial(Outputs, Pair), step, find_unused_parameters=True)
 
 
-@run_on_ranks()
+@run_on_ranks(gloo=True)
 def test_a_loss_that_uses_no_parameter_on_one_rank():
     model = syncengine.Parallel(Branches(), find_unused_parameters=True)
+    module = model.module
     x = data().requires_grad_()
+    used = [*module.stem.parameters(), *module.left.parameters()]
+    of_rank_1 = [grad.clone() for grad in torch.autograd.grad(module(x, True).sum(), used)]
     if syncengine.rank() == 0:
-        model.module.forward = lambda x, left: x * 1
+        module.forward = lambda x, left: x * 1
     model(x, True).sum().backward()
-    assert model.module.stem.weight.grad is not None
+    for parameter, grad in zip(used, of_rank_1, strict=True):
+        dist.broadcast(grad, 1)
+        assert torch.equal(parameter.grad, grad / 2)
+    assert all(p.grad is None for p in (*module.right.parameters(), *module.never.parameters()))
 
 
 class AllBranches(Branches):
@@ -69,14 +76,20 @@ def test_the_reducer_says_which_parameters_are_used(find_unused: bool, same: boo
     assert ours == theirs
 
 
-@run_on_ranks()
+@run_on_ranks(gloo=True)
 def test_a_gradient_that_was_accumulated_and_dropped_counts_for_nothing():
     model = syncengine.Parallel(Branches(), find_unused_parameters=True)
+    module = model.module
     for drops in (True, False):
+        model.zero_grad()
         with model.no_sync():
             model(data(0), True).sum().backward()
         if drops:
             model.zero_grad()
         model(data(1), False).sum().backward()
-        assert (model.module.left.weight.grad is None) == drops
-        assert model.module.right.weight.grad is not None
+        if drops:
+            assert module.left.weight.grad is None
+            assert_averaged(nn.ModuleList([module.stem, module.right]), module(data(1), False).sum())
+        else:
+            trained = nn.ModuleList([module.stem, module.left, module.right])
+            assert_averaged(trained, module(data(0), True).sum() + module(data(1), False).sum())
