@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from parallel_models import CAP, Branches, Mlp, backwards, both, data
+import torch
+from parallel_models import CAP, Branches, Mlp, Opposite, backwards, both, data
 from pool import run_on_ranks
 from torch import nn
 
@@ -39,14 +40,22 @@ def test_a_tied_parameter_of_which_one_name_is_ignored():
 def test_buckets_follow_the_cap_and_the_order_of_readiness():
     model = syncengine.Parallel(Mlp())
     model(data()).sum().backward()
-    default = model.sync_stats()["buckets"]
-    small = syncengine.Parallel(Mlp(), **CAP)
-    assert not small._has_rebuilt_buckets
-    for _ in range(2):
-        small(data()).sum().backward()
-    assert small._has_rebuilt_buckets
-    assert small.sync_stats()["buckets"] == len(list(small.parameters())) > default > 1
-    assert small.reducer.ready_order()[0] > small.reducer.ready_order()[-1]  # the head's gradients come first
+    assert len(list(model.parameters())) > model.sync_stats()["buckets"] > 1
+    layer = sum(p.nbytes for p in nn.Linear(24, 24).parameters()) / 2**20
+    for cap, buckets in (
+        (CAP["bucket_cap_mb"], [[1], [0], [3], [2], [5], [4]]),
+        (layer, [[1, 0], [3, 2], [5, 4]]),
+        (2 * layer, [[1, 0, 3, 2], [5, 4]]),
+    ):
+        small = syncengine.Parallel(Opposite(3), bucket_cap_mb=cap)
+        assert not small._has_rebuilt_buckets
+        for _ in range(2):
+            small(data()).sum().backward()
+        assert small._has_rebuilt_buckets
+        assert small._planning.plan == buckets  # in the order of rank 0, each layer's bias first
+        assert small.sync_stats()["buckets"] == len(buckets)
+        syncengine.all_gather(orders := torch.empty(2, 6, dtype=torch.int64), torch.tensor(small.reducer.ready_order()))
+        assert orders.tolist() == [[1, 0, 3, 2, 5, 4], [5, 4, 3, 2, 1, 0]]
 
 
 @run_on_ranks()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from parallel_models import CAP, Branches, Mlp, backwards, both, data
+from parallel_models import CAP, Branches, Opposite, backwards, both, data
 from pool import run_on_ranks
 from random_layers import make_layer
 from torch import nn
@@ -34,11 +34,13 @@ def test_static_graph_can_be_set_later():
 
 @run_on_ranks()
 def test_buckets_are_rebuilt_in_ready_order():
-    model = syncengine.Parallel(Mlp(), static_graph=True, **CAP)
+    """The order is that of rank 0, and the opposite of that of rank 1."""
+    model = syncengine.Parallel(Opposite(3), static_graph=True, **CAP)
     backwards(model, 2)
     assert not model._has_rebuilt_buckets  # the order in which the first iteration reduces says nothing
     backwards(model, 1)
     assert model._has_rebuilt_buckets
+    assert model._planning.plan == [[1], [0], [3], [2], [5], [4]]  # each layer's bias comes first
 
 
 @run_on_ranks()

@@ -107,6 +107,13 @@ def test_also_of_ranks_that_multiprocessing_forks(pool: RankPool):
 def test_otherwise_nothing_is_said(pool: RankPool, steps: int, raises: bool, environ: dict, settings: dict):
     with pool.spawn_ranks(train, steps, raises, environ=environ, settings={"timeout": 60.0, **settings}) as ranks:
         assert lines(ranks) == [[], []]
+        for rank in ranks:
+            if raises:
+                assert rank.exit_code() == 1
+                assert "the disk is full" in rank.output()
+            else:
+                assert rank.exit_code() == 0
+                assert rank.result()["steps"] == steps
 
 
 def train_until_a_peer_is_lost() -> None:

@@ -173,9 +173,18 @@ def test_a_layer_follows_a_new_communicator():
 
 
 def steps_of_a_layer(layer: nn.Module, step: int, ranks: list[int]) -> None:
-    """The mean over these ranks, in forward and in backward."""
-    x = torch.full((2, CHANNELS), float(syncengine.rank() + step)).add_(torch.tensor([[-1.0], [1.0]]))
-    layer(x.requires_grad_()).sum().backward()
+    """The statistics are those of the samples of these ranks, in forward and in backward."""
+
+    def samples(rank: int) -> torch.Tensor:
+        return torch.full((2, CHANNELS), float(rank + step)).add_(torch.tensor([[-1.0], [1.0]]))
+
+    rank = syncengine.rank()
+    weights = [torch.randn(2, CHANNELS, generator=torch.Generator().manual_seed(r)) for r in ranks]
+    x = samples(rank).requires_grad_()
+    (layer(x) * weights[ranks.index(rank)]).sum().backward()
+    whole = torch.cat([samples(r) for r in ranks]).requires_grad_()
+    (nn.functional.batch_norm(whole, None, None, training=True) * torch.cat(weights)).sum().backward()
+    torch.testing.assert_close(x.grad, whole.grad.split(2)[ranks.index(rank)])
     assert torch.allclose(layer.running_mean, torch.full((CHANNELS,), sum(ranks) / len(ranks) + step))
 
 
