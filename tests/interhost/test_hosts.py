@@ -93,15 +93,17 @@ def use_everything(hosts: str) -> None:
         assert torch.equal(whole, torch.arange(size).repeat_interleave(count).float())
         syncengine.reduce_scatter(part, whole)
         assert part.eq(size * rank).all()
-        works = [syncengine.all_reduce(torch.ones(count), async_op=True) for _ in range(5)]
-        shared = syncengine.empty(count).fill_(2.0)
+        totals = [torch.full((count,), float(rank + i)) for i in range(5)]
+        works = [syncengine.all_reduce(total, async_op=True) for total in totals]
+        shared = syncengine.empty(count).fill_(rank)
         syncengine.all_reduce(shared, "avg")
-        assert shared.eq(2.0).all()
+        assert shared.eq((size - 1) / 2).all()
         strided = torch.ones(count, 2)[:, 0]
         syncengine.all_reduce(strided)
         assert strided.eq(size).all()
-        for work in works:
+        for i, (work, total) in enumerate(zip(works, totals, strict=True)):
             work.wait()
+            assert total.eq(size * ((size - 1) / 2 + i)).all()
         syncengine.barrier()
     group = communicator.split([r for r in range(size) if r % 2 == rank % 2])
     tensor = torch.ones(10_000)
