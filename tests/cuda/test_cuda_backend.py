@@ -120,6 +120,7 @@ def coalesce(rank: int) -> list[float]:
     with _coalescing_manager(device=tensors[0].device, async_ops=True) as manager:
         for tensor in tensors:
             dist.all_reduce(tensor)
+    assert len(manager.works) == 1
     manager.wait()
     return [float(tensor[-1]) for tensor in tensors]
 

@@ -61,9 +61,13 @@ def local_gradients(module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def exact_average(module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
-    """In rank order, from what Gloo gathers: nothing of the engine's."""
+    return average_of(local_gradients(module, x))
+
+
+def average_of(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The averages in rank order, from what Gloo gathers: nothing of the engine's."""
     averages = []
-    for grad in local_gradients(module, x):
+    for grad in gradients:
         everyone = [torch.empty_like(grad, device="cpu") for _ in range(dist.get_world_size())]
         dist.all_gather(everyone, grad.cpu())
         total = everyone[0]
@@ -212,20 +216,31 @@ def test_buckets_are_reduced_while_backward_runs():
 
 
 def unused(rank: int) -> str:
+    def gradients_of(left: bool, step: int) -> list[torch.Tensor]:
+        """The gradients of this rank, of all layers but `never`."""
+        loss = inner(batch(step), left).sum()
+        return list(torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True))
+
     with job():
         model = syncengine.Parallel(Branches().cuda(), find_unused_parameters=True, **CAP)
+        inner = model.module
+        parameters = [p for layer in (inner.stem, inner.left, inner.right) for p in layer.parameters()]
         for step in range(3):
             model.zero_grad()
+            expected = average_of(gradients_of(rank == 0, step))
             model(batch(step), rank == 0).sum().backward()
-        inner = model.module
-        assert inner.never.weight.grad is None
-        for layer in (inner.left, inner.right, inner.stem):
-            everyone = torch.empty(2, 24, 24, device="cuda")
-            syncengine.all_gather(everyone, layer.weight.grad)
-            assert everyone[0].any() and torch.equal(everyone[0], everyone[1])
+            assert all(same_bits(p.grad.cpu(), average) for p, average in zip(parameters, expected, strict=True)), step
+            assert inner.never.weight.grad is None
         with model.join():
             for step in range(1 + rank):
+                model.zero_grad()
                 model(batch(step), True).sum().backward()
+        own = gradients_of(True, 1) if rank == 1 else [torch.zeros_like(p) for p in parameters]
+        expected = average_of(own)  # rank 1 has made this step alone
+        if rank == 1:
+            trained = [*inner.stem.parameters(), *inner.left.parameters()]
+            assert all(same_bits(p.grad.cpu(), average) for p, average in zip(trained, expected[:4], strict=True))
+            assert inner.right.weight.grad is None
     return "good"
 
 
