@@ -55,7 +55,7 @@ def check_completers(began: torch.Tensor) -> None:
     """Two threads, and at most one more for each 10 ms that callbacks have taken: since `began` on rank 1."""
     count, now = len(completers()), time.monotonic()
     dist.broadcast(began, 1)
-    assert count <= 3 + (now - began.item()) / 0.01
+    assert 1 <= count <= 3 + (now - began.item()) / 0.01
 
 
 @pytest.mark.nightly
