@@ -166,7 +166,7 @@ def gather_bytes(communicator: Communicator, data: bytes, size: int) -> list[byt
     own = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
     everyone = torch.empty(communicator.size * size, dtype=torch.uint8, device="cpu")
     communicator.all_gather(everyone, own)
-    return [bytes(row.tolist()) for row in everyone.view(communicator.size, size)]
+    return list(map(bytes, map(torch.Tensor.tolist, everyone.view(communicator.size, size))))
 
 
 def broadcast_bytes(communicator: Communicator, data: bytes, root: int) -> bytes:

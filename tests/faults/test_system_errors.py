@@ -101,11 +101,12 @@ def error_without_local_sockets() -> str:
 
 @needs_seccomp
 def test_a_sandbox_that_forbids_to_connect_within_a_host_is_named(pool: RankPool):
-    """The other rank can't be told, as nothing connects them."""
+    """The other rank is told why where the two have met another way, and else that the rank broke off."""
     with pool.spawn_ranks(error_without_local_sockets, settings=None) as ranks:
         victim, own = (rank.result() for rank in ranks)
     assert own == f"can't connect to a rank of this host: Operation not permitted {SANDBOX.format('connect')}"
-    assert re.search("rank 1 (broke off|died) while the ranks connected", victim), victim
+    told = f"rank 1 failed in init: InvalidUsage: {own}"
+    assert victim == told or re.search("rank 1 (broke off|died) while the ranks connected", victim), victim
 
 
 @run_on_ranks(spawned=True, settings=None)

@@ -307,7 +307,7 @@ TEST(tcp_rank_that_does_not_come_is_named_in_a_line_before) {
   UniqueFd to(ends[1]);
   CHECK(testing::true_in_child([&] {
     dup2(to.get(), STDERR_FILENO);
-    Options soon = kQuick;
+    Options soon = kOptions;
     soon.log_after = 0.1;
     Listeners ranks(3, soon);
     CHECK_THROWS(ranks.connect(1, 2.0), ErrorKind::Timeout);
