@@ -170,12 +170,12 @@ class Update:
                     return
                 lost = [rank for rank in behind if self._host.in_job(rank) in ended]
                 if lost or torn or time.monotonic() > deadline:
+                    if isinstance(error, Exception):
+                        raise TornWeights(torn_text(self._number, self._who(lost or behind, error))) from error
                     self._memory.tear(self._number)
-                    if not isinstance(error, Exception):
-                        return
-                    raise TornWeights(torn_text(self._number, self._who(lost or behind, error))) from error
+                    return
                 time.sleep(0.001)
-        except BaseException:  # Ctrl-C: nobody waits any longer for what the others may still write
+        except BaseException:  # the error above, or Ctrl-C: this rank waits no longer for the others' parts
             self._memory.tear(self._number)
             raise
 

@@ -49,7 +49,7 @@ def begin(
     if steps is not None and steps < 1:
         raise InvalidUsage(f"trace(steps={steps!r}) is not allowed: give how many steps to record, or None for all")
     if not 0 < events < 2**40:
-        raise InvalidUsage(f"trace(events={events!r}) is not allowed: give how many events each rank keeps")
+        raise InvalidUsage(f"trace(events={events!r}) is not allowed: give a number from 1 to 2**40 - 1")
     folder = Path(directory)
     try:
         folder.mkdir(parents=True, exist_ok=True)
