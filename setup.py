@@ -4,8 +4,8 @@ The extension is built for the torch that is installed. If SYNCENGINE_TORCHES na
 libraries of several releases, as scripts/build_wheels.py does, there is one for each. docs/install.md says which
 releases were tried.
 
-If torch has CUDA, and nvcc is there, the extension gets csrc/cuda/device/: for sm_80, sm_90 and as PTX for later
-devices, or for the devices in TORCH_CUDA_ARCH_LIST. Otherwise, and with SYNCENGINE_TORCHES, csrc/cuda/absent/ takes
+If torch has CUDA, and nvcc of CUDA 12.5 or later is there, the extension gets csrc/cuda/device/, for the devices that
+docs/cuda.md names, or those in TORCH_CUDA_ARCH_LIST. Otherwise, and with SYNCENGINE_TORCHES, csrc/cuda/absent/ takes
 that folder's place, and says so to a program that asks for CUDA.
 
 SYNCENGINE_TEST_HOOKS=1 in the environment gives the flavor that the tests use: with fault-injection hooks and asserts,
@@ -15,7 +15,6 @@ and no warning tolerated, unless WERROR, "-Werror" by default, is empty. MAX_JOB
 """
 
 import os
-import re
 import subprocess
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
@@ -39,24 +38,20 @@ def home_of_nvcc_on_path() -> str | None:
 
 def find_cuda() -> str | None:
     """A folder with nvcc and its headers, or None. An nvcc on the PATH may be a script that calls the real one."""
+    why = "there is no nvcc in CUDA_HOME, CUDA_PATH, /usr/local/cuda or on the PATH"
     candidates = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda", home_of_nvcc_on_path()]
     for home in filter(None, candidates):
         if Path(home, "bin", "nvcc").exists() and Path(home, "include", "cuda_runtime.h").exists():
-            return home
-    print(
-        "syncengine: torch has CUDA, but there is no nvcc in CUDA_HOME, CUDA_PATH, /usr/local/cuda or on the PATH;"
-        " building without CUDA",
-        file=sys.stderr,
-    )
+            if _build.cuda_version(Path(home)) >= 12050:  # has cudaGetDriverEntryPointByVersion
+                return home
+            why = f"the CUDA toolkit in {home} is older than 12.5"
+    print(f"syncengine: torch has CUDA, but {why}; building without CUDA", file=sys.stderr)
     return None
 
 
 def nvcc_command(home: str) -> list[str]:
-    architectures = []
-    for name in re.split(r"[;\s]+", os.environ.get("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX")):
-        number = name.removesuffix("+PTX").replace(".", "")
-        kinds = ["sm", "compute"] if name.endswith("+PTX") else ["sm"]
-        architectures += [f"-gencode=arch=compute_{number},code={kind}_{number}" for kind in kinds]
+    devices = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
+    architectures = _build.architecture_flags(devices, _build.cuda_version(Path(home)))
     flags = ["-O3", "-std=c++20", "--fmad=false"]  # the last one as -ffp-contract
     return [f"{home}/bin/nvcc", *flags, "-Xcompiler=-ffp-contract=off,-fvisibility=hidden,-fPIC", *architectures]
 

@@ -110,6 +110,26 @@ def check_owner(folder: Path) -> None:
             raise PermissionError(f"{path} belongs to another user, or others may write to it: remove it")
 
 
+def cuda_version(home: Path) -> int:
+    """Returns the version of the CUDA toolkit in that folder as its headers have it: 12050 for 12.5."""
+    header = (home / "include" / "cuda_runtime_api.h").read_text(errors="replace")
+    return int(re.findall(r"^#define CUDART_VERSION +(\d+)", header, re.MULTILINE)[0])
+
+
+def architecture_flags(devices: str, cuda: int) -> list[str]:
+    """Returns nvcc's flags for a value of TORCH_CUDA_ARCH_LIST without devices below 7.0; "" stands for the default."""
+    flags = []
+    for device in re.split(r"[;\s]+", devices.strip("; ") or "8.0;9.0+PTX" + ";10.0;12.0+PTX" * (cuda >= 12080)):
+        found = re.fullmatch(r"(\d+)\.(\d[af]?)(\+PTX)?", device)
+        if found is None:
+            raise BuildError(f"TORCH_CUDA_ARCH_LIST: {device} is no number of a device; write 8.0;9.0+PTX, say")
+        kinds = ["sm", *["compute"] * bool(found[3])] if int(found[1]) >= 7 else []
+        flags += [f"-gencode=arch=compute_{found[1]}{found[2]},code={kind}_{found[1]}{found[2]}" for kind in kinds]
+    if not flags:
+        raise BuildError(f"TORCH_CUDA_ARCH_LIST: {devices} has no device from 7.0 on, and others can't be used")
+    return flags
+
+
 def build_id(csrc: Path) -> str:
     """A hash of the sources that define memory layouts and what goes over the wire, as tests/core/Makefile has it."""
     return _hash(csrc, without={"bindings", "kernels", "streams"})

@@ -35,8 +35,10 @@ TorchWork::TorchWork(CallOrigin origin, Call call, Works works)
       call_(std::move(call)) {}
 
 c10::intrusive_ptr<TorchWork> TorchWork::in_flight(CallOrigin origin, Call call, Works works) {
-  InFlight::PendingCall follows{
-      .memory = call.extents().vec(), .communicator = origin.communicator, .works = {works.begin(), works.end()}};
+  InFlight::PendingCall follows{.memory = call.extents().vec(),
+                                .communicator = origin.communicator,
+                                .works = {works.begin(), works.end()},
+                                .by_messages = !call.mail().empty()};
   const bool delivers = call.delivers();
   auto work = c10::make_intrusive<TorchWork>(std::move(origin), std::move(call), std::move(works));
   if (delivers)
@@ -190,6 +192,11 @@ class DeviceWork final : public ::c10d::Work {
     future_->markCompleted(c10::IValue(results_));
   }
 
+  ~DeviceWork() override {
+    drop_on(device_, done_);
+    drop_on(device_, future_);  // has events of its own
+  }
+
   // Even after a failure, true only when the device does not touch the memory any more.
   bool isCompleted() override { return done_.query(); }
   bool isSuccess() const override { return done_.query() && exception() == nullptr; }
@@ -214,7 +221,10 @@ class DeviceWork final : public ::c10d::Work {
     synchronize();
     return true;
   }
-  void synchronize() override { done_.block(current_stream(device_)); }
+  void synchronize() override {
+    const c10::DeviceGuard use(device_);
+    done_.block(current_stream(device_));
+  }
   void blockCurrentStream() override { synchronize(); }
   void abort() override {
     std::string who = "rank " + std::to_string(communicator_->global_ranks()[communicator_->rank()]);

@@ -21,6 +21,8 @@ struct CUstream_st;  // a cudaStream_t points to it
 
 namespace syncengine::cuda {
 
+class PinnedMemory;
+
 // The interface of all kinds of group. Public calls are virtual, so that a build without CUDA has this class without
 // its implementations.
 class DeviceGroup {
@@ -38,7 +40,8 @@ class DeviceGroup {
   // hosts, the memory is this rank's alone.
   virtual std::shared_ptr<void> allocate(size_t bytes, const std::function<void()>& interrupted);
 
-  // Words in which operations of this group may note values that are not finite, for host and device.
+  // Words in which operations of this group may note values that are not finite, for host and device. The same words
+  // in each call, since a stream may still write them when nobody looks at them any more.
   virtual Nonfinite words_for_nonfinite();
 
   std::map<std::string, uint64_t> counters() const {
@@ -66,6 +69,7 @@ class DeviceGroup {
 
  private:
   bool closed_ = false;
+  std::shared_ptr<PinnedMemory> nonfinite_;
 };
 
 // Whether this build has a CUDA side.

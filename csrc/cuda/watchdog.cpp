@@ -77,9 +77,13 @@ void Watchdog::run() {
 
 void Watchdog::look() {
   try {
-    communicator_->check_peers();
-    check_mismatch();
-    check_wait();
+    try {
+      communicator_->check_peers();
+      check_mismatch();
+      check_wait();
+    } catch (...) {
+      communicator_->throw_if_failed();  // if not, memory was short, say, and the next look tries again
+    }
   } catch (...) {             // the communicator has failed, and has the error
     store(own().aborted, 1);  // first, so that a stream finds no result after its release
     failed_.store(true, std::memory_order_release);

@@ -42,9 +42,20 @@ std::shared_ptr<Queue> queue_number(int number, const std::shared_ptr<Communicat
     std::lock_guard lock(registry.mutex);
     if (auto found = registry.queues.find(key); found != registry.queues.end()) return found->second;
   }
+  const c10::DeviceGuard use(device);
   auto queue = std::make_shared<Queue>(cuda::connect(communicator, device.index(), interrupted), device);
   std::lock_guard lock(registry.mutex);
   return registry.queues.try_emplace(key, queue).first->second;
+}
+
+// The context of a tensor's memory that Queue::empty has made.
+struct PeersMemory {
+  c10::Device device;
+  std::shared_ptr<void> memory;
+};
+void drop_peers_memory(void* context) {
+  const std::unique_ptr<PeersMemory> held(static_cast<PeersMemory*>(context));
+  drop_on(held->device, held->memory);
 }
 
 }  // namespace
@@ -68,13 +79,16 @@ c10::Stream current_stream(c10::Device device) { return c10::impl::VirtualGuardI
 
 void order_streams(c10::Stream leader, c10::Stream follower) {
   if (leader == follower) return;
+  const c10::DeviceGuard use(follower.device());
   c10::Event reached(kDeviceType);
   reached.record(leader);
   reached.block(follower);
 }
 
 void keep_for(c10::Stream stream, const c10::Storage& memory) {
-  if (memory.data()) c10::impl::VirtualGuardImpl(kDeviceType).recordDataPtrOnStream(memory.data_ptr(), stream);
+  // Some of torch's allocators (cudaMallocAsync) raise for memory that is not theirs.
+  if (!memory.data() || memory.data_ptr().get_deleter() == drop_peers_memory) return;
+  c10::impl::VirtualGuardImpl(kDeviceType).recordDataPtrOnStream(memory.data_ptr(), stream);
 }
 
 void wait_on_host(Communicator& communicator, const c10::Event& done, Deadline deadline, const char* call,
@@ -102,6 +116,7 @@ Queue::Queue(std::shared_ptr<cuda::DeviceGroup> group, c10::Device device)
 // holds between a capture and other calls is up to the program that replays the graph (docs/cuda.md).
 void Queue::run(const Operation& operation, c10::Stream stream, void* handle) {
   std::lock_guard lock(mutex_);
+  const c10::DeviceGuard use(device_);
   const bool capturing = cuda::is_capturing(handle);
   if (!capturing && last_stream_ && *last_stream_ != stream) last_.block(stream);
   group_->run(operation, handle);
@@ -112,10 +127,11 @@ void Queue::run(const Operation& operation, c10::Stream stream, void* handle) {
 
 at::Tensor Queue::empty(const std::vector<int64_t>& sizes, size_t bytes, at::ScalarType type,
                         const Interrupted& interrupted) {
-  std::shared_ptr<void> memory = group_->allocate(bytes, interrupted);
-  void* data = memory.get();
+  const c10::DeviceGuard use(device_);
+  std::unique_ptr<PeersMemory> held(new PeersMemory{device_, group_->allocate(bytes, interrupted)});
+  void* data = held->memory.get();
   return at::for_blob(data, sizes)
-      .deleter([memory = std::move(memory)](void*) mutable { memory.reset(); })
+      .context(held.release(), drop_peers_memory)
       .options(at::TensorOptions().dtype(type).device(device_))
       .target_device(device_)
       .make_tensor();
@@ -159,7 +175,10 @@ void close_devices(const Communicator* communicator) {
       return true;
     });
   }
-  for (auto& queue : closing) queue->group().close();
+  for (auto& queue : closing) {
+    const c10::DeviceGuard use(queue->side().device());
+    queue->group().close();
+  }
 }
 
 std::map<std::string, uint64_t> device_counters(const Communicator* communicator) {

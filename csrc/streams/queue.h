@@ -7,6 +7,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/Event.h>
 #include <c10/core/Storage.h>
 #include <c10/core/Stream.h>
@@ -18,6 +19,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cuda/device_group.h"
@@ -28,6 +30,17 @@ namespace syncengine {
 inline constexpr c10::DeviceType kDeviceType = c10::DeviceType::CUDA;
 
 using Interrupted = std::function<void()>;
+
+// Destroys `thing` while `device` is current. Torch's guard is here, and around whatever uses CUDA or c10::Event, since
+// these go back to the device that was current by cudaSetDevice(), which makes a context on a device that has none.
+template <class Thing>
+void drop_on(c10::Device device, Thing& thing) noexcept {
+  try {
+    const c10::DeviceGuard use(device);
+    const Thing dropped = std::move(thing);
+  } catch (const c10::Error&) {  // at exit CUDA may be gone
+  }
+}
 
 // The cudaStream_t of a torch stream. Takes the GIL.
 void* handle_of(c10::Stream stream);
@@ -51,6 +64,7 @@ void wait_on_host(Communicator& communicator, const c10::Event& done, Deadline d
 class Queue {
  public:
   Queue(std::shared_ptr<cuda::DeviceGroup> group, c10::Device device);
+  ~Queue() { drop_on(device_, last_); }
 
   cuda::DeviceGroup& group() { return *group_; }
   c10::Stream side() const { return side_; }  // of high priority, for callers that use another than the current one

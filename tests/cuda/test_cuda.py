@@ -82,6 +82,8 @@ def queued_before_the_peer_comes(rank, communicator):
     own, other = torch.cuda.current_stream(), torch.cuda.Stream()
     communicator.barrier(device=tensor.device)  # connects
     own.synchronize()
+    with torch.cuda.stream(other):
+        doubled = tensor * 2  # loads the kernel: later that may wait for a stream that waits for the peer
 
     if rank == 1:
         dist.barrier()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -47,6 +48,32 @@ def test_any_torch_from_2_11_on_will_do(programs: RankPool, tmp_path: Path):
     (source,) = folder.glob("prepared/*.egg-info/PKG-INFO")
     for metadata in (built, prepared.read_text(), source.read_text()):
         assert requirements(metadata) == ["torch>=2.11", "numpy"]
+
+
+def compiled_for(devices: str, cuda: int = 13000) -> list[str]:
+    flags = _build.architecture_flags(devices, cuda)
+    assert all(flag.startswith("-gencode=arch=compute_") for flag in flags)
+    return [flag.rpartition("code=")[2] for flag in flags]
+
+
+def test_devices_that_the_cuda_side_is_compiled_for(tmp_path: Path):
+    for unset in ("", " ", ";"):
+        assert compiled_for(unset, 12060) == ["sm_80", "sm_90", "compute_90"]
+        assert compiled_for(unset, 12080) == [
+            *("sm_80", "sm_90", "compute_90"),
+            *("sm_100", "sm_120", "compute_120"),
+        ]
+    assert compiled_for("5.2 6.1+PTX 7.0;8.6; 9.0a+PTX") == ["sm_70", "sm_86", "sm_90a", "compute_90a"]
+    assert _build.architecture_flags("8.0", 12050) == ["-gencode=arch=compute_80,code=sm_80"]
+    for name in ("Hopper", "native", "8", "9.0+ptx"):
+        with pytest.raises(_build.BuildError, match=f"^TORCH_CUDA_ARCH_LIST: {re.escape(name)} is no number of a dev"):
+            compiled_for(f"8.0;{name}")
+    with pytest.raises(_build.BuildError, match="5.0;6.1 has no device from 7.0 on"):
+        compiled_for("5.0;6.1")
+    header = tmp_path / "include" / "cuda_runtime_api.h"
+    header.parent.mkdir()
+    header.write_text("/* CUDART_VERSION */\n#define CUDART_VERSION  12040\n#define OTHER_VERSION CUDART_VERSION\n")
+    assert _build.cuda_version(tmp_path) == 12040
 
 
 def test_the_sources_in_a_wheel_are_complete(tmp_path: Path):

@@ -8,7 +8,7 @@ namespace {
 [[noreturn]] void refuse() {
   throw Error(
       ErrorKind::InvalidUsage,
-      "this build of syncengine has no CUDA side: install a torch with CUDA and nvcc of the same CUDA version, then "
+      "this build of syncengine has no CUDA side: install a torch with CUDA and nvcc of the same major version, then "
       "build again in a checkout (pip install --no-build-isolation --force-reinstall --no-deps .)");
 }
 

@@ -46,10 +46,11 @@ std::shared_ptr<void> DeviceGroup::allocate(size_t bytes, const std::function<vo
 }
 
 Nonfinite DeviceGroup::words_for_nonfinite() {
+  std::lock_guard lock(mutex_);
   const UseDevice use(device_);
-  const auto memory = std::make_shared<PinnedMemory>((communicator_->size() + 1) * sizeof(uint64_t));
-  return {.words = {memory, reinterpret_cast<uint64_t*>(memory->data())},
-          .on_device = reinterpret_cast<uint64_t*>(memory->on_device())};
+  if (!nonfinite_) nonfinite_ = std::make_shared<PinnedMemory>((communicator_->size() + 1) * sizeof(uint64_t));
+  return {.words = {nonfinite_, reinterpret_cast<uint64_t*>(nonfinite_->data())},
+          .on_device = reinterpret_cast<uint64_t*>(nonfinite_->on_device())};
 }
 
 void DeviceGroup::close() {
@@ -57,6 +58,7 @@ void DeviceGroup::close() {
   if (std::exchange(closed_, true)) return;
   const UseDevice use(device_);
   release();
+  if (nonfinite_) nonfinite_->unpin();
 }
 
 void DeviceGroup::require_open() const {
@@ -114,8 +116,10 @@ PeerGroup::PeerGroup(std::shared_ptr<Communicator> communicator, int device, con
 
 void PeerGroup::prepare_staging(const std::function<void()>& interrupted) {
   staging_ = std::make_unique<DeviceMemory>(2 * kSlotBytes + sizeof(InKernelArea));
-  check(cudaMemset(staging_->data() + 2 * kSlotBytes, 0, offsetof(InKernelArea, slots)), "clearing device memory");
-  check(cudaDeviceSynchronize(), "clearing device memory");  // before a peer is told the address
+  const auto stream = make_stream();
+  std::byte* area = staging_->data() + 2 * kSlotBytes;
+  check(cudaMemsetAsync(area, 0, offsetof(InKernelArea, slots), stream.get()), "clearing device memory");
+  check(cudaStreamSynchronize(stream.get()), "clearing device memory");  // before a peer is told the address
   peer_staging_ = std::make_unique<PeerMemory>(*communicator_, *staging_, interrupted);
   if (peer_staging_->unreachable.empty()) {
     site_.slots = peer_staging_->bases;
@@ -239,6 +243,7 @@ void PeerGroup::release() {
   if (watchdog_) watchdog_->stop();
   host_staging_.reset();
   words_.reset();
+  staging_.reset();
 }
 
 // Freeing memory that a peer has mapped is undefined. If a peer takes too long, or has died, this memory stays

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <map>
 #include <string>
+#include <utility>
 
 #include "cuda/device/stream.h"
 #include "cuda/shared_pages.h"
@@ -65,7 +66,15 @@ PinnedMemory::PinnedMemory(Mapping memory) : memory_(std::move(memory)) {
 PinnedMemory::PinnedMemory(size_t bytes)
     : PinnedMemory(Mapping(create_sealed_memfd("syncengine-pinned", bytes).get(), bytes)) {}
 
-PinnedMemory::~PinnedMemory() { cudaHostUnregister(memory_.data()); }
+void PinnedMemory::unpin() {
+  if (std::exchange(on_device_, nullptr)) cudaHostUnregister(memory_.data());
+}
+
+std::shared_ptr<CUstream_st> make_stream() {
+  cudaStream_t made = nullptr;
+  check(cudaStreamCreateWithFlags(&made, cudaStreamNonBlocking), "making a stream");
+  return {made, cudaStreamDestroy};
+}
 
 namespace {
 
@@ -175,9 +184,7 @@ PeerMemory::PeerMemory(Communicator& communicator, DeviceMemory& own, const std:
   check(cudaGetDeviceProperties(&properties, offer.device), "asking for the device's UUID");
   offer.uuid = properties.uuid;
   offer.exported = cudaIpcGetMemHandle(&offer.handle, own.data());
-  cudaStream_t made = nullptr;  // does not wait for the default stream
-  check(cudaStreamCreateWithFlags(&made, cudaStreamNonBlocking), "making a stream");
-  const std::shared_ptr<CUstream_st> stream(made, cudaStreamDestroy);
+  const auto stream = make_stream();
   ProofArea area;
   area.own = pattern(offer.seed);
   std::ranges::fill(area.read, area.own);

@@ -19,7 +19,8 @@
 
 namespace syncengine::cuda {
 
-// Makes `device` current while it lives.
+// Makes `device` current while it lives. Going back would make a context on a device that has none; streams/ has made
+// `device` current before, in a way that doesn't.
 class UseDevice {
  public:
   explicit UseDevice(int device);
@@ -53,15 +54,19 @@ class PinnedMemory {
  public:
   explicit PinnedMemory(Mapping memory);
   explicit PinnedMemory(size_t bytes);  // of this process alone
-  ~PinnedMemory();
+  ~PinnedMemory() { unpin(); }
   PinnedMemory(const PinnedMemory&) = delete;
   std::byte* data() const { return memory_.data(); }  // for the host, and for copies
   std::byte* on_device() const { return on_device_; }
+  void unpin();  // from then on it is the host's alone
 
  private:
   Mapping memory_;
   std::byte* on_device_ = nullptr;
 };
+
+// Makes a stream of the current device that does not wait for the default one, nor for any other.
+std::shared_ptr<CUstream_st> make_stream();
 
 // The words in each rank's memory by which ranks prove that they reach each other's memory.
 struct ProofArea {

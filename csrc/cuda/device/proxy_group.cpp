@@ -112,6 +112,7 @@ void ProxyGroup::release() {
   cudaEventSynchronize(last_);  // returns: every posted piece ends, at the deadline at the latest
   cudaEventDestroy(last_);
   proxy_->stop();
+  slots_.reset();
 }
 
 }  // namespace syncengine::cuda

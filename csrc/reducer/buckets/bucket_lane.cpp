@@ -34,12 +34,17 @@ class DeviceLane final : public BucketLane {
   }
   void finish() override { communicator_->throw_if_failed(); }  // errors on streams show in later calls
   bool is_captured() const override {
+    const c10::DeviceGuard use(device_);
     return queue_ && (cuda::is_capturing(queue_->side_handle()) || cuda::is_capturing(handle_of(current())));
   }
   Nonfinite words_for_nonfinite() override {
-    return queue_ ? queue_->group().words_for_nonfinite() : host_words_for_nonfinite(communicator_->size());
+    if (!queue_) return host_words_for_nonfinite(communicator_->size());
+    wait();  // for an earlier model's kernels, which have the same words
+    const c10::DeviceGuard use(device_);
+    return queue_->group().words_for_nonfinite();
   }
   void wait() override {
+    const c10::DeviceGuard use(device_);
     if (queue_ && cuda::is_capturing(queue_->side_handle())) {
       throw Error(
           ErrorKind::InvalidUsage,

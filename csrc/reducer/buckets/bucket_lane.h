@@ -45,7 +45,8 @@ class BucketLane {
 
   // Whether its own stream, or the current one, is being captured into a graph.
   virtual bool is_captured() const { return false; }
-  // Memory in which this lane's operations note which rank has brought NaN or infinity; see Nonfinite.
+  // Memory in which this lane's operations note which rank has brought NaN or infinity; see Nonfinite. Blocks as
+  // wait().
   virtual Nonfinite words_for_nonfinite() = 0;
   // Blocks the host until all that is queued on its own stream now is done.
   virtual void wait() = 0;

@@ -146,6 +146,23 @@ TEST(cuda_watchdog_releases_after_a_peers_abort) {
   });
 }
 
+// A peer has no name, which std::out_of_range says: an error of the thread, as std::bad_alloc is.
+TEST(cuda_watchdog_releases_nobody_by_an_error_of_its_own) {
+  run_job(2, with_timeout(20), [](int me, Communicator& communicator) {
+    cuda::Control nobodys{};
+    TwinRank rank(communicator);
+    std::vector<cuda::Control*> controls = rank.controls;
+    controls.push_back(&nobodys);
+    rank.watchdog.emplace(communicator.shared_from_this(), controls);
+    cuda::store(rank.controls[me]->mismatch[0], 1 + static_cast<uint32_t>(communicator.size()));
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));  // the thread looks every 5 ms
+    cuda::store(rank.controls[me]->mismatch[0], 0);
+    CHECK(!rank.watchdog->has_failed());
+    rank.barrier();
+    rank.watchdog->throw_if_failed();
+  });
+}
+
 TEST(cuda_watchdog_names_a_peer_that_left) {
   std::atomic<bool> told = false;
   run_job(2, with_timeout(60), [&](int me, Communicator& communicator) {

@@ -163,10 +163,11 @@ cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
   return cudaSuccess;
 }
 
-cudaError_t cudaMemset(void* address, int value, size_t bytes) {
-  if (spoils_capture()) return fail(cudaErrorStreamCaptureUnsupported);
+cudaError_t cudaMemsetAsync(void* address, int value, size_t bytes, cudaStream_t handle) {
+  const auto stream = stream_of(handle);
+  if (!stream) return fail(cudaErrorInvalidResourceHandle);
   if (!is_device_memory(address, bytes)) return fail(cudaErrorInvalidValue);
-  enqueue(stream_of(nullptr), [=] { std::memset(address, value, bytes); });
+  enqueue(stream, [=] { std::memset(address, value, bytes); });
   return cudaSuccess;
 }
 
