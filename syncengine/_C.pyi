@@ -21,7 +21,10 @@ has_test_hooks: bool
 """Whether this build has the fault-injection hooks that the tests use."""
 
 def instruction_set() -> str:
-    """The instruction set of the reduction kernels: "scalar", "avx2" or "avx512" (SYNCENGINE_ISA chooses)."""
+    """The instruction set of the reduction kernels (SYNCENGINE_ISA chooses).
+
+    "avx512", "avx2", "neon-bf16", "neon" or "scalar".
+    """
 
 def machine() -> dict[str, Any]:
     """The resources that this process may use, as the engine sees them.
@@ -77,7 +80,7 @@ class JobOptions:
     host_algorithm: str
     gradient_memory: str
     timeout: float  # seconds, as log_after
-    timeout_call: str  # that takes it from the program: "init"
+    timeout_call: str  # what sets it, for errors: "init(timeout=...)"
     log_after: float
     arena_bytes: int  # 0: the machine's memory
     host_id: str  # makes several hosts of one; "" for one
@@ -234,7 +237,7 @@ class Communicator:
     def abort(self, text: str, error: str = "Aborted") -> None:
         """Fails everything pending, here and on all peers, which raise `error` with `text`.
 
-        `error` is the name of a class of `syncengine.errors`.
+        `error` is "PeerLost", "Timeout", "Mismatch", "Aborted" or "InvalidUsage".
         """
 
     def check_peers(self) -> None:
@@ -629,7 +632,8 @@ class Reducer:
     def set_comm_hook(self, state: Any, hook: Any) -> None:
         """Sends all buckets through `hook(state, bucket)` instead of the engine.
 
-        Only one of set_comm_hook, set_compression and set_all_reduce_hook may be called, once.
+        Python's collector does not see that both are kept. Only one of set_comm_hook, set_compression and
+        set_all_reduce_hook may be called, once.
         """
 
     def set_compression(self, dtype: torch.dtype, divides_first: bool = True) -> None:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from syncengine._build import tag
-from syncengine._C import Communicator, LocalBootstrap, build_id, solo
+from syncengine._C import Communicator, LocalBootstrap, build_id, death_notices, solo
 from syncengine.config import Config
 from syncengine.errors import InvalidUsage, Mismatch, SyncError
 from syncengine.launch import Exchange, group_timeout
@@ -29,6 +29,7 @@ logger = logging.getLogger("syncengine")
 # Communicators that are to be replaced, for as long as they are there: those that split() made of them may live on.
 given_up: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
+GROUP_TIMEOUT = "the timeout of init_process_group or new_group, or SYNCENGINE_TIMEOUT"
 _LATE = 5.0  # seconds that an error may need from host to host
 
 
@@ -81,12 +82,12 @@ def connect(
 
     Messages call them by `global_ranks`; None is for all ranks of the job, which connect one communicator at a time.
     `lost` is asked now and then, and says why some ranks will not come. If this rank fails, the others get its error.
-    `timeout_call` is the program's call that sets the timeout; "" is the process group's if there is one and nothing
+    `timeout_call` says in errors what sets the timeout; "" is the process group's calls if there is one and nothing
     else sets the timeout, and else init.
     """
     options = config.options(timeout)
     of_group = config.timeout is None and group_timeout() is not None
-    options.timeout_call = timeout_call or ("init_process_group" if of_group else "init")
+    options.timeout_call = timeout_call or (GROUP_TIMEOUT if of_group else "init(timeout=...)")
     if exchange is None:
         if global_ranks is None:
             meet(0, 1, 0, config.trace, whole=True)
@@ -120,6 +121,15 @@ def connect(
             return lost() if lost is not None else ""
 
         communicator = bootstrap.connect(addresses, timeout, network, transport, why_lost)
+        notices = True  # if the probe fails, as where no thread can be started
+        with contextlib.suppress(RuntimeError):
+            notices = hosts.count(hosts[rank]) == 1 or bool(death_notices())
+        if not notices:
+            _warn_once(
+                f"rank {known_as[rank]}: the kernel or a sandbox refuses both ways to notice a death on the same "
+                "machine before the deadline: allow set_robust_list or pidfd_open (seccomp), and use no emulator that "
+                "lacks both"
+            )
         meet(known_as[rank], max(known_as) + 1, hosts[rank], config.trace, whole=global_ranks is None)
         if communicator.links:
             logger.log(logging.INFO if rank == 0 else logging.DEBUG, "between hosts: %s", communicator.links)

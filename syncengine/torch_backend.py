@@ -20,7 +20,7 @@ from torch.distributed.constants import default_pg_timeout
 from syncengine._C import Backend, Communicator, has_cuda
 from syncengine.communicator import install_hooks, refuse_forked_child
 from syncengine.config import DEFAULT_LOG_AFTER, DEFAULT_TIMEOUT, Config
-from syncengine.connect import connect
+from syncengine.connect import GROUP_TIMEOUT, connect
 from syncengine.errors import InvalidUsage, SyncError
 from syncengine.launch.store import StoreExchange
 
@@ -62,18 +62,26 @@ def create(
     backend_options: Any,
     call: str = "call init_process_group or new_group",
     lost: Callable[[], str] | None = None,
+    timeout_call: str = GROUP_TIMEOUT,
 ) -> Backend:
     """Makes the backend of one process group, whose ranks meet through the group's store. torch calls it.
 
-    `call` names the function that a rank which does not come should have called. `lost`: see StoreExchange.
+    `call` names the function that a rank which does not come should have called. `lost`: see StoreExchange,
+    `timeout_call`: connect().
 
     Settings are SYNCENGINE_*, except the timeout: the group's, if torch was given one (not its default), or
-    a shorter one in pg_options of another syncengine group. Raises InvalidUsage for options of other backends.
+    a shorter one in pg_options of another syncengine group. Raises InvalidUsage for options of other backends, and for
+    a rank that the group does not have.
     """
     refuse_forked_child()
     if isinstance(backend_options, Communicator):  # init(torch_group=True) makes the group
         return Backend(backend_options)
     rank, size, global_ranks = options.group_rank, options.group_size, list(options.global_ranks_in_group)
+    if not 0 <= rank < size:
+        raise InvalidUsage(
+            f"rank {rank} is not in 0..{size - 1}, the ranks of a process group of {size}: give every process the "
+            "number of all of them as world_size (WORLD_SIZE), and its own rank below that (RANK)"
+        )
     global_ranks = global_ranks or list(range(size))  # as torch leaves it for the group of all ranks
 
     def open_exchange(timeout: float, log_after: float) -> StoreExchange:
@@ -87,7 +95,7 @@ def create(
         raise
     timeout = config.timeout or DEFAULT_TIMEOUT
     exchange = None if size == 1 else open_exchange(timeout, config.log_after)
-    connection = connect(exchange, rank, size, config, timeout, global_ranks, timeout_call="init_process_group")
+    connection = connect(exchange, rank, size, config, timeout, global_ranks, timeout_call=timeout_call)
     install_hooks()
     return Backend(connection.communicator)
 

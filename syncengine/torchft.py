@@ -35,7 +35,8 @@ class ProcessGroup(ProcessGroupWrapper):  # type: ignore[misc] # which is not th
         options = dist.distributed_c10d._DistributedBackendOptions()
         options.store, options.group_rank, options.group_size = store, rank, world_size
         options.timeout = self._timeout
-        backend = create(options, None, "join the quorum", lost=str)  # a replica group's number is no rank's in the job
+        # A replica group's number is no rank's in the job.
+        backend = create(options, None, "join the quorum", lost=str, timeout_call="ProcessGroup(timeout=...)")
         group = dist.ProcessGroup(store, rank, world_size)
         group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
         for device in dist.Backend.backend_capability[NAME]:

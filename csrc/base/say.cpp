@@ -1,11 +1,15 @@
 #include "base/say.h"
 
+#include <poll.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <condition_variable>
+#include <cstddef>
 #include <deque>
 #include <mutex>
+#include <string>
 #include <system_error>
 #include <thread>
 #include <utility>
@@ -22,6 +26,7 @@ struct SaidLines {
   std::mutex mutex;
   std::condition_variable written;
   std::deque<std::string> waiting;  // the first one is being written
+  std::ptrdiff_t dropped = 0;       // lines that found no place there, and have not been told of
   pid_t writer = 0;                 // the process in which a thread writes: a forked child has none
 };
 
@@ -34,8 +39,11 @@ SaidLines& said() {
 void write_all(const std::string& text) {
   for (size_t done = 0; done < text.size();) {
     const ssize_t count = ::write(STDERR_FILENO, text.data() + done, text.size() - done);
-    if (count < 0 && errno != EINTR) return;
     if (count > 0) done += static_cast<size_t>(count);
+    if (count >= 0 || errno == EINTR) continue;
+    if (errno != EAGAIN) return;
+    pollfd room{.fd = STDERR_FILENO, .events = POLLOUT, .revents = 0};  // some program has made stderr nonblocking
+    ::poll(&room, 1, -1);
   }
 }
 
@@ -49,6 +57,9 @@ void write_what_waits() {
     write_all(text);
     lock.lock();
     all.waiting.pop_front();
+    if (all.waiting.empty() && all.dropped > 0)
+      all.waiting.push_back("syncengine: lines dropped here, since too many waited for stderr: " +
+                            std::to_string(std::exchange(all.dropped, 0)) + "\n");
   }
   all.writer = 0;
   all.written.notify_all();
@@ -59,15 +70,21 @@ void write_what_waits() {
 void say(std::string lines) {
   auto& all = said();
   std::lock_guard lock(all.mutex);
-  if (all.writer != 0 && all.writer != getpid()) all.waiting.clear();
-  if (all.waiting.size() >= kMostWaiting) return;
-  all.waiting.push_back(std::move(lines));
+  if (all.writer != 0 && all.writer != getpid()) {
+    all.waiting.clear();
+    all.dropped = 0;
+    all.writer = 0;
+  }
+  if (all.waiting.size() < kMostWaiting)
+    all.waiting.push_back(std::move(lines));
+  else
+    all.dropped += std::count(lines.begin(), lines.end(), '\n');
   if (all.writer == getpid()) return;
   try {
     std::thread(write_what_waits).detach();
     all.writer = getpid();
-  } catch (const std::system_error&) {  // no thread can be started, and no caller may be made to wait
-    all.waiting.clear();
+  } catch (const std::system_error&) {
+    // No caller may be made to wait, so the lines wait for a later call that can start a thread.
   }
 }
 

@@ -38,18 +38,17 @@ class Ring {
   Ring(const std::string& file, size_t events, uint64_t steps) : path(file), capacity_(events), steps_left(steps) {
     ::unlink(file.c_str());  // an earlier trace may still be mapped
     const UniqueFd fd(::open(file.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600));
-    const size_t bytes = kHeaderBytes + kTextBytes + events * sizeof(Slot);
     // All room is allocated now: if the disk filled up later, a store into the mapping would kill the process.
-    int error = fd.get() < 0 ? errno : ::posix_fallocate(fd.get(), 0, static_cast<off_t>(bytes));
-    void* memory = error ? MAP_FAILED : ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), 0);
+    int error = fd.get() < 0 ? errno : ::posix_fallocate(fd.get(), 0, static_cast<off_t>(bytes_));
+    void* memory = error ? MAP_FAILED : ::mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), 0);
     if (!error && memory == MAP_FAILED) error = errno;
     if (error) {
       if (fd) ::unlink(file.c_str());
       throw Error(ErrorKind::InvalidUsage, "the trace can't be written to " + file + ": " + std::strerror(error) +
-                                               "; give another directory, with " + std::to_string(bytes >> 20) +
+                                               "; give another directory, with " + std::to_string(bytes_ >> 20) +
                                                " MiB of room for each rank");
     }
-    advise(memory, bytes, MADV_POPULATE_WRITE);  // else each 64th event waits for a page; kernels before 5.14 refuse
+    advise(memory, bytes_, MADV_POPULATE_WRITE);  // else each 64th event waits for a page; kernels before 5.14 refuse
     header_ = new (memory) Header{.magic = 0, .capacity = events, .text_bytes = kTextBytes};
     texts_ = static_cast<char*>(memory) + kHeaderBytes;
     slots_ = reinterpret_cast<Slot*>(texts_ + kTextBytes);
@@ -81,6 +80,7 @@ class Ring {
     const uint32_t length = static_cast<uint32_t>(text.size());
     if (used + sizeof(length) + length > kTextBytes) {
       known_.erase(known);
+      header_->textless.fetch_add(1, std::memory_order_relaxed);  // relaxed: a count
       return 0;
     }
     std::memcpy(texts_ + used, &length, sizeof(length));
@@ -91,10 +91,19 @@ class Ring {
 
   void end() { header_->ended.store(1, std::memory_order_release); }
 
+  // Gives the file and its memory back, once. The addresses stay valid: a thread that was about to write an event of
+  // this trace writes it into private memory, which nobody reads.
+  void release() {
+    if (std::unique_lock lock(mutex_, std::try_to_lock); lock) known_.clear();  // a fork may have left it locked
+    constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
+    (void)::mmap(header_, std::exchange(bytes_, 0), PROT_READ | PROT_WRITE, kFlags, -1, 0);
+  }
+
   const std::string path;
 
  private:
   const size_t capacity_;
+  size_t bytes_ = kHeaderBytes + kTextBytes + capacity_ * sizeof(Slot);  // 0 after release()
 
  public:
   std::atomic<uint64_t> steps_left;  // 0: no limit
@@ -106,6 +115,7 @@ class Ring {
     std::atomic<uint64_t> recorded;   // events so far
     std::atomic<uint64_t> text_used;  // bytes of texts
     std::atomic<uint64_t> ended;      // 1: this rank has stopped
+    std::atomic<uint64_t> textless;   // events without their text, for which there was no room
   };
 
   // Relaxed atomics, since a thread that is stopped while it writes an event may meet another thread in the same slot,
@@ -145,6 +155,7 @@ void start(const std::string& path, size_t events, const std::string& about, uin
   auto& [mutex, rings, current] = of_process();
   std::lock_guard lock(mutex);
   if (current) throw Error(ErrorKind::InvalidUsage, "this process is traced already, into " + current->path);
+  if (!rings.empty()) rings.back()->release();
   rings.push_back(std::make_unique<Ring>(path, std::max<size_t>(events, 1), steps));
   current = rings.back().get();
   current->text(about);

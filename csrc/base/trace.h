@@ -1,10 +1,11 @@
 // Records what happens on this rank, as events in a ring of fixed size. The ring is a file, so that its events outlive
 // this process however it ends, and any process of the machine can read them (syncengine/tracing/events.py).
 //
-// Ownership: one trace a process. A ring stays mapped until the process ends, since a thread may be about to write into
-// it. Thread-safety: any thread. Failure: start() throws InvalidUsage. An event is never refused: the oldest is
-// overwritten, and readers know from the count of all events how many were. A forked child is not traced. Costs:
-// without a trace one load for each event; with one, a reading of the clock or two, and 64 bytes.
+// Ownership: one trace a process. A ring's file stays mapped until the next trace begins, and its addresses until the
+// process ends, since a thread may be about to write into it. Thread-safety: any thread. Failure: start() throws
+// InvalidUsage. An event is never refused: the oldest is overwritten, and readers know from the count of all events how
+// many were. A forked child is not traced. Costs: without a trace one load for each event; with one, a reading of the
+// clock or two, and 64 bytes.
 #pragma once
 
 #include <atomic>
@@ -67,8 +68,8 @@ void stop();
 std::string path();
 
 void record(const Event& event);
-// A number that stands for `text`, which is written to the file once. 0, which means no text, if there is no room or no
-// trace.
+// A number that stands for `text`, which is written to the file once. 0, which means no text, if there is no trace, or
+// no room: readers know how often.
 uint32_t text(const std::string& text);
 // Records an instant, with words. Does nothing without a trace.
 void record_text(Kind kind, const std::string& words);

@@ -105,7 +105,7 @@ void add_tensors(Call& call, Operation& operation, const at::Tensor& input, cons
   // place.
   const bool apart = at::get_overlap_status(input, to) == at::MemOverlapStatus::No ||
                      (operation.collective == Collective::AllGather && is_in_place(to, rank * input.numel(), input));
-  call.read(apart ? input : input.clone(at::MemoryFormat::Contiguous), operation.input);
+  call.read(apart ? input : call.settled(input).clone(at::MemoryFormat::Contiguous), operation.input);
 }
 
 std::optional<PyWork> start(const std::shared_ptr<Communicator>& communicator, Collective collective,
@@ -142,7 +142,8 @@ ErrorKind kind_of(const std::string& error) {
   for (ErrorKind kind :
        {ErrorKind::PeerLost, ErrorKind::Timeout, ErrorKind::Mismatch, ErrorKind::Aborted, ErrorKind::InvalidUsage})
     if (error == name(kind)) return kind;
-  throw Error(ErrorKind::InvalidUsage, "abort: '" + error + "' is no class of syncengine.errors");
+  throw Error(ErrorKind::InvalidUsage, "abort: can't raise '" + error +
+                                           "': give 'PeerLost', 'Timeout', 'Mismatch', 'Aborted' or 'InvalidUsage'");
 }
 
 // Makes a tensor in memory of a communicator's device. Collective. Called with the GIL.

@@ -43,7 +43,8 @@ void require_supported(const Operation& operation) {
   throw Error(ErrorKind::InvalidUsage,
               std::string(name(operation.collective)) + ": op '" + name(operation.op) + "' has no meaning for dtype " +
                   name(operation.dtype) +
-                  (operation.op == ReduceOp::Avg ? "; use 'sum' and divide" : "; use 'max' or 'min'"));
+                  (operation.dtype == DType::Bool ? "; use 'max' or 'min', or convert it to a float dtype"
+                                                  : "; use 'sum' and divide"));
 }
 
 }  // namespace syncengine

@@ -45,6 +45,7 @@ inline constexpr int kNoRoot = -1;
 // A range of bytes that lies in the caller's memory at the offset `user`, and in the staging slot at the offset `slot`.
 struct Copy {
   size_t user, slot, bytes;
+  bool operator==(const Copy&) const = default;
 };
 
 // Records which rank has brought NaN or infinity into a floating-point sum. The ranks that reduce the sum note that in

@@ -120,6 +120,7 @@ std::pair<size_t, size_t> slice(size_t length, int world, int rank) {
 void plan_chunk(const Chunk& chunk, ChunkPlan& plan) {
   plan.stage.clear();
   plan.pull.clear();
+  plan.reduce = {};
   plan.reduces = plan.pulls = plan.peers_read_user = false;
   switch (chunk.collective) {
     case Collective::AllReduce:

@@ -37,6 +37,7 @@ struct Chunk {
 struct Pull {
   int peer;
   size_t slot, user, bytes;
+  bool operator==(const Pull&) const = default;
 };
 struct Reduce {
   size_t slot = 0;    // where every rank's contribution lies
@@ -46,6 +47,7 @@ struct Reduce {
   bool own_from_slot = false;
   bool into_peers = false;     // the result also goes where each peer's contribution lay
   bool into_own_slot = false;  // the result also goes into the own slot, for the peers to pull
+  bool operator==(const Reduce&) const = default;
 };
 
 struct ChunkPlan {
@@ -55,6 +57,7 @@ struct ChunkPlan {
   bool pulls = false;            // needs every peer's reduce (its stage, where nothing is reduced)
   std::vector<Pull> pull;        // peers' slots -> own memory
   bool peers_read_user = false;  // the operation ends for this rank only when no peer pulls any more
+  bool operator==(const ChunkPlan&) const = default;
 };
 
 // The unit that an operation is cut along: the whole tensor, or one rank's part of it (reduce-scatter's output,

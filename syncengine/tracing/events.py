@@ -20,7 +20,8 @@ from syncengine.errors import InvalidUsage
 # The layout of a ring, as csrc/base/trace.cpp writes it.
 _MAGIC = b"SSTrace1"
 _HEADER_BYTES = 4096
-_HEADER = struct.Struct("<8s5Q")  # magic, capacity, room for texts, events so far, bytes of texts, has ended
+# The header: magic, capacity, room for texts, events so far, bytes of texts, has ended, events without their text.
+_HEADER = struct.Struct("<8s6Q")
 _SLOT = struct.Struct("<8Q")
 _RING = re.compile(r"rank-(\d+)\.ring")
 
@@ -110,6 +111,7 @@ class RankTrace:
     recorded: int  # events that were recorded, also those that are lost
     events: list[Event]  # the last ones, by their begin
     offset: int = 0  # nanoseconds that were added to this rank's own clock
+    textless: int = 0  # events whose text is missing, since the ring had no room for it
 
     @property
     def dropped(self) -> int:
@@ -207,7 +209,7 @@ def _read_ring(path: Path, with_events: bool = True) -> RankTrace | None:
         header = file.read(_HEADER_BYTES)
         if len(header) < _HEADER_BYTES:
             return None
-        magic, capacity, text_bytes, recorded, text_used, ended = _HEADER.unpack_from(header)
+        magic, capacity, text_bytes, recorded, text_used, ended, textless = _HEADER.unpack_from(header)
         if magic == bytes(8) or (magic == _MAGIC and text_used == 0):
             return None
         if magic != _MAGIC:
@@ -233,7 +235,7 @@ def _read_ring(path: Path, with_events: bool = True) -> RankTrace | None:
         said = texts[text] if text < len(texts) else ""
         events.append(Event(about["rank"], Kind(kind), begin, end, group, lane, place, epoch, detail, said))
     events.sort(key=lambda event: (event.begin, -event.end))
-    return RankTrace(about["rank"], about["host"], about, bool(ended), recorded, events)
+    return RankTrace(about["rank"], about["host"], about, bool(ended), recorded, events, textless=textless)
 
 
 def _align(ranks: dict[int, RankTrace]) -> tuple[dict[int, int], dict[int, float]]:

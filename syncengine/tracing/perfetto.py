@@ -63,6 +63,8 @@ def caveats(trace: Trace) -> list[str]:
     for rank, of_rank in trace.ranks.items():
         if of_rank.dropped:
             said.append(f"Rank {rank} dropped its first {of_rank.dropped} of {of_rank.recorded} events")
+        if of_rank.textless:
+            said.append(f"Rank {rank} recorded {of_rank.textless} events without their text, for lack of room")
         if not of_rank.ended:
             said.append(f"Rank {rank} has not ended its trace")
     if trace.missing:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from command import alone, environ_of
@@ -21,7 +22,7 @@ from repository import ROOT, SUPPORT
 from slurm import is_there, slurm
 
 import syncengine
-from syncengine import _C
+from syncengine import _C, connect
 from syncengine.errors import PeerLost
 
 # Rank 1 fails in step 3 by HOW; the others, which wait for it, must not be taken for the cause.
@@ -185,3 +186,21 @@ def ways_without(*calls: str) -> list[str]:
 def test_what_the_kernel_tells_is_tried(pool: RankPool, refused: tuple[str, ...], left: list[str]):
     with pool.spawn_ranks(ways_without, *refused, world=1, settings=None) as ranks:
         assert ranks[0].result() == left
+
+
+def said_by_init() -> list[str]:
+    if my_rank() == 1:
+        refuse("set_robust_list", "pidfd_open")
+    with mock.patch.object(connect.logger, "warning") as warning:
+        syncengine.init(timeout=50)
+    return [call.args[1] for call in warning.call_args_list]
+
+
+@needs_seccomp
+def test_init_says_that_the_kernel_tells_of_no_death(pool: RankPool):
+    with pool.spawn_ranks(said_by_init, settings=None) as ranks:
+        seeing, blind = (rank.result() for rank in ranks)
+    assert seeing == []
+    (text,) = blind
+    assert text.startswith("rank 1: the kernel or a sandbox refuses both ways to notice a death")
+    assert "allow set_robust_list or pidfd_open" in text

@@ -138,7 +138,7 @@ def test_messages(pool: RankPool, tmp_path: Path):
 def test_an_event_that_is_overwritten_while_it_is_read_is_left_out(tmp_path: Path):
     about = json.dumps({"rank": 0, "host": 0}).encode()
     texts = struct.pack("<I", len(about)) + about
-    head = events._HEADER.pack(events._MAGIC, 2, len(texts), 2, len(texts), 0).ljust(events._HEADER_BYTES, b"\0")
+    head = events._HEADER.pack(events._MAGIC, 2, len(texts), 2, len(texts), 0, 0).ljust(events._HEADER_BYTES, b"\0")
     whole, torn, next_one = ((n, n * 10, n * 10 + 1, 0, 0, 0, 0, Kind.NOTE << 32) for n in (1, 2, 4))
     torn = (*torn[:2], *next_one[2:])  # the writer has stored one word less
 
@@ -156,6 +156,14 @@ def test_an_event_that_is_overwritten_while_it_is_read_is_left_out(tmp_path: Pat
 
     found = events._read_ring(RingPath(tmp_path))
     assert found is not None and [event.begin for event in found.events] == [10]
+
+
+def test_events_without_their_text_are_told(tmp_path: Path):
+    about = json.dumps({"rank": 0, "host": 0, "size": 1, "epoch_ns": 0}).encode()
+    texts = struct.pack("<I", len(about)) + about
+    head = events._HEADER.pack(events._MAGIC, 1, len(texts), 0, len(texts), 1, 3).ljust(events._HEADER_BYTES, b"\0")
+    (tmp_path / "rank-0.ring").write_bytes(head + texts + bytes(events._SLOT.size))
+    assert caveats(read(tmp_path)) == ["Rank 0 recorded 3 events without their text, for lack of room"]
 
 
 def test_the_ring_drops_the_first_events_and_counts_them(pool: RankPool, tmp_path: Path):

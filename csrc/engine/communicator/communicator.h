@@ -30,7 +30,8 @@ class Pool;
 }
 
 // The error text of calls on a closed communicator.
-inline constexpr const char* kClosed = "the communicator is closed: call syncengine.init() again";
+inline constexpr const char* kClosed =
+    "the communicator is closed: make another (by syncengine.init() or init_process_group), and wrap models again";
 
 class Communicator : public std::enable_shared_from_this<Communicator> {
  public:

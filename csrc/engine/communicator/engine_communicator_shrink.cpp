@@ -1,8 +1,10 @@
 // EngineCommunicator::shrink(): the members that are left go on in a new communicator, over the old one's engine and
 // the existing connections between hosts: nothing is connected anew.
 
+#include <exception>
 #include <thread>
 
+#include "base/error.h"
 #include "base/sync_point.h"
 #include "base/texts.h"
 #include "engine/communicator/engine_communicator.h"
@@ -87,12 +89,11 @@ uint64_t await_decision(Engine& engine, const Members& members, Duration patienc
                                             "waited long enough (" +
                                             seconds_text(patience) +
                                             " by its own patience): "
-                                            "end this process, or start it anew to join them");
+                                            "end this process (under `syncengine run --restart` another one joins)");
       case Succession::Do::Few:
         throw Error(ErrorKind::PeerLost, members.name() + " can't go on: " + rank_names(members.global_ranks, value) +
                                              " can't be reached, but may live and "
-                                             "go on, and are at least half of the ranks: end this process, or start "
-                                             "it anew to join them");
+                                             "go on, and are at least half of the ranks: end this process");
       case Succession::Do::Look: break;
     }
     if (interrupted) interrupted();
@@ -108,8 +109,8 @@ std::shared_ptr<Communicator> EngineCommunicator::shrink(Duration patience, cons
   if (members_.interhost && !members_.interhost->interhost().knows_ends())
     throw Error(ErrorKind::InvalidUsage,
                 "shrink: the communicator spans several hosts, whose transport (interhost='mpi' or 'torch') does not "
-                "tell a rank that died from one that can't be reached: use interhost='tcp', or connect anew by "
-                "syncengine.init()");
+                "tell a rank that died from one that can't be reached: use interhost='tcp', or, if every process is "
+                "still there, connect anew by syncengine.init() on all ranks");
   auto& own = members_.group.own().succession;
   if (own.arrived.load(std::memory_order_relaxed) != 0)  // relaxed: its only writer
     throw Error(ErrorKind::InvalidUsage,
@@ -121,28 +122,36 @@ std::shared_ptr<Communicator> EngineCommunicator::shrink(Duration patience, cons
   const uint64_t offset = engine_->arena()->allocate_group(sizeof(shm::GroupBlock));
   sync_point("arriving");
   own.arrived.store(offset, std::memory_order_release);  // release: all that this rank did before
-  sync_point("arrived");
-  const uint64_t members = await_decision(*engine_, members_, patience, interrupted, without);
-  std::vector<int> left;
-  std::vector<uint64_t> offsets;
-  for (int member = 0; member < size(); ++member) {
-    if (!(members >> member & 1)) continue;
-    left.push_back(member);
-    if (members_.on_other_host(member)) continue;
-    const auto& succession = members_.group.block(members_.placement.local_index(member)).succession;
-    const uint64_t arrived = succession.arrived.load(std::memory_order_acquire);  // acquire: above
-    offsets.push_back(member == rank() ? offset : arrived);
+  try {
+    sync_point("arrived");
+    const uint64_t members = await_decision(*engine_, members_, patience, interrupted, without);
+    std::vector<int> left;
+    std::vector<uint64_t> offsets;
+    for (int member = 0; member < size(); ++member) {
+      if (!(members >> member & 1)) continue;
+      left.push_back(member);
+      if (members_.on_other_host(member)) continue;
+      const auto& succession = members_.group.block(members_.placement.local_index(member)).succession;
+      const uint64_t arrived = succession.arrived.load(std::memory_order_acquire);  // acquire: above
+      offsets.push_back(member == rank() ? offset : arrived);
+    }
+    // Only now may the pools of dead members be discarded: all members that are left have ended their operations, which
+    // may have read there.
+    for (int member = 0; member < members_.group.size; ++member) {
+      const bool dead = engine_->locked([&] { return engine_->locals().is_dead(members_.group.local_ranks[member]); });
+      if (dead) members_.group.arenas[member]->discard_pool();
+    }
+    auto selected = members_.select(*engine_, left, std::move(offsets), number, splits_);
+    auto next = std::make_shared<EngineCommunicator>(engine_, std::move(selected), membership_.origin());
+    membership_.hand_on_origin();
+    return next;
+  } catch (const std::exception& error) {
+    // Members may go on with this rank, since it has arrived, and would wait for it in vain.
+    auto* block = reinterpret_cast<shm::GroupBlock*>(engine_->arena()->at(offset));
+    write_end_record(block->end_record, shm::Standing::Failed, ErrorKind::Aborted,
+                     members_.name() + failure_text(error, "shrink()"));
+    throw;
   }
-  // Only now may the pools of dead members be discarded: all members that are left have ended their operations, which
-  // may have read there.
-  for (int member = 0; member < members_.group.size; ++member) {
-    const bool dead = engine_->locked([&] { return engine_->locals().is_dead(members_.group.local_ranks[member]); });
-    if (dead) members_.group.arenas[member]->discard_pool();
-  }
-  auto selected = members_.select(*engine_, left, std::move(offsets), number, splits_);
-  auto next = std::make_shared<EngineCommunicator>(engine_, std::move(selected), membership_.origin());
-  membership_.hand_on_origin();
-  return next;
 }
 
 }  // namespace syncengine

@@ -292,8 +292,7 @@ void Membership::check_deadline() {
   if (age < std::min(engine_.options().log_after, engine_.options().timeout)) return;
   if (age >= engine_.options().timeout) {
     return fail(ErrorKind::Timeout, what_is_pending() + ": the timeout is " + seconds_text(engine_.options().timeout) +
-                                        "; see what those ranks are doing, or raise " + engine_.options().timeout_call +
-                                        "(timeout=...)");
+                                        "; see what those ranks are doing, or raise " + engine_.options().timeout_call);
   }
   if (logged_ == item->since) return;
   logged_ = item->since;

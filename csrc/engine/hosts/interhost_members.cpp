@@ -251,8 +251,9 @@ uint64_t InterhostMembers::take_number() {
 uint64_t InterhostMembers::number_of_next() const {
   const uint32_t number = after_shrink(links_.group);
   if (number == kTooMany)
-    throw Error(ErrorKind::InvalidUsage, "shrink: the communicator came of " + std::to_string((1 << kShrinkBits) - 1) +
-                                             " shrinks, and no more are possible: connect anew by syncengine.init()");
+    throw Error(ErrorKind::InvalidUsage,
+                "shrink: the communicator came of " + std::to_string((1 << kShrinkBits) - 1) +
+                    " shrinks, and no more are possible: start the job again from a checkpoint");
   return number;
 }
 

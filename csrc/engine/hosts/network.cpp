@@ -62,6 +62,8 @@ bool Network::poll(Duration at_most) {
     else if (!claimers_.try_lock())
       return false;
   }
+  // The own thread may have consumed the wake-up in the step for whose end this call has waited.
+  if (at_most > Duration::zero() && woken_.exchange(false, std::memory_order_seq_cst)) return false;
   Deadline until = Deadline::after(at_most);
   do {
     if (interhost_->step(until.left(at_most)) != Interhost::Step::Quiet) return true;

@@ -303,8 +303,9 @@ void Lane::add_direct_memory(std::vector<ArenaRange>& ranges) const {
     if (!direct) continue;
     // Between hosts, transfers read this memory directly, and their receivers may be told of the failure too late.
     const bool apart = active.item.operation.collective == Collective::AllReduce || exchange_;
+    const size_t readers = exchange_ && state_.peers != 0 ? state_.group.offsets[state_.group.rank] : 0;
     for (const Span& span : active.item.operation.input.spans())
-      ranges.push_back({static_cast<size_t>(span.data - state_.group.arena->at(0)), span.bytes, apart});
+      ranges.push_back({static_cast<size_t>(span.data - state_.group.arena->at(0)), span.bytes, apart, readers});
   }
 }
 

@@ -116,7 +116,7 @@ void Engine::sever_tensors(const std::vector<ArenaRange>& ranges, const Error& c
     if (!range.apart) continue;
     any = true;
     try {
-      arena_->sever_tensor(range.offset, range.bytes);
+      arena_->sever_tensor(range.offset, range.bytes, range.readers);
     } catch (const Error&) {
       refused = std::current_exception();
     }

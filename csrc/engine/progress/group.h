@@ -19,7 +19,8 @@ namespace syncengine {
 // A range of this rank's arena of which peers have been told.
 struct ArenaRange {
   size_t offset, bytes;
-  bool apart;  // severed at a failure: peers may still write there, or send on what its owner writes next
+  bool apart;      // severed at a failure: peers may still write there, or send on what its owner writes next
+  size_t readers;  // for Arena::sever_tensor()
 };
 
 // The ranks of this host, by local rank: their arenas, their names in texts, and which of them have died.

@@ -29,8 +29,8 @@ struct Options {
   Algorithm algorithm = Algorithm::Auto;
   HostAlgorithm host_algorithm = HostAlgorithm::Auto;
   Duration timeout = seconds(1800);
-  std::string timeout_call = "init";  // the call that takes it from the program
-  Duration log_after = seconds(5);    // one line on stderr about who is missing
+  std::string timeout_call = "init(timeout=...)";  // what sets it, for errors: a call, or several
+  Duration log_after = seconds(5);                 // one line on stderr about who is missing
   GradientMemory gradient_memory = GradientMemory::Arena;
   size_t arena_bytes = 0;  // addresses for this rank's arena; 0: shm::default_arena_bytes
 };

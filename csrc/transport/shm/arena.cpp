@@ -138,12 +138,20 @@ bool Arena::discard_from_file(Range range) const {
                                        static_cast<off_t>(range.begin), static_cast<off_t>(range.bytes())) == 0;
 }
 
-std::vector<Range> Arena::give_back(Range range) const {
+bool Arena::may_be_read(Range part) const {
+  return std::any_of(held_.begin(), held_.end(),
+                     [part](const Held& held) { return part.begin < held.pages.end && held.pages.begin < part.end; });
+}
+
+std::vector<Range> Arena::give_back(Range range) {
   for (Range cut : severed_) {
     const Range part{std::max(cut.begin, range.begin), std::min(cut.end, range.end)};
     if (part.begin >= part.end) continue;
     if (!make_inaccessible(at(part.begin), part.bytes())) advise(at(part.begin), part.bytes(), MADV_DONTNEED);
-    discard_from_file(part);
+    if (may_be_read(part))
+      freed_.push_back(part);
+    else
+      discard_from_file(part);
   }
   std::vector<Range> rest = unsevered(range);
   for (Range part : rest) discard(at(part.begin), part.bytes());
@@ -180,6 +188,12 @@ void Arena::reclaim_groups() {
     if (!group.is_unused()) return false;
     discard(at(group.offset), group.bytes);
     heap_.release(group.offset, group.bytes);
+    std::erase_if(held_, [&](const Held& held) { return held.readers == group.offset; });
+    return true;
+  });
+  std::erase_if(freed_, [this](Range part) {
+    if (may_be_read(part)) return false;
+    discard_from_file(part);
     return true;
   });
 }
@@ -226,19 +240,27 @@ Pool* Arena::create_pool() {
        .discard = [this](void* data, size_t bytes) { discard(static_cast<std::byte*>(data), bytes); }});
 }
 
-void Arena::sever_tensor(size_t offset, size_t bytes) {
+void Arena::sever_tensor(size_t offset, size_t bytes, size_t readers) {
   std::lock_guard lock(mutex_);
-  if (!lies_in_tensor(offset)) return;
-  for (Range part : unsevered({round_down(offset, kPage), round_up(offset + bytes, kPage)})) {
-    // Memory is short: content that is gone is better than content that a peer may change.
-    if (!file_.make_private(mapping_.data(), part) && !make_inaccessible(at(part.begin), part.bytes())) {
-      const int code = errno;
-      exposed = true;
-      throw Error(ErrorKind::Aborted, std::string(kExposed) + ": " + std::strerror(code));
+  if (bytes == 0 || !lies_in_tensor(offset)) return;
+  const size_t end = offset + bytes, last = round_down(end, kPage);
+  const Range pages{round_down(offset, kPage), round_up(end, kPage)};
+  if (readers != 0) held_.push_back({pages, readers});
+  for (Range part : unsevered(pages)) {
+    for (Range piece = part; piece.begin < part.end; piece.begin = piece.end) {
+      // In pages that are not wholly severed the program may be writing: each of them is a piece.
+      std::byte* const own = piece.begin < offset ? at(offset) : piece.begin >= last ? at(end - 1) : nullptr;
+      piece.end = own ? piece.begin + kPage : std::min(part.end, last);
+      // Memory is short: content that is gone is better than content that a peer may change.
+      if (!file_.make_private(mapping_.data(), piece, own) && !make_inaccessible(at(piece.begin), piece.bytes())) {
+        const int code = errno;
+        exposed = true;
+        throw Error(ErrorKind::Aborted, std::string(kExposed) + ": " + std::strerror(code));
+      }
+      severed_.push_back(piece);
+      any_severed_ = true;
+      inherited_ = unsevered({0, this->bytes()});
     }
-    severed_.push_back(part);
-    any_severed_ = true;
-    inherited_ = unsevered({0, this->bytes()});
   }
 }
 

@@ -73,9 +73,12 @@ class Arena : public std::enable_shared_from_this<Arena> {
 
   // Severs [offset, offset + bytes), which lie in one tensor, from the peers: their pages are replaced by a private
   // copy at the same addresses, so that a rank that was stopped in the middle of a collective can't write into them any
-  // more. Nobody may write to the pages meanwhile. If the kernel refuses, throws Aborted; the rest is then not severed,
-  // and throw_if_exposed() throws from then on.
-  void sever_tensor(size_t offset, size_t bytes);
+  // more. Nobody may write to these bytes meanwhile; the rest of the first and last page may be written. If the kernel
+  // refuses, throws Aborted; the rest is then not severed, and throw_if_exposed() throws from then on.
+  //
+  // `readers` is the block of a communicator whose members may read these bytes after the tensor is freed, and send
+  // them on to other hosts. The shared pages keep their content until that block is given back. 0 if there is none.
+  void sever_tensor(size_t offset, size_t bytes, size_t readers = 0);
   bool is_severed(size_t offset, size_t bytes = 1) const;  // whether any of these bytes are
 
   // Makes a pool for gradients of half of the arena's addresses; null if there is no room. Called once.
@@ -89,14 +92,16 @@ class Arena : public std::enable_shared_from_this<Arena> {
   void release_tensor(size_t offset, size_t bytes);
   void discard(std::byte* data, size_t bytes) const;  // gives whole pages back, which read as zeros afterwards
   bool discard_from_file(Range range) const;
-  // Discards all pages in `range`. Returns what may be allocated again: not what is severed, since a rank that was
-  // stopped may write there whenever it goes on. Under mutex_.
-  std::vector<Range> give_back(Range range) const;
+  // Discards all pages in `range`, those that may still be read once their readers are gone. Returns what may be
+  // allocated again: not what is severed, since a rank that was stopped may write there whenever it goes on. Under
+  // mutex_.
+  std::vector<Range> give_back(Range range);
 
   MappedFile file_;
   Mapping mapping_;
   Heap heap_;
   bool lies_in_tensor(size_t offset) const;         // under mutex_
+  bool may_be_read(Range part) const;               // under mutex_
   std::vector<Range> unsevered(Range range) const;  // under mutex_
   void become_forked();                             // in the child; async-signal-safe
 
@@ -108,6 +113,12 @@ class Arena : public std::enable_shared_from_this<Arena> {
   };
   void reclaim_groups();
   std::vector<RetiredGroup> retired_;
+  struct Held {
+    Range pages;
+    size_t readers;
+  };
+  std::vector<Held> held_;    // severed pages that members of a communicator may still read
+  std::vector<Range> freed_;  // parts of these whose tensor is freed
   std::vector<Range> severed_;
   std::atomic<bool> any_severed_ = false;  // lets offset_of() do without the lock
   std::vector<Range> inherited_;           // in a forked child: what is not severed; nothing is allocated there

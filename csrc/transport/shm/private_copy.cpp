@@ -66,17 +66,25 @@ void MappedFile::keep_writes(std::byte* base, Range range) const {
   if (!mapped && mprotect(data, range.bytes(), PROT_READ) != 0) close_in_child(data, range.bytes());
 }
 
-bool MappedFile::make_private(std::byte* base, Range range) const {
-  const std::vector<Range> all = pages_in(range);
+bool MappedFile::make_private(std::byte* base, Range range, std::byte* own) const {
+  const bool by_kernel = own && is_there();  // the first write makes the kernel copy, so none is lost
+  const std::vector<Range> all = by_kernel ? std::vector<Range>{} : pages_in(range);
   const size_t bytes = range.bytes();
-  void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void* data = by_kernel
+                   ? mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, fd_.get(),
+                          static_cast<off_t>(range.begin))
+                   : mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (data == MAP_FAILED) return false;
   advise(data, bytes, MADV_NOHUGEPAGE);  // a huge page would cover what is not copied, too
   for (Range pages : all)
     std::memcpy(static_cast<std::byte*>(data) + (pages.begin - range.begin), base + pages.begin, pages.bytes());
-  if (mremap(data, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, base + range.begin) != MAP_FAILED) return true;
-  munmap(data, bytes);
-  return false;
+  if (mremap(data, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, base + range.begin) == MAP_FAILED) {
+    munmap(data, bytes);
+    return false;
+  }
+  auto* const byte = reinterpret_cast<volatile unsigned char*>(own);
+  if (by_kernel) *byte = *byte;  // the first write: until then writes of peers would show
+  return true;
 }
 
 namespace {

@@ -31,8 +31,10 @@ class MappedFile {
   // and it still sees what others write elsewhere. If there is no room for that, the range becomes read-only or
   // inaccessible; if the kernel refuses even this, the child ends. Async-signal-safe.
   void keep_writes(std::byte* base, Range range) const;
-  // Puts a private copy of `range` in its place in the mapping at `base`. Returns false if memory is short.
-  [[nodiscard]] bool make_private(std::byte* base, Range range) const;
+  // Puts a private copy of `range` in its place in the mapping at `base`. Returns false if memory is short. Nobody may
+  // write to the range meanwhile, unless `own` is given: then the range is one page, in which other threads of this
+  // process may write anywhere but to the byte at `own`, and all that they write stays, unless the file is gone.
+  [[nodiscard]] bool make_private(std::byte* base, Range range, std::byte* own = nullptr) const;
 
  private:
   UniqueFd fd_;

@@ -119,7 +119,7 @@ std::string load_secret(const std::string& secret, const std::string& file) {
     value = trimmed({std::istreambuf_iterator<char>(stream), {}});
     struct stat status{};
     if (stat(file.c_str(), &status) == 0 && (status.st_mode & (S_IRGRP | S_IROTH)) != 0)
-      say("syncengine: other users may read SYNCENGINE_SECRET_FILE (" + file + "): chmod 600 it\n");
+      say("syncengine: the group or others may read SYNCENGINE_SECRET_FILE (" + file + "): chmod 600 it\n");
   }
   if (value.size() < kShortestSecret) {
     throw Error(ErrorKind::InvalidUsage,

@@ -15,18 +15,19 @@ namespace {
 
 // What syncengine/tracing/events.py reads, by its own knowledge of the layout.
 struct Read {
-  uint64_t recorded = 0, ended = 0;
+  uint64_t recorded = 0, ended = 0, textless = 0;
   std::vector<std::string> texts;
   std::vector<std::vector<uint64_t>> events;  // complete ones: number, then seven words
 
   explicit Read(const std::string& path) {
     std::ifstream file(path, std::ios::binary);
     const std::string bytes((std::istreambuf_iterator<char>(file)), {});
-    uint64_t head[6];
+    uint64_t head[7];
     std::memcpy(head, bytes.data(), sizeof(head));
     CHECK_EQ(bytes.substr(0, 8), std::string("SSTrace1"));
     recorded = head[3];
     ended = head[5];
+    textless = head[6];
     for (size_t at = 4096; at < 4096 + head[4];) {
       uint32_t length;
       std::memcpy(&length, &bytes[at], sizeof(length));
@@ -83,13 +84,30 @@ TEST(trace_is_read_while_it_goes_on_and_afterwards) {
 
 TEST(trace_keeps_the_last_events_and_counts_all) {
   Traced traced(16);
-  testing::run_ranks(4, [](int) {
-    for (int k = 0; k < 1000; ++k) trace::record({.kind = trace::Kind::Message, .begin = k, .end = k});
+  const auto record = [](int64_t at) { trace::record({.kind = trace::Kind::Message, .begin = at, .end = at}); };
+  testing::run_ranks(4, [&](int) {
+    for (int64_t k = 0; k < 1000; ++k) record(k);
   });
+  for (const auto& event : Read(traced.path).events) {
+    if (event[0] > 4000 - 16) CHECK_EQ(event[1], event[2]);  // a lower number marks an event as torn
+  }
+  for (int64_t k = 4000; k < 4016; ++k) record(k);
   const Read read(traced.path);
-  CHECK_EQ(read.recorded, 4000u);
-  CHECK(read.events.size() <= 16);
-  for (const auto& event : read.events) CHECK_EQ(event[1], event[2]);
+  CHECK_EQ(read.recorded, 4016u);
+  CHECK_EQ(read.events.size(), 16u);
+  for (uint64_t i = 0; i < 16; ++i)
+    CHECK(read.events[i] == (std::vector<uint64_t>{4001 + i, 4000 + i, 4000 + i, 0, 0, 0, 0, uint64_t{9} << 32}));
+}
+
+TEST(trace_lets_go_of_the_file_of_the_one_before) {
+  {
+    Traced before(4);
+  }
+  Traced traced(4);
+  std::ifstream file("/proc/self/maps");
+  const std::string maps((std::istreambuf_iterator<char>(file)), {});
+  CHECK(testing::contains(maps, traced.path + "\n"));
+  CHECK(!testing::contains(maps, traced.path + " (deleted)"));
 }
 
 TEST(trace_has_room_for_only_so_many_texts) {
@@ -97,6 +115,7 @@ TEST(trace_has_room_for_only_so_many_texts) {
   const std::string large(1 << 20, 'x');
   CHECK_EQ(trace::text(large), 0u);
   CHECK_EQ(trace::text("small"), 2u);
+  CHECK_EQ(Read(traced.path).textless, 1u);
 }
 
 TEST(trace_says_where_it_can_not_be_written) {

@@ -312,11 +312,7 @@ TEST(a_refilled_plan_forgets_the_last_one) {
     plan_chunk(chunk, used);
     fresh = {};
     plan_chunk(chunk, fresh);
-    CHECK_EQ(used.stage.size(), fresh.stage.size());
-    CHECK_EQ(used.pull.size(), fresh.pull.size());
-    CHECK_EQ(used.reduces, fresh.reduces);
-    CHECK_EQ(used.pulls, fresh.pulls);
-    CHECK_EQ(used.peers_read_user, fresh.peers_read_user);
+    CHECK(used == fresh);
   }
 }
 

@@ -7,7 +7,10 @@
 
 #include <cstdio>
 #include <functional>
+#include <string>
 
+#include "base/descriptors.h"
+#include "base/say.h"
 #include "test.h"
 
 namespace syncengine::testing {
@@ -36,6 +39,27 @@ inline bool was_true(pid_t child) {
 }
 
 inline bool true_in_child(const std::function<bool()>& body) { return was_true(start_child(body)); }
+
+// Runs `body`, which must not throw, in a child, and returns all that the child writes to stderr.
+inline std::string stderr_of_child(const std::function<void()>& body) {
+  int ends[2];
+  CHECK_EQ(pipe(ends), 0);
+  const UniqueFd from(ends[0]);
+  UniqueFd to(ends[1]);
+  const pid_t child = start_child([&] {
+    dup2(to.get(), STDERR_FILENO);
+    body();
+    await_said();
+    return true;
+  });
+  to.reset();
+  std::string said;
+  char part[512];
+  for (ssize_t bytes = 0; (bytes = read(from.get(), part, sizeof(part))) > 0;)
+    said.append(part, static_cast<size_t>(bytes));
+  if (!was_true(child)) throw Failure("a child failed, and wrote: " + said);
+  return said;
+}
 
 inline bool is_mapped_shared(const void* address) {
   FILE* maps = std::fopen("/proc/self/maps", "r");

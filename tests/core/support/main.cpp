@@ -1,5 +1,6 @@
-// Runs the registered tests: all, or those whose name or file contains one of the arguments. TEST_PART=1/2 in the
-// environment runs every second one of them, TEST_PART=2/2 the others. TEST_DEADLINE: seconds that a test may take.
+// Runs the registered tests: all, or those whose name or file contains one of the arguments. An argument `-NAME` leaves
+// out those whose name or file contains NAME. TEST_PART=1/2 in the environment runs every second one of them,
+// TEST_PART=2/2 the others. TEST_DEADLINE: seconds that a test may take.
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
@@ -47,11 +48,16 @@ class Watchdog {
 };
 
 bool is_selected(const Test& test, int argc, char** argv) {
-  if (argc < 2) return true;
+  bool named = false, all = true;
   for (int i = 1; i < argc; ++i) {
-    if (std::strstr(test.name, argv[i]) || std::strstr(test.file, argv[i])) return true;
+    const bool left_out = argv[i][0] == '-';
+    const char* part = argv[i] + left_out;
+    const bool matches = std::strstr(test.name, part) || std::strstr(test.file, part);
+    if (left_out && matches) return false;
+    named |= matches;
+    all &= left_out;
   }
-  return false;
+  return named || all;
 }
 
 struct Part {

@@ -273,13 +273,13 @@ TEST(hosts_bound_what_a_peer_makes_them_keep) {
       {"opened", 0, 2 * shm::kRecords,
        [](uint64_t i, uint32_t group) { return write(group, Opened{.lane = shm::kScheduledLane, .number = i}); }},
       {"ready", 0, kExpected, [](uint64_t i, uint32_t group) { return write(group, Ready{.slot = i, .step = 1}); }},
-      {"scheduled", 2, kExpected + shm::kLogEntries,
-       [](uint64_t, uint32_t group) { return write(group, Scheduled{.slot = 2}); }},
+      {"scheduled", 2, 3,  // the buckets that this rank has announced
+       [](uint64_t i, uint32_t group) { return write(group, Scheduled{.slot = i}); }},
       {"refused", 0, 64,
        [](uint64_t i, uint32_t group) {
          return write(group, Refused{.first_slot = i, .step = 2}) + std::string(10, 'x');
        }},
-      {"long refused", 0, 1,
+      {"long refused", 0, 0,
        [](uint64_t, uint32_t group) {
          return write(group, Refused{.first_slot = 0, .step = 2}) + std::string(kExpected / 8 + 2, 'x');
        }},
@@ -294,10 +294,11 @@ TEST(hosts_bound_what_a_peer_makes_them_keep) {
     Session session(rank, next_group(0), random);
     size_t taken = 0;
     for (; !session.has_failed() && taken <= flood.most + 1; ++taken) {
-      rank.mouth->say(1, flood.message(taken, session.group));
+      rank.mouth->say(flood.me == 0 ? 1 : 0, flood.message(taken, session.group));  // rank 0 leads the job
       rank.engine->progress();
     }
     if (taken > flood.most + 1) testing::fail(__FILE__, __LINE__, std::string(flood.kind) + " is not bounded");
+    if (taken <= flood.most / 2) testing::fail(__FILE__, __LINE__, std::string(flood.kind) + " is refused too early");
   }
 }
 

@@ -151,6 +151,30 @@ TEST(what_was_severed_is_given_back_once_it_is_freed) {
   for (char* block : blocks) f.pool.release(block);
 }
 
+TEST(what_was_severed_stays_for_those_who_may_still_read_it) {
+  Filled f;
+  const shm::PeerArena peer(f.arena->fd(), f.arena->bytes());
+  const size_t group = f.arena->allocate_group(1);
+  auto tensor = f.arena->allocate_tensor(kMiB);
+  char* block = f.take(kMiB, 1);
+  std::memset(tensor.get(), 1, kMiB);
+  std::vector<const char*> theirs;
+  for (char* begin : {chars(tensor), block}) {
+    const auto offset = static_cast<size_t>(f.arena->offset_of(begin, 1));
+    theirs.push_back(reinterpret_cast<const char*>(peer.at(offset, kMiB)));
+    f.arena->sever_tensor(offset, shm::kPage);  // for a communicator on one host, which needs nothing of it
+    f.arena->sever_tensor(offset, shm::kPage, group);
+  }
+  tensor.reset();
+  f.pool.release(block);
+  bool unused = false;
+  f.arena->retire_group(group, 1, [&unused] { return unused; });
+  for (const char* bytes : theirs) CHECK(all_are(bytes, shm::kPage, 1));
+  unused = true;
+  f.arena->allocate_group(1);
+  for (const char* bytes : theirs) CHECK(all_are(bytes, shm::kPage, 0));
+}
+
 TEST(severing_again_keeps_what_was_written_since) {
   Filled f;
   auto* block = static_cast<char*>(f.pool.allocate(8 * shm::kPage));  // no page of it is there yet

@@ -9,7 +9,6 @@
 #include <optional>
 #include <thread>
 
-#include "base/say.h"
 #include "child.h"
 #include "tcp_dial.h"
 
@@ -301,23 +300,12 @@ TEST(tcp_rank_that_does_not_come_is_named_in_a_line_before) {
 #ifdef __SANITIZE_THREAD__
   return;  // ThreadSanitizer lets no forked child start threads
 #endif
-  int ends[2];
-  CHECK_EQ(pipe(ends), 0);
-  const UniqueFd from(ends[0]);
-  UniqueFd to(ends[1]);
-  CHECK(testing::true_in_child([&] {
-    dup2(to.get(), STDERR_FILENO);
+  const std::string line = stderr_of_child([] {
     Options soon = kOptions;
     soon.log_after = 0.1;
     Listeners ranks(3, soon);
     CHECK_THROWS(ranks.connect(1, 2.0), ErrorKind::Timeout);
-    await_said();
-    return true;
-  }));
-  to.reset();
-  char said[512] = "";
-  CHECK(read(from.get(), said, sizeof(said) - 1) > 0);
-  const std::string line = said;
+  });
   CHECK(line.rfind("syncengine: rank 1 still waits in init() for ranks 0 (127.0.0.1:", 0) == 0);
   CHECK(line.find('\n') == line.size() - 1);  // one line
 }

@@ -8,7 +8,6 @@
 #include <random>
 
 #include "base/descriptors.h"
-#include "base/say.h"
 #include "child.h"
 #include "test.h"
 #include "transport/matching/frame.h"
@@ -250,7 +249,7 @@ TEST(interfaces_are_chosen_as_gloo_and_nccl_spell_them) {
 TEST(secrets_are_read_and_never_shown) {
   CHECK_EQ(load_secret("", ""), "");
   CHECK_EQ(load_secret("0123456789abcdef", ""), "0123456789abcdef");
-  CHECK(!contains(CHECK_THROWS(load_secret("short", ""), ErrorKind::InvalidUsage), "short:"));
+  CHECK(!contains(CHECK_THROWS(load_secret("k3y", ""), ErrorKind::InvalidUsage), "k3y"));
   CHECK_THROWS(load_secret("0123456789abcdef", "/file"), ErrorKind::InvalidUsage);
   CHECK(contains(CHECK_THROWS(load_secret("", "/no/such/file"), ErrorKind::InvalidUsage), "/no/such/file"));
   char name[] = "/tmp/syncengine-secret-XXXXXX";
@@ -266,21 +265,9 @@ TEST(a_secret_that_others_may_read_is_warned_of) {
     char name[] = "/tmp/syncengine-secret-XXXXXX";
     UniqueFd file(mkstemp(name));
     CHECK(write(file.get(), "0123456789abcdef", 16) == 16 && fchmod(file.get(), mode) == 0);
-    int ends[2];
-    CHECK_EQ(pipe(ends), 0);
-    const UniqueFd from(ends[0]);
-    UniqueFd to(ends[1]);
-    CHECK(testing::true_in_child([&] {
-      dup2(to.get(), STDERR_FILENO);
-      load_secret("", name);
-      await_said();
-      return true;
-    }));
-    to.reset();
+    const std::string said = testing::stderr_of_child([&] { load_secret("", name); });
     unlink(name);
-    char said[256] = "";
-    CHECK(read(from.get(), said, sizeof(said) - 1) >= 0);
-    CHECK_EQ(contains(said, "other users may read SYNCENGINE_SECRET_FILE"), mode != 0600);
+    CHECK_EQ(contains(said, "the group or others may read SYNCENGINE_SECRET_FILE"), mode != 0600);
     CHECK(!contains(said, "0123456789abcdef"));
   }
 }
