@@ -195,6 +195,7 @@ Call TorchBackend::begin(const char* name, at::ArrayRef<at::Tensor> inputs, Coun
       name,
       {.cuda = counted == Counted::AtStart && cuda::is_built(),
        .follows_order = counted != Counted::Never,
+       .by_messages = counted == Counted::AtOnce,
        .advice = "for other devices give init_process_group a backend for each, as in \"cpu:syncengine,cuda:nccl\""},
       {name, inputs});
   call.number = sequence_.load(std::memory_order_relaxed);

@@ -54,7 +54,7 @@ void Call::compare(at::ArrayRef<at::Tensor> targets, at::ArrayRef<at::Tensor> so
   }
 }
 
-void Call::require_dense(const at::Tensor& tensor) {
+void Call::require_dense(const at::Tensor& tensor, Use use) {
   auto refuse = [&](const std::string& what) {
     const std::string kinds = kind_.cuda ? "CPU or CUDA" : "CPU";
     throw Error(ErrorKind::InvalidUsage,
@@ -68,11 +68,16 @@ void Call::require_dense(const at::Tensor& tensor) {
   if (const std::string why = why_without_memory(tensor); !why.empty()) refuse(why);
   stay_on(device);
   if (!kind_.follows_order || !device.is_cpu()) return;
-  InFlight::of_process().await(tensor, !is_plain(tensor) || is_apart(tensor));
-  extents_.push_back(extent_of(tensor));
+  Extent extent = extent_of(tensor);
+  extent.written = use == Use::Writes;
+  const bool unordered = use == Use::Copies || kind_.by_messages || !is_plain(tensor) || is_apart(tensor);
+  InFlight::of_process().await(extent, unordered);
+  extents_.push_back(extent);
 }
 
-void Call::require_distinct(const at::Tensor& target) {
+// Throws for a tensor into which no result can be put at the end.
+void Call::require_target(const at::Tensor& target) {
+  require_dense(target, Use::Writes);
   if (at::has_internal_overlap(target) == at::MemOverlap::Yes)
     throw Error(ErrorKind::InvalidUsage,
                 std::string(name_) +
@@ -100,17 +105,17 @@ at::Tensor Call::read(const at::Tensor& tensor, SpanList& spans) {
 }
 
 at::Tensor Call::write(const at::Tensor& tensor, SpanList& spans) {
-  require_dense(tensor);
+  require_dense(tensor, Use::Writes);
   const bool in_place = is_plain(tensor) && !is_apart(tensor);
   at::Tensor elements =
       in_place ? tensor : at::empty(tensor.sizes(), tensor.options().memory_format(at::MemoryFormat::Contiguous));
-  if (!in_place) deliver_later(tensor, elements);
+  if (!in_place) put(tensor, elements);
   keep(elements, spans);
   return elements;
 }
 
 void Call::update(const at::Tensor& tensor, SpanList& spans) {
-  require_dense(tensor);
+  require_dense(tensor, Use::Writes);
   if (!is_plain(tensor)) return update_through(tensor, plain(tensor), spans);
   if (!is_apart(tensor)) return keep(tensor, spans);
   at::NoGradGuard no_grad;
@@ -118,18 +123,18 @@ void Call::update(const at::Tensor& tensor, SpanList& spans) {
 }
 
 void Call::update_through(const at::Tensor& tensor, const at::Tensor& copy, SpanList& spans) {
-  deliver_later(tensor, copy);
+  put(tensor, copy);
   keep(copy, spans);
 }
 
-void Call::deliver_later(const at::Tensor& target, const at::Tensor& result) {
-  require_distinct(target);
+void Call::put(const at::Tensor& target, const at::Tensor& result) {
+  require_target(target);
   deliveries_.push_back({target, result});
   memory_->push_back(target.storage());
 }
 
 void Call::afterwards(const at::Tensor& target, std::function<void()> step) {
-  require_distinct(target);
+  require_target(target);
   afterwards(std::move(step));
   memory_->push_back(target.storage());
 }

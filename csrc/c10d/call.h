@@ -53,6 +53,7 @@ struct CallKind {
   // A collective waits for earlier ones on the same memory. A message of the program's own does not, since these may be
   // waiting for it.
   bool follows_order = true;
+  bool by_messages = false;  // messages move its elements, in any order
   // A dense tensor may have its elements in any order in memory: the order is the same on all ranks.
   bool any_order = false;
   const char* advice = nullptr;  // for texts: what else to do with tensors of other devices
@@ -79,8 +80,15 @@ class Call {
   at::ArrayRef<Extent> extents() const { return extents_; }
   std::vector<at::Tensor>& results() { return results_; }
 
+  // How a call uses a tensor. Copies: it reads the tensor at once, even if that is plain.
+  enum class Use : uint8_t { Reads, Copies, Writes };
   // Throws for a tensor that can't be read or written, and waits for the calls that this one must follow.
-  void require_dense(const at::Tensor& tensor);
+  void require_dense(const at::Tensor& tensor, Use use = Use::Reads);
+  // Returns the tensor once no earlier call writes to it any more. Code that copies a tensor copies what this returns.
+  const at::Tensor& settled(const at::Tensor& tensor) {
+    require_dense(tensor, Use::Copies);
+    return tensor;
+  }
   // Compares the tensors of a call before any of them is read or written. Targets that share memory with other tensors
   // of either list go through copies, which are put into the targets in the order in which they were written.
   void compare(at::ArrayRef<at::Tensor> targets, at::ArrayRef<at::Tensor> sources);
@@ -96,11 +104,8 @@ class Call {
   // Adds the elements of `copy` instead of the tensor's; the result is put into the tensor.
   void update_through(const at::Tensor& tensor, const at::Tensor& copy, SpanList& spans);
 
-  // Makes deliver() put `result`, which operations write, into the tensor.
-  void put(const at::Tensor& tensor, const at::Tensor& result) {
-    require_dense(tensor);
-    deliver_later(tensor, result);
-  }
+  // Makes deliver() put `result`, which operations write, into `target`.
+  void put(const at::Tensor& target, const at::Tensor& result);
 
   // Adds memory that operations write and that steps of afterwards() turn into a tensor's value.
   void write_apart(const at::Tensor& scratch, SpanList& spans) { keep(scratch, spans); }
@@ -156,10 +161,9 @@ class Call {
   // Whether the engine can use the tensor's own memory.
   bool is_plain(const at::Tensor& tensor) const;
   at::Tensor plain(const at::Tensor& tensor) const;
-  void require_distinct(const at::Tensor& target);
+  void require_target(const at::Tensor& target);
   void stay_on(c10::Device device);
   void keep(const at::Tensor& tensor, SpanList& spans);
-  void deliver_later(const at::Tensor& target, const at::Tensor& result);
 
   const char* name_;
   CallKind kind_;

@@ -30,7 +30,8 @@ void TorchBackend::add_broadcast(Call& call, const at::Tensor& tensor, int root,
   operation.root = root;
   if (!value.is_same(tensor)) {
     at::NoGradGuard no_grad;
-    call.update_through(tensor, value.clone(at::MemoryFormat::Contiguous).view_as(tensor), operation.output);
+    const at::Tensor copy = call.settled(value).clone(at::MemoryFormat::Contiguous);
+    call.update_through(tensor, copy.view_as(tensor), operation.output);
   } else {
     call.update(tensor, operation.output);
   }
@@ -72,7 +73,7 @@ TorchBackend::TorchWorkPtr TorchBackend::reduce(Tensors& tensors, const ::c10d::
     add_all_reduce(call, tensors, options.reduceOp, root);
   } else {
     at::NoGradGuard no_grad;
-    add_all_reduce(call, {tensor.clone(at::MemoryFormat::Contiguous)}, options.reduceOp, root);
+    add_all_reduce(call, {call.settled(tensor).clone(at::MemoryFormat::Contiguous)}, options.reduceOp, root);
   }
   return start(std::move(call), {OpType::REDUCE, options.timeout, options.asyncOp});
 }
@@ -113,7 +114,7 @@ void TorchBackend::add_all_reduce(Call& call, const Tensors& tensors, const ::c1
   operation.root = root;
   if (tensors.size() > 1) call.require_sizes(operation, tensors);
   for (const at::Tensor& tensor : tensors) {
-    if (at::Tensor copy = prepared(op, tensor); copy.defined()) {
+    if (at::Tensor copy = prepared(call, op, tensor); copy.defined()) {
       call.update_through(tensor, copy, operation.output);
       if (auto step = conclusion(op, tensor.scalar_type(), copy, size_)) call.afterwards(tensor, std::move(step));
     } else {
@@ -253,7 +254,7 @@ void TorchBackend::add_uneven_reduce_scatter(Call& call, const at::Tensor& outpu
                                              const ::c10d::ReduceOp& op) {
   at::NoGradGuard no_grad;
   Tensors copies;
-  for (const at::Tensor& input : inputs) copies.push_back(input.clone(at::MemoryFormat::Contiguous));
+  for (const at::Tensor& input : inputs) copies.push_back(call.settled(input).clone(at::MemoryFormat::Contiguous));
   add_all_reduce(call, copies, op);
   call.put(output, copies[rank_].view(output.sizes()));
 }
@@ -263,13 +264,13 @@ void TorchBackend::add_reduce_scatter(Call& call, const at::Tensor& output, cons
   if (is_bitwise(op, output.scalar_type(), call.name())) {
     at::NoGradGuard no_grad;
     Tensors parts;  // of one size, but perhaps of different shapes
-    for (const at::Tensor& input : inputs) parts.push_back(input.reshape(-1));
+    for (const at::Tensor& input : inputs) parts.push_back(call.settled(input).reshape(-1));
     const at::Tensor whole = parts.size() == 1 ? parts[0] : at::cat(parts);
     return add_all_reduce_of_bits(call, whole.view({size_, output.numel()}), output, op);
   }
   Operation operation = call.reducing(Collective::ReduceScatter, output.scalar_type(), op, size_, numerics());
   for (const at::Tensor& input : inputs) {
-    at::Tensor copy = prepared(op, input);
+    at::Tensor copy = prepared(call, op, input);
     call.read(copy.defined() ? copy : input, operation.input);
   }
   if (at::Tensor room = room_for(op, output); room.defined()) {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "base/error.h"
 #include "base/thread.h"
 
 namespace syncengine {
@@ -18,7 +19,12 @@ void Completer::add(c10::intrusive_ptr<TorchWork> work) {
     std::lock_guard lock(mutex_);
     if (!stopped_) {
       works_.push_back(std::move(work));
-      return call_another();
+      try {
+        return call_another();
+      } catch (...) {
+        works_.pop_back();  // the caller has got no future, and may ask again
+        throw;
+      }
     }
   }
   work->complete_future();  // the communicator is closed
@@ -106,7 +112,11 @@ void Completer::run() {
     --idle_;
     auto work = next(lock);
     turn_ends_ = Clock::now() + kPatience;
-    call_another();
+    try {
+      call_another();
+    } catch (const Error&) {
+      // The system has no thread left, so this one runs the other works' callbacks, too, after these.
+    }
     lock.unlock();
     work->complete_future();
     work.reset();

@@ -85,14 +85,15 @@ void InFlight::drop_ended() {
   set_flags();
 }
 
-void InFlight::await_those_on(const Extent& extent, bool copies) {
+void InFlight::await_those_on(const Extent& extent, bool unordered) {
   std::vector<std::shared_ptr<PendingCall>> earlier;
   {
     std::lock_guard lock(mutex_);
     std::copy_if(calls_.begin(), calls_.end(), std::back_inserter(earlier), [&](const auto& call) {
-      return (call->deliver || copies) &&
-             std::any_of(call->memory.begin(), call->memory.end(),
-                         [&](const Extent& other) { return other.begin < extent.end && extent.begin < other.end; });
+      return (call->deliver || call->by_messages || unordered) &&
+             std::any_of(call->memory.begin(), call->memory.end(), [&](const Extent& other) {
+               return (other.written || extent.written) && other.begin < extent.end && extent.begin < other.end;
+             });
     });
   }
   if (earlier.empty()) return;

@@ -1,8 +1,9 @@
 // Asynchronous calls of this process that have not ended, by the memory of their tensors.
 //
-// The engine runs the collectives of a communicator in the order of their calls. But a tensor that is not contiguous
-// goes through a copy, which is read at the call, and written back when the call has ended. So a call waits for earlier
-// ones on the same memory if either of the two goes through a copy. The program may drop the work of such a call, and
+// The engine runs the collectives of a communicator in the order of their calls. But some tensors, such as those that
+// are not contiguous, go through a copy, which is read at the call, and written back when the call has ended; and
+// messages move in any order. So a call waits for earlier ones on the same memory if either of the two goes through a
+// copy, or consists of messages, unless both only read that memory. The program may drop the work of such a call, and
 // make sure of its end by another call, such as a barrier; therefore the end of any call delivers all that have ended.
 //
 // Ownership: one for the process; never destroyed, since it may hold tensors of Python's. Thread-safety: any thread; no
@@ -25,6 +26,7 @@ namespace syncengine {
 // The addresses from a tensor's first element to its last.
 struct Extent {
   uintptr_t begin = 0, end = 0;
+  bool written = false;
 };
 Extent extent_of(const at::Tensor& tensor);
 
@@ -34,6 +36,7 @@ class InFlight {
     std::vector<Extent> memory = {};
     std::weak_ptr<Communicator> communicator;
     std::vector<std::weak_ptr<Work>> works = {};  // the engine keeps works that have not ended
+    bool by_messages = false;
     // Puts the results of copies into their tensors, once the works have ended well; further calls do nothing. Null if
     // the call uses no copies. Called without the GIL; does not throw.
     std::function<void()> deliver = {};
@@ -48,9 +51,10 @@ class InFlight {
   // Adds a call, and delivers calls that have ended: otherwise a program that waits for none would collect them all.
   void add(PendingCall call);
 
-  // Waits for the earlier calls that a call on `tensor` must not overtake; `copies` if it goes through a copy.
-  void await(const at::Tensor& tensor, bool copies) {
-    if (any_.load(std::memory_order_acquire)) await_those_on(extent_of(tensor), copies);
+  // Waits for the earlier calls that a call on this memory must not overtake: for all of them if the call is
+  // `unordered`, that is, goes through a copy, or consists of messages.
+  void await(const Extent& extent, bool unordered) {
+    if (any_.load(std::memory_order_acquire)) await_those_on(extent, unordered);
   }
 
   // Delivers the calls that have ended, in their order. When this returns they have been delivered, by whichever
@@ -60,7 +64,7 @@ class InFlight {
   }
 
  private:
-  void await_those_on(const Extent& extent, bool copies);
+  void await_those_on(const Extent& extent, bool unordered);
   void drop_ended();
   void set_flags();
 

@@ -12,6 +12,7 @@
 #include <string>
 
 #include "base/error.h"
+#include "c10d/call.h"
 
 namespace syncengine {
 
@@ -87,7 +88,6 @@ c10::ScalarType reduced_as(const ::c10d::ReduceOp& op, c10::ScalarType type) {
 }
 
 at::Tensor premultiplied(const ::c10d::ReduceOp& op, const at::Tensor& tensor) {
-  if (op != ::c10d::ReduceOp::PREMUL_SUM) return {};
   // Torch 2.13 names this class PreMulSumSupplement, and keeps the old name as an alias.
   const auto* supplement = dynamic_cast<const ::c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
   if (supplement == nullptr) throw Error(ErrorKind::InvalidUsage, "ReduceOp.PREMUL_SUM without a factor");
@@ -130,12 +130,12 @@ at::Tensor combined_bits(const ::c10d::ReduceOp& op, const at::Tensor& parts) {
   return result;
 }
 
-at::Tensor prepared(const ::c10d::ReduceOp& op, const at::Tensor& tensor) {
+at::Tensor prepared(Call& call, const ::c10d::ReduceOp& op, const at::Tensor& tensor) {
   at::NoGradGuard no_grad;
   const c10::ScalarType type = tensor.scalar_type(), as = reduced_as(op, type);
-  if (as != type) return tensor.to(as).contiguous();
-  if (averages_integers(op, type)) return tensor.clone(at::MemoryFormat::Contiguous);
-  return premultiplied(op, tensor);
+  if (as != type) return call.settled(tensor).to(as).contiguous();
+  if (averages_integers(op, type)) return call.settled(tensor).clone(at::MemoryFormat::Contiguous);
+  return op == ::c10d::ReduceOp::PREMUL_SUM ? premultiplied(op, call.settled(tensor)) : at::Tensor();
 }
 
 at::Tensor room_for(const ::c10d::ReduceOp& op, const at::Tensor& output) {

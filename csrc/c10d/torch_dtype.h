@@ -12,6 +12,8 @@
 
 namespace syncengine {
 
+class Call;
+
 // The engine's dtype of the same kind; nothing if it has none.
 std::optional<DType> same_dtype(c10::ScalarType type);
 
@@ -37,7 +39,7 @@ at::Tensor combined_bits(const ::c10d::ReduceOp& op, const at::Tensor& parts);
 
 // A copy on which to reduce where the engine lacks the reduction for the dtype: of another dtype (float8 in float32,
 // averages of integers in int64), or multiplied by a factor (PREMUL_SUM). Undefined if the tensor itself will do.
-at::Tensor prepared(const ::c10d::ReduceOp& op, const at::Tensor& tensor);
+at::Tensor prepared(Call& call, const ::c10d::ReduceOp& op, const at::Tensor& tensor);
 // Memory for the result of such a copy.
 at::Tensor room_for(const ::c10d::ReduceOp& op, const at::Tensor& output);
 // The step that turns the result of such a copy into the call's result; empty if none is needed.

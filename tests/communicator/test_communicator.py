@@ -312,3 +312,11 @@ def test_a_call_follows_those_in_flight_on_the_same_memory(world: int) -> None:
             for view in (first, second):
                 view(expected).mul_(world)
             assert torch.equal(tensor, expected), dropped
+
+
+@run_on_ranks()
+def test_an_input_that_overlaps_the_output_is_copied_behind_the_calls_in_flight() -> None:
+    memory = torch.full((4 << 20,), syncengine.rank() + 1.0)  # a broadcast of so much takes milliseconds
+    syncengine.broadcast(memory, 1, async_op=True)
+    syncengine.all_gather(memory[-20:-4], memory[-8:])
+    assert memory.unique().tolist() == [2.0]

@@ -6,6 +6,7 @@ import gc
 import itertools
 import time
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -242,3 +243,79 @@ def test_a_call_follows_those_in_flight_on_the_same_memory() -> None:
         for view in (first, second):
             view(expected).mul_(2)
         assert torch.equal(tensor, expected)
+
+
+LONG = 16 << 20  # bytes: a call on so many takes milliseconds, so the next one is made in the middle of it
+Call = tuple[torch.dtype, Callable[[torch.Tensor], tuple[Any, list[torch.Tensor], float]]]
+
+
+def calls_outside_the_order(group: dist.ProcessGroup) -> list[Call]:
+    """Calls by copies or messages on 8 elements, 2 on both ranks: each call's work, its targets, and their value."""
+    rank = dist.get_rank()
+    zeros, integers = torch.zeros, partial(torch.zeros, dtype=torch.int64)
+    reduced = partial(dist.all_reduce, group=group, async_op=True)
+    scattered = partial(dist.reduce_scatter, group=group, async_op=True)
+    whole, double = partial(dist.reduce_scatter_tensor, group=group, async_op=True), dist._make_nccl_premul_sum(2.0)
+    parts = [zeros(8), zeros(8)] if rank == 1 else []
+    sevens = list(torch.full((2, 8), 7.0)) if rank == 1 else None
+    uneven = [zeros(3), zeros(5)]
+    exchanged = [zeros(4), zeros(4)]
+    return [
+        (torch.float32, lambda t: (dist.reduce(t, 1, group=group, async_op=True), [t], 2.0 + 2 * rank)),
+        (torch.float32, lambda t: (reduced(t, double), [t], 8.0)),
+        (torch.int32, lambda t: (reduced(t, ReduceOp.AVG), [t], 2)),
+        (torch.int64, lambda t: (reduced(t, ReduceOp.AVG), [t], 2)),
+        (torch.float8_e5m2, lambda t: (reduced(t), [t], 4.0)),
+        (torch.float32, lambda t: (dist.all_gather(uneven, t[: [3, 5][rank]], group, True), uneven, 2.0)),
+        (torch.float32, lambda t: (scattered(out := zeros([3, 5][rank]), list(t.split([3, 5]))), [out], 4.0)),
+        (torch.int64, lambda t: (scattered(out := integers(4), list(t.chunk(2)), ReduceOp.BOR), [out], 2)),
+        (torch.int64, lambda t: (whole(out := integers(4), t, ReduceOp.AVG), [out], 2)),
+        (torch.float32, lambda t: (dist.gather(t, parts or None, 1, group, True), parts, 2.0)),
+        (torch.float32, lambda t: (dist.scatter(t, sevens, 1, group, True), [t], 7.0)),
+        (torch.float32, lambda t: (dist.all_to_all(exchanged, list(t.chunk(2)), group, True), exchanged, 2.0)),
+    ]
+
+
+@run_on_ranks(gloo=True, settings=None)
+def test_a_call_by_copies_or_messages_follows_one_in_place_on_the_same_memory():
+    group, rank, wrong = ours(), dist.get_rank(), []
+    for i, (dtype, call) in enumerate(calls_outside_the_order(group)):
+        memory = torch.full((LONG // dtype.itemsize,), rank + 1.0).to(dtype)
+        dist.broadcast(memory, 1, group, async_op=True)  # nobody waits for it
+        work, targets, value = call(memory[-8:])  # on rank 0 they are still 1
+        work.wait()
+        if not all(equal(target, torch.full(target.shape, value).to(dtype)) for target in targets):
+            wrong.append(i)
+    return wrong
+
+
+@pytest.mark.parametrize("how", ["gather", "scatter"])
+@run_on_ranks(gloo=True, settings=None)
+def test_a_call_in_place_follows_messages_that_read_or_write_the_same_memory(how: str) -> None:
+    """A message reads or writes rank 0's memory. Rank 1 has other memory for the second call, and waits for nothing."""
+    group, rank = ours(), dist.get_rank()
+    memory = torch.full((LONG // 4,), rank + 1.0)
+    end = memory[-8:] if rank == 0 else torch.full((8,), 2.0)
+    parts = [torch.full_like(memory, 7.0) for _ in range(2)] if rank == 1 else None
+    work = getattr(dist, how)(memory, parts, 1, group, async_op=True)
+    dist.all_reduce(end, group=group, async_op=True).wait()
+    work.wait()
+    assert equal(end, torch.full((8,), 3.0 if how == "gather" else 9.0))
+    if parts and how == "gather":
+        assert [part.unique().tolist() for part in parts] == [[1.0], [2.0]]
+
+
+@run_on_ranks(gloo=True, settings=None)
+def test_a_call_follows_results_that_are_put_into_a_tensor_which_was_no_input() -> None:
+    group, rank = ours(), dist.get_rank()
+    whole = partial(dist.reduce_scatter_tensor, group=group, async_op=True)
+    average, bits = torch.zeros(2, 4, dtype=torch.int64)
+    uneven = [torch.zeros(4, dtype=torch.int64), torch.zeros(5, dtype=torch.int64)]
+    for target, first in (
+        (average, lambda: whole(average, torch.full((8,), 2 + 2 * rank), ReduceOp.AVG)),
+        (bits, lambda: whole(bits, torch.full((8,), 1 + rank), ReduceOp.BOR)),
+        (uneven[rank][:4], lambda: dist.all_gather(uneven, torch.full((4 + rank,), 3), group, True)),
+    ):
+        first()  # nobody waits for it; it writes 3
+        dist.all_reduce(target, group=group, async_op=True).wait()
+        assert target.tolist() == [6] * 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from datetime import timedelta
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from marks import mostly_nightly
 from parallel_models import Run, different_bits, train
 from pool import run_on_ranks
+from refusals import needs_seccomp, refuse
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.futures import Future
@@ -204,6 +206,60 @@ def test_works_keep_their_deadline_wherever_they_wait(how: str):
         future.wait()
     assert "gave up" in str(error.value)
     dist.barrier()
+
+
+def refuse_threads() -> None:
+    """The calling thread can start no other from now on."""
+    refuse("clone", "clone3", code=errno.EAGAIN)
+
+
+@needs_seccomp
+@run_on_ranks(gloo=True, settings=None, spawned=True)
+def test_a_future_for_which_no_thread_could_start_may_be_asked_for_again() -> None:
+    group = ours()
+    said: list[str] = []
+    if dist.get_rank() == 0:
+        work = dist.all_reduce(torch.ones(1), group=group, async_op=True)
+
+        def ask() -> None:
+            refuse_threads()
+            with pytest.raises(RuntimeError) as caught:
+                work.get_future()
+            said.append(str(caught.value))
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        asking.join()
+        assert "can't start a thread" in said[0]
+        futures = [work.get_future(), begin(group)]
+        dist.barrier()
+    else:
+        dist.barrier()  # nothing is complete before rank 0 has asked for all futures
+        futures = [begin(group), begin(group)]
+    assert [total(future) for future in futures] == [2, 2]
+
+
+@needs_seccomp
+@run_on_ranks(gloo=True, settings=None, spawned=True)
+def test_one_thread_completes_all_futures_where_no_other_can_start() -> None:
+    group = ours()
+
+    def begin_on_rank_0_first(count: int) -> list[Future[Any]]:
+        """No future is complete before rank 0 has asked for all of them."""
+        if dist.get_rank() == 1:
+            dist.barrier()
+        return [begin(group) for _ in range(count)]
+
+    (first,) = begin_on_rank_0_first(1)
+    if dist.get_rank() == 0:
+        first = first.then(lambda _: refuse_threads())  # on the thread that completes futures
+        dist.barrier()
+    first.wait()
+    dist.barrier()  # rank 0's thread is idle by then
+    futures = begin_on_rank_0_first(2)
+    if dist.get_rank() == 0:
+        dist.barrier()
+    assert [total(future) for future in futures] == [2, 2]
 
 
 def with_power_sgd(wrap: Any, group: dist.ProcessGroup | None, module: nn.Module, **options: Any) -> nn.Module:

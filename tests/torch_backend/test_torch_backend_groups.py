@@ -102,6 +102,14 @@ def test_the_default_group(pool: RankPool, debug: bool, hosts: str):
     ended(pool, whole_life, debug, hosts=hosts, settings=None)
 
 
+@run_on_ranks(world=1, spawned=True, settings=None)
+def test_a_rank_that_the_group_does_not_have_is_refused() -> None:
+    for rank, size in ((1, 1), (3, 2)):
+        with pytest.raises(InvalidUsage, match=rf"rank {rank} is not in 0\.\.{size - 1}.*WORLD_SIZE.*RANK"):
+            dist.init_process_group("syncengine", store=dist.HashStore(), rank=rank, world_size=size)
+    assert not dist.is_initialized()
+
+
 def test_backend_is_registered():
     assert "syncengine" in dist.Backend.backend_list
     assert dist.Backend.backend_capability["syncengine"] == (["cpu", "cuda"] if _C.has_cuda else ["cpu"])
