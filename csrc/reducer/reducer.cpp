@@ -285,14 +285,14 @@ void Reducer::give_up(const std::string& text, Where where, bool keeps) {
       if (model_->forward) model_->coming_backward().forwards.expect(std::exchange(model_->forward, nullptr));
       begin_backward();
     }
-  } catch (const Error&) {
-    // The forwards contradict each other, which does not matter any more.
+  } catch (const std::exception&) {
+    // The forwards contradict each other, or memory is short, which does not matter any more.
   }
   switch (life().tell(Facts{*this})) {
     case Lifecycle::Tell::Nobody: break;
     case Lifecycle::Tell::Refuse:
-      model_->outcome.refuse(text, /*raised_in_forward=*/where == Where::Forward);
       try {
+        model_->outcome.refuse(text, /*raised_in_forward=*/where == Where::Forward);
         if (model_->backward) model_->backward->stand_in();
       } catch (...) {
         model_->averaging.tell_peers(text);

@@ -12,7 +12,7 @@ import torch
 from torch.nn.parallel.distributed import _BufferCommHook, _BufferCommHookLocation
 
 from syncengine._C import Communicator, Reducer
-from syncengine.errors import InvalidUsage, to_utf8
+from syncengine.errors import InvalidUsage, error_text, to_utf8
 from syncengine.parallel.broadcast import TensorBroadcast, describe_layout
 from syncengine.parallel.model import Model, Switches, not_ignored
 from syncengine.parallel.replication import check_same_on_all_ranks, fail_all, own_name, unwrapped
@@ -27,6 +27,7 @@ class Buffers:
         self._module, self._ignored = model.module, ignored
         self._switches = switches
         self._reducer = reducer
+        self._communicator = model.communicator
         self._copy = BufferCopy(model.communicator, str(model), model.device)
         self.look_up()
 
@@ -60,8 +61,14 @@ class Buffers:
         if hook is None:
             self._copy(self.named, root)
             return
-        with torch.autograd._unsafe_preserve_version_counter(tuple(self.tensors)):
-            futures = hook.buffer_comm_hook(hook.buffer_comm_hook_state, self.named)
+        try:
+            with torch.autograd._unsafe_preserve_version_counter(tuple(self.tensors)):
+                futures = hook.buffer_comm_hook(hook.buffer_comm_hook_state, self.named)
+        except Exception as error:
+            if self._communicator.exception() is None:  # the others may wait in their hooks
+                rank = own_name(self._communicator)
+                self._communicator.abort(f"{rank} raised in its buffer hook: {error_text(error)}")
+            raise
         if futures is not None:
             self._reducer.install_futures(futures)
 

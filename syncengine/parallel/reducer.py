@@ -12,7 +12,7 @@ import torch.distributed as dist
 from syncengine._C import NodeNumber, Reducer, ReducerOptions, StepTimes
 from syncengine.errors import InvalidUsage
 from syncengine.hooks import Compress
-from syncengine.parallel.model import Model, Switches, looks_for_unused
+from syncengine.parallel.model import Model, looks_for_unused
 
 
 class NoReducer:
@@ -20,8 +20,8 @@ class NoReducer:
 
     reduces = False
 
-    def __init__(self, switches: Switches) -> None:
-        self._switches = switches
+    def __init__(self) -> None:
+        self._synchronizes = True  # in the last forward
         self.hooks: list[tuple[Any, Any]] = []  # none
 
     def statistics(self) -> dict[str, Any]:
@@ -33,9 +33,13 @@ class NoReducer:
         """The times of no step."""
         return StepTimes()
 
+    def begin_forward(self, synchronize: bool) -> None:
+        """Notes whether the forward synchronizes, as it decides about its backward."""
+        self._synchronizes = synchronize
+
     def has_averaged(self) -> bool:
-        """Whether gradients are averages: they are, with one rank, unless synchronization is off."""
-        return self._switches.synchronizes
+        """Whether gradients are averages: they are, with one rank, unless the forward was under ``no_sync``."""
+        return self._synchronizes
 
     def backwards(self) -> int:
         """The number of backwards: none is seen."""
@@ -49,7 +53,8 @@ class NoReducer:
         return False
 
     def prepare_for_backward(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Does nothing: there is no parameter to prepare."""
+        """Makes the next backward average, whatever the forward was told. There is no parameter to prepare."""
+        self._synchronizes = True
         return []
 
     def _nothing(self, *_: Any) -> None:
@@ -57,6 +62,19 @@ class NoReducer:
 
     drop_step = set_static_graph = _delay_all_reduce = _nothing
     _check_reducer_finalized = _remove_autograd_hooks = _nothing
+
+
+def _call_hook(reducer: weakref.ref[ModelReducer], bucket: dist.GradBucket) -> Any:
+    """Calls the reducer's communication hook. C++ keeps only this: the collector sees no cycle through C++."""
+    alive = reducer()
+    if alive is None:
+        raise InvalidUsage(
+            "the Parallel is gone in the middle of its backward, and its communication hook with it: keep the model "
+            "until its backward has ended"
+        )
+    hook, state = alive.hooks[0]
+    del alive  # an error of the hook keeps this frame
+    return hook(state, bucket)
 
 
 class ModelReducer(Reducer):
@@ -87,7 +105,7 @@ class ModelReducer(Reducer):
         elif isinstance(hook, Compress):
             self.set_compression(hook.dtype, hook.divides_first)
         else:
-            self.set_comm_hook(state, hook)
+            self.set_comm_hook(weakref.ref(self), _call_hook)
             self._wrapper()._planning.start_over(follows_ddp=True)  # the hook sees the buckets
         self.hooks = [(hook, state)]
 

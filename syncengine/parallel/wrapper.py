@@ -196,7 +196,7 @@ class Parallel(ForTools):
             follow(model, reducer.step_times())
             follow_steps()
         else:
-            reducer = cast(ModelReducer, NoReducer(self._switches))
+            reducer = cast(ModelReducer, NoReducer())
         self.reducer = self._optimizers.reducer = reducer
         self._planning = planning = Planning(model, reducer, options, self._caps, number)
         self._buffer_sync = buffers = Buffers(model, self._switches, reducer, self.parameters_to_ignore)
@@ -311,7 +311,11 @@ class Parallel(ForTools):
             # Inputs and keyword arguments are cast as two objects, since a keyword may be called `dtype`.
             (inputs, kwargs), _ = _cast_forward_inputs(self._precision.dtype, inputs, kwargs)
             call = partial(self._precision.around, partial(call_module, self, inputs, kwargs))
-        return self._steps.forward(call, self) if self.reducer.reduces else call()
+        if self.reducer.reduces:
+            return self._steps.forward(call, self)
+        if torch.is_grad_enabled():
+            self.reducer.begin_forward(self._switches.synchronizes)
+        return call()
 
     def weight(self, n: float) -> None:
         """Gives this rank's gradients the weight ``n`` in the next average: ``sum(n * gradient) / sum(n)``.

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel.distributed import _BufferCommHookLocation as Location
 
 import syncengine
+from syncengine.errors import Aborted, InvalidUsage
 
 pytestmark = pytest.mark.usefixtures("kinds_of_buckets")
 
@@ -73,6 +74,25 @@ def test_buffer_hooks_under_no_sync():
         ours, theirs = of_both(step, Counting)
         assert ours == theirs
         assert 1 < len(ours) < 8
+
+
+@pytest.mark.parametrize(
+    ("location", "kind"), [(Location.PRE_FORWARD, ValueError), (Location.POST_FORWARD, InvalidUsage)], ids=str
+)
+@run_on_ranks(gloo=True, settings={"timeout": 20.0})
+def test_an_error_in_a_buffer_hook_is_told_to_ranks_that_wait_in_theirs(location: Location, kind: type[Exception]):
+    def hook(rank: int, buffers: dict[str, torch.Tensor]) -> None:
+        if rank == 1:
+            raise kind("no buffers today")
+        syncengine.all_reduce(buffers["seen"])
+
+    model = syncengine.Parallel(Counting())
+    model._register_buffer_comm_hook(syncengine.rank(), hook, location)
+    with pytest.raises((kind, Aborted)) as error:
+        model(data(0)).sum().backward()
+    dist.barrier()  # rank 1 lives on
+    told = "" if syncengine.rank() == 1 else f"rank 1 raised in its buffer hook: {kind.__name__}: "
+    assert str(error.value) == told + "no buffers today"
 
 
 @run_on_ranks(gloo=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
 import time
+import weakref
 from functools import partial
 from typing import Any
 
@@ -14,7 +16,20 @@ import torch
 import torch.distributed as dist
 from faults import WITHIN
 from marks import flat_at_night, mostly_nightly
-from parallel_models import CAP, Mlp, Opposite, backwards, both, data, different_bits, gradients, of_both, outcome
+from parallel_models import (
+    CAP,
+    Mlp,
+    Opposite,
+    assert_averaged,
+    average,
+    backwards,
+    both,
+    data,
+    different_bits,
+    gradients,
+    of_both,
+    outcome,
+)
 from pool import RankPool, run_on_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -107,9 +122,9 @@ def test_futures_may_be_completed_late_and_in_any_order():
 
         def complete(futures: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor]]) -> None:
             time.sleep(0.05)
-            for future, average in reversed(futures):
+            for future, result in reversed(futures):
                 time.sleep(0.002)
-                future.set_result(average)
+                future.set_result(result)
 
         def hook(state, bucket):
             future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
@@ -163,6 +178,53 @@ def test_hooks_make_the_weighted_mean():
             total = grad * (1 + 4 * syncengine.rank())
             dist.all_reduce(total)
             torch.testing.assert_close(parameter.grad, total / 6)
+
+
+@pytest.mark.thorough
+@run_on_ranks(gloo=True)
+def test_a_backward_in_another_thread_ends_after_the_hook_of_an_earlier_bucket():
+    """Two threads go through one forward; the first hook still runs when all gradients have come."""
+
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.late, self.early = (nn.Linear(24, 300, bias=False) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.late(x), self.early(x)
+
+    def hook(state, bucket):
+        if waits and bucket.index() == 0:
+            called.set()
+            ended.wait(2.0)  # nor must the other thread's backward end before
+        return default_hooks.allreduce_hook(state, bucket)
+
+    waits, errors = False, []
+    called, ended = threading.Event(), threading.Event()
+    model = syncengine.Parallel(Heads(), bucket_cap_mb=1e-3)
+    model.register_comm_hook(None, hook)
+    for i in range(2):
+        sum(out.square().sum() for out in model(data(i))).backward()
+    model.zero_grad()
+    late, early = model(data(3))
+
+    def backward(out: torch.Tensor) -> None:
+        try:
+            out.square().sum().backward()
+        except BaseException as error:
+            errors.append(error)
+        if out is late:
+            ended.set()
+
+    waits = True
+    threads = [threading.Thread(target=backward, args=(out,)) for out in (early, late)]
+    threads[0].start()
+    assert called.wait(60.0), errors
+    threads[1].start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors
+    assert_averaged(model.module, sum(out.square().sum() for out in model.module(data(3))))
 
 
 # --- Errors
@@ -307,3 +369,21 @@ def test_a_hook_may_come_after_some_steps():
         backwards(model)
 
     both(Mlp, step, bucket_cap_mb=0.5)
+
+
+@pytest.mark.parametrize("as_state", [False, True])
+@run_on_ranks()
+def test_a_model_that_its_hook_refers_to_is_freed(as_state: bool):
+    """By the collector, which does not look into C++."""
+
+    class Averaging(syncengine.Parallel):
+        def average(self, state, bucket):
+            return average(state, bucket)
+
+    model = Averaging(nn.Linear(24, 2))
+    model.register_comm_hook(*((model, average) if as_state else (None, model.average)))
+    model(data()).sum().backward()
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None

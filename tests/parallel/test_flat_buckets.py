@@ -6,6 +6,7 @@ at home: see the fixture `kinds_of_buckets`.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from functools import partial
@@ -28,7 +29,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from torch_versions import since_2_13
 
 import syncengine
-from syncengine.errors import Aborted
+from syncengine.errors import Aborted, InvalidUsage
 
 RUNS = [
     Run(),
@@ -158,3 +159,22 @@ def test_a_first_forward_under_a_transform():
         for i in range(3):
             plain = model.module(data(i)).square().mean()
             assert_averages(model, plain, lambda out: out.square().mean(), data(i))
+
+
+@run_on_ranks(gloo=True, settings={"timeout": 100.0, "arena_bytes": 128 << 20})
+def test_a_model_for_whose_buckets_there_was_no_memory_goes_on_when_there_is():
+    """The arena is full when a part of 20 MB is thawed."""
+    module = torch.nn.Sequential(torch.nn.Linear(24, 4), torch.nn.Linear(4, 1 << 20))
+    module[1].requires_grad_(False)
+    with flat_buckets():
+        model = syncengine.Parallel(module)
+    model(data()).sum().backward()
+    module[1].requires_grad_(True)
+    taken = []
+    with contextlib.suppress(InvalidUsage):
+        while True:
+            taken.append(syncengine.empty(1 << 20))
+    with pytest.raises(InvalidUsage, match="no room for"):
+        model(data())
+    taken.clear()
+    assert_averages(model, module(data()).sum(), torch.sum, data())

@@ -259,3 +259,24 @@ def test_hooks_of_a_parameter_that_two_wrappers_average_are_refused():
                     loss.backward()
             assert not any(counts)
             syncengine.barrier()  # it costs a step
+
+
+@run_on_ranks(world=1)
+def test_on_one_rank_too_the_forward_decides_whether_its_backward_steps():
+    module = nn.Linear(2, 1, bias=False)
+    model = syncengine.Parallel(module)
+    model._register_fused_optim(SGD, RATE)
+    start = module.weight.detach().clone()
+    with model.no_sync():
+        loss = model(torch.ones(1, 2)).sum()
+    loss.backward()
+    assert torch.equal(module.weight, start)
+    loss = model(torch.ones(1, 2)).sum()
+    with model.no_sync():
+        loss.backward()
+    assert torch.equal(module.weight, start - 2 * RATE)
+    with model.no_sync():
+        loss = model(torch.ones(1, 2)).sum()
+    model.reducer.prepare_for_backward([])  # as accelerate's trigger_sync_in_backward
+    loss.backward()
+    torch.testing.assert_close(module.weight.detach(), start - (2 + 3) * RATE)  # gradients have accumulated

@@ -24,7 +24,11 @@ void Backward::begin() {
   if (!plan->buckets().empty()) model_.life.step_begins();
   model_.record.begin_backward(model_.parameters.size(), plan->buckets().size());
   if (usage.observes()) usage.static_graph()->begin_observation();
-  if (model_.flat) model_.flat->begin();
+  if (model_.flat) {
+    // When the plan was installed, there may have been no memory for its buckets.
+    if (model_.flat->buckets() != plan->buckets().size()) model_.route->install(*plan);
+    model_.flat->begin();
+  }
   // No bucket is the vote if it may be skipped, or if a device reduces it: no host waits for that.
   const bool on_hosts = !model_.flat && model_.route->can_be_refused();
   begun_.emplace(plan, on_hosts && !model_.options.skip_all_reduce_unused_params);

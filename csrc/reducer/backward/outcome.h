@@ -60,15 +60,18 @@ class Outcome {
   // Blocks until that step has ended on all ranks, so that another one may begin. Returns whether gradients that this
   // rank has kept must become None, as some rank could not keep its own.
   bool await_end(std::unique_lock<std::mutex>& lock) {
-    if (!end_) return false;
-    const End end = *end_;
-    lock.unlock();
-    averaging_.communicator->wait(end.work, raise_pending_signal);
-    lock.lock();
-    end_.reset();
-    const bool undecided = life_.is_undecided();
-    life_.refusal_ended();
-    return undecided && *end.loses_gradients != 0;
+    while (end_) {
+      const End end = *end_;
+      lock.unlock();
+      averaging_.communicator->wait(end.work, raise_pending_signal);
+      lock.lock();
+      if (!end_ || end_->work != end.work) continue;  // another thread has waited, too; a later step may have ended
+      end_.reset();
+      const bool undecided = life_.is_undecided();
+      life_.refusal_ended();
+      return undecided && *end.loses_gradients != 0;
+    }
+    return false;
   }
 
  private:

@@ -32,6 +32,7 @@ class FlatBuckets {
   void lay_out(const BucketPlan& plan, const std::vector<Gradient>& gradients, std::optional<at::ScalarType> type);
   // Makes new buckets, none of which is reduced here, and drops the memory.
   void lay_out_nothing(size_t buckets);
+  size_t buckets() const { return flats_.size(); }  // 0 if there was no memory for them
 
   c10::Stream stream() const { return lane_->own(); }
 
@@ -53,8 +54,8 @@ class FlatBuckets {
   SpanList span(size_t bucket) const;
   void all_reduce(Operation operation);
 
-  // The words for a backward that begins when nothing of the last one is under way; see BucketLane. Blocks if that was
-  // dropped.
+  // The words for a backward that begins when nothing of the last one is under way; see BucketLane. Blocks the first
+  // time, and if that was dropped.
   Nonfinite words_for_nonfinite() {
     if (std::exchange(dropped_, false)) lane_->wait();
     if (!words_.words) words_ = lane_->words_for_nonfinite();

@@ -5,7 +5,9 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <condition_variable>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
@@ -76,6 +78,10 @@ class CommHookRoute final : public Route {
   void proceed(BackwardBuckets& backward, std::mutex& mutex) override {
     const auto& gradients = model_.gradients;
     std::unique_lock lock(mutex);
+    if (runs_ && backward.filling.all()) {  // in another thread; behind this call finish() takes all futures
+      ran_.wait(lock, [this] { return !runs_; });
+      model_.averaging.communicator->throw_if_failed();  // as after an error of that hook
+    }
     while (Bucket* bucket = runs_ || backward.is_over ? nullptr : backward.next_in_order()) {
       if (backward.filling.is_skipped(bucket->layout->index)) continue;
       backward.filling.went(bucket->layout->index);
@@ -98,11 +104,11 @@ class CommHookRoute final : public Route {
       } catch (...) {
         model_.averaging.tell_peers("the communication hook raised " + current_error_text());
         lock.lock();
-        runs_ = false;
+        has_run();
         throw;
       }
       lock.lock();
-      runs_ = false;
+      has_run();
     }
   }
 
@@ -126,6 +132,11 @@ class CommHookRoute final : public Route {
   void drop(BackwardBuckets& /*backward*/) override { pending_ = std::vector<Pending>(pending_.size()); }
 
  private:
+  void has_run() {
+    runs_ = false;
+    ran_.notify_all();
+  }
+
   struct Pending {
     at::Tensor flat;
     TorchFuture future;
@@ -203,6 +214,7 @@ class CommHookRoute final : public Route {
   const std::unique_ptr<c10d::CommHookInterface> hook_;
   std::vector<Pending> pending_;  // by bucket
   bool runs_ = false;             // the hook, on some thread
+  std::condition_variable ran_;   // notified when it no longer does
 };
 
 }  // namespace
