@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -27,6 +28,7 @@ from syncengine.launch.store import serve_store
 
 _SERVED_WITHIN = timedelta(seconds=20)
 _LOOK = 0.02  # seconds between two looks whether a rank has ended
+_END_WITHIN = 30.0  # seconds, as torchrun gives ranks from SIGTERM to SIGKILL
 _STORE, _STORE_OF_RANK = 16, 4  # file descriptors: the store's own, and of each rank's connections to it
 
 
@@ -54,7 +56,8 @@ def ticket_of(name: int) -> str:
 def run_local_ranks(count: int, arguments: Sequence[str]) -> int:
     """Runs this same command, with `arguments`, as `count` ranks. Returns the first exit code of a rank that is not 0.
 
-    The ranks share the cores unless OMP_NUM_THREADS is set. A signal that ends this process ends them.
+    The ranks share the cores unless OMP_NUM_THREADS is set. A signal that ends this process ends them, those that
+    survive it by SIGKILL: after 30 s, or when another signal comes.
     Raises InvalidUsage if ranks can't meet on this machine, or can't be so many.
     """
     if not 2 <= count <= MOST_RANKS:
@@ -118,19 +121,25 @@ def _ranks(
         "MASTER_PORT": str(store.port),
     }
     common["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # as under torchrun: this process serves the store
+    # Scripts and Lightning read what else torchrun sets. Nothing restarts all ranks: a process that joins has 0, too.
+    common |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "ROLE_NAME": "default"}
+    common |= {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
+    common["TORCHELASTIC_RUN_ID"] = str(uuid.uuid4())
     if keep_going:
         common[MEET] = f"127.0.0.1:{store.port}"
 
     def start(rank: int, world: int, more: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
-        local = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+        local = {f"{of}RANK": str(rank) for of in ("", "LOCAL_", "ROLE_")}
+        local |= {f"{of}WORLD_SIZE": str(world) for of in ("", "LOCAL_", "ROLE_")}
         environ, command = {**common, **local, **(more or {})}, [sys.executable, *script]
+        if label or log_dir is not None or not os.isatty(1):  # lines on a terminal come at once, and whole
+            environ.setdefault("PYTHONUNBUFFERED", "1")
         name = environ.get(JOIN, str(rank))
         if log_dir is not None:
             with _log_of(log_dir, name).open("ab") as log:
                 return subprocess.Popen(command, env=environ, stdout=log, stderr=log)
         if not label:
             return subprocess.Popen(command, env=environ)
-        environ.setdefault("PYTHONUNBUFFERED", "1")  # as on a terminal, lines come when they are written
         process = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         for lines, to in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
             assert lines is not None
@@ -147,10 +156,18 @@ def _ranks(
         yield running, start, store
         in_order = True
     finally:
-        for process in running.values():
-            process.terminate()
-        for process in running.values():
-            process.wait()
+        try:
+            for process in running.values():
+                process.terminate()
+            deadline = time.monotonic() + _END_WITHIN
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                for process in running.values():
+                    process.wait(max(0.0, deadline - time.monotonic()))
+        finally:  # another signal ends the wait
+            for process in running.values():
+                process.kill()
+            for process in running.values():
+                process.wait()
         for thread in labelling:
             thread.finish(waits_for_reader=in_order)
         signal.signal(signal.SIGTERM, previous)

@@ -106,6 +106,7 @@ def test_the_users_own_extension_is_taken_if_nobody_else_may_write_there(tmp_pat
     own.parent.chmod(0o777)
     told = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=600)
     assert f"{own.parent} belongs to another user, or others may write to it: remove it" in told.stderr
+    assert told.stderr.endswith(f": remove {own.parent} and run `python -m syncengine build`\n")
 
 
 @pytest.mark.thorough

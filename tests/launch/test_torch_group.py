@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+from unittest import mock
 
 import pytest
 import torch
@@ -56,6 +57,19 @@ def test_the_group_has_inits_settings():
     assert backend.communicator.numerics == "ring"
     assert backend.communicator.timeout == 41
     assert backend.options._timeout.total_seconds() == 41
+
+
+@run_on_ranks(settings=None)
+def test_shutdown_closes_the_communicator_though_the_group_can_not_be_destroyed():
+    communicator = syncengine.init(torch_group=True)
+    syncengine.barrier()
+    interrupt = mock.patch.object(dist, "destroy_process_group", side_effect=KeyboardInterrupt)
+    with interrupt, pytest.raises(KeyboardInterrupt):
+        syncengine.shutdown()
+    assert not syncengine.is_initialized()
+    with pytest.raises(InvalidUsage, match="closed"):
+        communicator.barrier()
+    dist.destroy_process_group()
 
 
 @run_on_ranks(settings=None)

@@ -1,0 +1,101 @@
+"""Ranks that `syncengine run` starts: their variables, their output, and their ends."""
+
+import contextlib
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from command import alone, environ_of
+from pool import RankPool
+from programs import run_programs
+
+from syncengine.launch import local
+
+# Variables of torchrun's that `run` does not set, or not to the same value.
+OTHERWISE = {
+    "MASTER_ADDR",  # the host's name, at which torchrun's store listens
+    "MASTER_PORT",
+    "TORCHELASTIC_RUN_ID",  # is another one in each launch
+    "TORCHELASTIC_ERROR_FILE",  # a file that torchrun itself reads
+    "TORCHELASTIC_SIGNALS_TO_HANDLE",  # an option of torchrun's that it keeps there for itself
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",  # a setting of NCCL's, which has a default
+}
+# Rank 2 fails when the others are ready for the worst. They would live for a minute, if nobody ended them.
+READY = """
+import os, pathlib, signal, sys, time
+folder, rank = pathlib.Path(sys.argv[1]), os.environ["RANK"]
+def ready():
+    (folder / rank).write_text(str(os.getpid()))
+def wait_for(*names):
+    while not all((folder / name).exists() for name in names):
+        time.sleep(0.01)
+"""
+SURVIVES = """
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if rank == "2":
+    wait_for("0", "1")
+    sys.exit(3)
+ready()
+if rank == "1":
+    signal.raise_signal(signal.SIGSTOP)
+time.sleep(60)
+(folder / "survived").touch()
+"""
+PRINTS = """
+if rank == "0":
+    print("said", end="")
+    ready()
+    time.sleep(60)
+wait_for("0")
+sys.exit(3)
+"""
+ASKED_TWICE = """
+signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getppid(), signal.SIGTERM))
+ready()
+os.kill(os.getppid(), signal.SIGTERM)
+time.sleep(20)
+"""
+
+
+def lives(pid: Path) -> bool:
+    """Whether the process of this number lives. It does not for long."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(int(pid.read_text()), signal.SIGKILL)
+        return True
+    return False
+
+
+def test_ranks_that_survive_sigterm_are_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(local, "_END_WITHIN", 0.1)
+    assert local.run_script(3, ["-c", READY + SURVIVES, str(tmp_path)], False, False) == 3
+    assert not (tmp_path / "survived").exists()
+    assert not any(lives(tmp_path / rank) for rank in "01")
+
+
+def test_a_second_signal_leaves_no_rank_behind(programs: RankPool, tmp_path: Path):
+    script = tmp_path / "script.py"
+    script.write_text(READY + ASKED_TWICE)
+    assert alone(programs, "run", "-n", "1", str(script), str(tmp_path)).returncode == 128 + signal.SIGTERM
+    assert not lives(tmp_path / "0")
+
+
+@pytest.mark.parametrize("logs", [False, True])
+def test_what_a_rank_has_said_is_there_when_another_ends_it(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path, logs: bool
+):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    log_dir = tmp_path if logs else None
+    assert local.run_script(2, ["-c", READY + PRINTS, str(tmp_path)], False, False, log_dir) == 3
+    assert ((tmp_path / "rank0.log").read_text() if logs else capfd.readouterr().out) == "said"
+
+
+def test_ranks_have_the_variables_that_torchrun_gives(programs: RankPool, tmp_path: Path):
+    script = tmp_path / "script.py"
+    script.write_text("import json, os\nprint(json.dumps(dict(os.environ)))\n")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", str(script)]
+    theirs = json.loads(run_programs(programs, torchrun, [environ_of()])[0].stdout)
+    ours = json.loads(alone(programs, "run", "-n", "1", str(script)).stdout)
+    assert {"RANK", "ROLE_NAME", "TORCHELASTIC_RUN_ID"} <= theirs.keys() & ours.keys()
+    assert {name for name, value in theirs.items() if ours.get(name) != value} <= OTHERWISE
