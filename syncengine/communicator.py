@@ -268,16 +268,22 @@ def shutdown() -> None:
     It runs by itself when the process ends.
     """
     global _default
-    with _lock:
+    with _lock, contextlib.ExitStack() as closing:  # each of these runs, though one before it raises, or Ctrl-C comes
         current, _default = _default, None
-        if _is_owner():
-            destroy_torch_group()
-        groups = [*all_group_communicators(), *given_up]
-        forget_groups()
+        if not _is_owner():
+            forget_groups()
+            return
         if current is not None:
-            groups.append(current.communicator)
-        for communicator in groups if _is_owner() else ():
-            communicator.close()
+            closing.callback(current.communicator.close)
+        closing.callback(_close_groups)
+        closing.callback(destroy_torch_group)
+
+
+def _close_groups() -> None:
+    with contextlib.ExitStack() as closing:
+        for communicator in [*all_group_communicators(), *given_up]:
+            closing.callback(communicator.close)
+        forget_groups()
 
 
 def is_initialized() -> bool:

@@ -19,6 +19,7 @@ from syncengine.horovod.reductions import Average, scale
 from syncengine.horovod.requests import describe
 from syncengine.horovod.streams import Operation
 from syncengine.parallel.broadcast import copy_each
+from syncengine.parallel.replication import own_name
 
 
 class Flat(NamedTuple):
@@ -179,6 +180,10 @@ class Gradients:
                 if self._step.announcement is not None:
                     self._step.announcement.tell(error)
                 raise
+            except BaseException as error:  # Ctrl-C: nobody knows which of a bucket's calls have been made
+                name, what = own_name(self._stream.communicator), type(error).__name__
+                self._stream.abort(f"{name} was interrupted ({what}) in a step of {self._stream.name}")
+                raise
 
     def _follow(self, named: Mapping[torch.Tensor, str]) -> None:
         me = weakref.ref(self)  # a parameter keeps its hooks
@@ -210,6 +215,7 @@ class Gradients:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             self._bring(i, parameter)
+        self._step.missing = [0] * len(self._step.missing)  # Ctrl-C may have kept _bring from counting one
         self._reduce_what_is_complete()  # an error of backward is raised again
         if self._step.announcement is None and self._stream.sparse:
             self._step.announcement = self._stream.announce()

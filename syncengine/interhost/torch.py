@@ -16,7 +16,8 @@ from syncengine._C import Backend, PacketTransport, torch_packet_transport
 from syncengine.errors import InvalidUsage
 from syncengine.interhost import Meet, agree_on_number
 
-_FIRST_TAG, _TAGS = 21090, 10_000
+# Gloo takes every tag that c10d does, an int32 from 0 on; MPI promises no more than 32767, and others nothing.
+_FIRST_TAG, _TAGS, _TAGS_OF_GLOO = 21090, 10_000, 2**31 - 21090
 
 
 def open_torch(
@@ -39,7 +40,7 @@ def open_torch(
     if in_order and len(global_ranks) == dist.get_world_size():  # what new_group needs
         group = dist.new_group(backend=backend)
         closed = functools.partial(_destroy, group)
-    tag = _FIRST_TAG + number % _TAGS
+    tag = _FIRST_TAG + number % (_TAGS_OF_GLOO if backend == "gloo" else _TAGS)
     return torch_packet_transport(group, global_ranks, tag, closed, f"torch.distributed, {backend}", checksum, silence)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 
 from syncengine._C import CommonMemory
-from syncengine.errors import InvalidUsage, SyncError
+from syncengine.errors import InvalidUsage
 from syncengine.sharded.agreement import agree
 from syncengine.sharded.claims import Claim, claim, stop_forwards
 from syncengine.sharded.memory import Host
@@ -34,24 +35,23 @@ class Block:
         state: MutableMapping[torch.Tensor, dict[str, Any]],
         memories: list[CommonMemory],
     ) -> None:
-        self.weights = SharedWeights(host, named, memories)
-        sizes = [(member.parameter.numel(), member.parameter.element_size()) for member in members]
-        slices = (cut_elements if cuts else deal_whole)(sizes, host.size)[host.rank]
-        error = ""
-        try:
-            self.shard = make_shard(groups, members, slices, is_common=True)
-        except InvalidUsage as failure:
-            error = str(failure)
-        try:
+        with contextlib.ExitStack() as undoing:  # also for Ctrl-C: all could write to shared weights that none claims
+            undoing.callback(memories.__delitem__, slice(len(memories), None))
+            self.weights = SharedWeights(host, named, memories)
+            undoing.callback(self.weights.unload)
+            sizes = [(member.parameter.numel(), member.parameter.element_size()) for member in members]
+            slices = (cut_elements if cuts else deal_whole)(sizes, host.size)[host.rank]
+            error = ""
+            try:
+                self.shard = make_shard(groups, members, slices, is_common=True)
+            except InvalidUsage as failure:
+                error = str(failure)
             agree(host.communicator, "", b"", list, error, str)
-        except SyncError:
-            self.weights.unload()
-            memories.remove(self.weights.memory)
-            raise
-        self.state = SharedState(host, self.shard, [one.name for one in named], state, memories)
-        if any(state.get(member.parameter) for member in members):
-            self.state.load()
-        self.claims: list[Claim] = [claim(one.parameter, one.name, self.weights) for one in named]
+            self.state = SharedState(host, self.shard, [one.name for one in named], state, memories)
+            if any(state.get(member.parameter) for member in members):
+                self.state.load()
+            self.claims: list[Claim] = [claim(one.parameter, one.name, self.weights) for one in named]
+            undoing.pop_all()
 
     def give_loaded(self) -> None:
         """Copies loaded weights and state into the common memory. All ranks call it; ``Mismatch`` if weights differ."""

@@ -46,8 +46,12 @@ class SharedWeights:
         self.memory = create_common(host, "ShardedOptimizer: the weights", size_of(self._layouts))
         self._common = tensors_in(self.memory, self._layouts)
         self._addresses = [memory.data_ptr() for memory in self._common]
-        self.give()
-        self.take()
+        try:
+            self.give()
+            self.take()
+        except BaseException:
+            self.unload()
+            raise
 
     def give(self) -> None:
         """Copies the parameters' values into common memory, from the host's first rank. All ranks call it.

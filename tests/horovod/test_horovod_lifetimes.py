@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 
 import syncengine
 import syncengine.horovod as hvd
-from syncengine.errors import InvalidUsage, SyncError
+from syncengine.errors import Aborted, InvalidUsage, SyncError
 
 
 def rss() -> int:
@@ -157,3 +158,50 @@ def test_a_parameter_that_is_twice_in_a_group_counts_once():
     (p * (hvd.rank() + 1)).sum().backward()
     optimizer.synchronize()
     assert torch.equal(p.grad, torch.full_like(p, 3))
+
+
+class InterruptedList(list[int]):
+    """Raises behind its sixth element, as Ctrl-C does that comes between two lines."""
+
+    def append(self, element: int) -> None:
+        super().append(element)
+        if len(self) == 6:
+            raise KeyboardInterrupt
+
+
+@run_on_ranks()
+def test_a_step_goes_on_after_ctrl_c_in_the_last_hook_of_backward():
+    hvd.init()
+    model = make_model()
+    optimizer = sgd(model)
+    expected = of_ranks(model, 0)
+    if hvd.rank() == 1:
+        optimizer._gradients._step.order = InterruptedList()
+        with pytest.raises(KeyboardInterrupt):
+            loss_of(model, 0).backward()
+    else:
+        loss_of(model, 0).backward()
+    optimizer.synchronize()
+    assert all(map(torch.equal, gradients(model), map(average, expected)))
+
+
+@run_on_ranks()
+def test_ctrl_c_while_a_bucket_is_sent_ends_the_step_on_all_ranks():
+    """The bucket is on its way, and its rank would send it once more."""
+    hvd.init()
+    model = make_model()
+    optimizer = sgd(model)
+    stream = optimizer._gradients._stream
+    send = stream.reduce
+
+    def interrupted(flat: torch.Tensor) -> None:
+        send(flat)
+        raise KeyboardInterrupt
+
+    if hvd.rank() == 1:
+        with mock.patch.object(stream, "reduce", interrupted), pytest.raises(KeyboardInterrupt):
+            loss_of(model, 0).backward()
+    with pytest.raises(Aborted, match=r"rank 1 was interrupted \(KeyboardInterrupt\) in a step of SGD"):
+        if hvd.rank() == 0:
+            loss_of(model, 0).backward()
+        optimizer.synchronize()

@@ -1,9 +1,11 @@
 """interhost="torch": virtual hosts that a process group of Gloo connects. Bits, training, faults."""
 
+import itertools
 import os
 import signal
 import time
 from functools import partial
+from unittest import mock
 
 import pytest
 import test_hosts
@@ -16,7 +18,9 @@ from test_hosts import start, wait_until_busy
 from two_groups import as_under_ddp, in_two_threads
 
 import syncengine
+from syncengine import interhost
 from syncengine.interhost import agree_on_number
+from syncengine.interhost import torch as interhost_torch
 
 TORCH = {"SYNCENGINE_INTERHOST": "torch"}
 
@@ -97,6 +101,30 @@ def test_transports_of_two_groups_have_numbers_of_their_own(pool: RankPool) -> N
     first, second = pool.run(agree_on_numbers, gloo=True, settings=None)
     assert first == second
     assert first[0] != first[1]
+
+
+def train_behind_many_openings(hosts):
+    """Over groups of which the first member has opened so many transports before."""
+    start(hosts)
+    tags, models, opened = [], [], interhost_torch.torch_packet_transport
+
+    def opening(group, ranks, tag, *others):
+        assert tag not in tags
+        tags.append(tag)
+        return opened(group, ranks, tag, *others)
+
+    for count in (1_000, 6_000, 10**9):
+        counter = mock.patch.object(interhost, "_opened", itertools.count(count))
+        with counter, mock.patch.object(interhost_torch, "torch_packet_transport", opening):
+            models.append(syncengine.Parallel(torch.nn.Linear(8, 8), process_group=dist.new_group([0, 1])))
+    for model in models:
+        model(torch.full((2, 8), dist.get_rank() + 1.0)).sum().backward()
+        assert model.module.weight.grad.eq(3).all()
+    assert len(tags) == 3
+
+
+def test_tags_of_transports_far_apart_differ(pool: RankPool) -> None:
+    run(pool, train_behind_many_openings, "ab")
 
 
 def backend_over_gloo(hosts):

@@ -309,3 +309,28 @@ def test_what_accumulates_under_no_sync_is_refused(way: str, ranks: list[int]):
     text = error_of(lambda: steps(*sharded(make())))
     assert "the gradients of Mlp are not averages: the last backward was this rank's own (no_sync)" in text
     return []
+
+
+@run_on_ranks()
+def test_weights_are_private_again_after_an_interrupt_while_they_are_shared():
+    class Interrupted(torch.optim.SGD):
+        is_made = False
+
+        def __init__(self, *arguments: object, **options: object) -> None:
+            if Interrupted.is_made:
+                raise KeyboardInterrupt
+            super().__init__(*arguments, **options)
+
+    net = nn.Linear(4, 4)
+    model = syncengine.Parallel(net)
+    optimizer = syncengine.ShardedOptimizer(net.parameters(), Interrupted, elements=True, lr=0.1)
+    Interrupted.is_made = True
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.ones(2, 4))
+    assert not any(map(is_common, net.parameters()))
+    syncengine.barrier()
+    with torch.no_grad():
+        net.weight.fill_(syncengine.rank())  # nobody else sees it
+    syncengine.barrier()
+    assert bool((net.weight == syncengine.rank()).all())
+    del optimizer
