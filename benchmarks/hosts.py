@@ -1,12 +1,14 @@
-"""All-reduce (sum, float32) between hosts, beside Gloo and a raw pump that moves as many bytes as the sum must.
+"""All-reduce (sum) between hosts, beside Gloo and a raw pump that moves as many bytes as the sum must.
 
 python -m benchmarks.hosts                              2 hosts on a link of 1 Gbit/s, made of network namespaces
 python -m benchmarks.hosts --hosts 4 --numerics ring    more of them, another mode
 python -m benchmarks.hosts --rate none                  2 virtual hosts on the loopback interface: what the CPU can move
+python -m benchmarks.hosts --ranks-per-host 2 --dtype bfloat16 --peers tensor fast pump gloo    what another mode gains
 
-One rank a host. The pump sends 2 (n - 1) / n of the tensor's bytes to the next rank, over as many connections as we
-have, and receives as many from the one before: no all-reduce can take less. All peers take turns, in an order drawn
-anew each round; each result is checked. Bytes are counted at each host's interface. Namespaces need root, `ip`, `tc`.
+With n hosts, the pump sends 2 (n - 1) / n of the tensor's bytes from each host to the next one, over as many
+connections as we have, and receives as many from the one before: no all-reduce can take less. The ranks of a host share
+these bytes. All peers take turns, in an order drawn anew each round; each result is checked. Bytes are counted at each
+host's interface. Namespaces need root, `ip`, `tc`.
 """
 
 import argparse
@@ -27,18 +29,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import syncengine
 from benchmarks.all_reduce import format_size, parse_size, pattern
 from benchmarks.support import output, ranks, stats
 from benchmarks.support.rounds import warm_up
 from benchmarks.support.start_line import StartLine
+from syncengine.config import NUMERICS, Config
+from syncengine.groups import communicator_of
 from tests.support.hosts import INTERFACE, Hosts
 
 PEERS = ("pump", "tensor", "gloo")
 MEANING = {
-    "pump": "raw sockets: 2 (n - 1) / n of the bytes to the next rank and from the one before",
+    "pump": "raw sockets: 2 (n - 1) / n of the bytes to the next host and from the one before",
     "tensor": "syncengine, on ordinary tensors",
     "gloo": "torch.distributed over Gloo",
-}
+} | {mode: f"as tensor, by another communicator with numerics={mode}" for mode in NUMERICS}
 WARMUP_ROUNDS = 2
 
 
@@ -54,14 +59,14 @@ class Peer:
 
 
 class Pump:
-    """Connections to the next rank and from the one before."""
+    """Connections to the rank of the same place on the next host, and from the one before; hosts have `each` ranks."""
 
-    def __init__(self, rank: int, size: int, connections: int) -> None:
+    def __init__(self, rank: int, size: int, each: int, connections: int) -> None:
         address = socket.getaddrinfo(own_address(), 0, type=socket.SOCK_STREAM)[0]
         with socket.create_server(address[4][:2], family=address[0], backlog=connections) as server:
             where: list = [None] * size
             dist.all_gather_object(where, server.getsockname()[:2])
-            self._out = [socket.create_connection(where[(rank + 1) % size]) for _ in range(connections)]
+            self._out = [socket.create_connection(where[(rank + each) % size]) for _ in range(connections)]
             self._in = [server.accept()[0] for _ in range(connections)]
 
         for connection in [*self._out, *self._in]:
@@ -69,7 +74,7 @@ class Pump:
 
     def move(self, outgoing: Tensor, incoming: Tensor) -> None:
         """Sends the one and receives the other, at once, an equal share by each connection."""
-        send, receive = memoryview(outgoing.numpy()).cast("B"), memoryview(incoming.numpy()).cast("B")
+        send, receive = (memoryview(tensor.view(torch.uint8).numpy()) for tensor in (outgoing, incoming))
         share = -(-len(send) // len(self._out))
         rest = {c: send[i * share : (i + 1) * share] for i, c in enumerate(self._out)}
         rest |= {c: receive[i * share : (i + 1) * share] for i, c in enumerate(self._in)}
@@ -92,7 +97,7 @@ def own_address() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parent: makes hosts and starts a rank on each. Rank: measures; rank 0 reports."""
+    """Parent: makes hosts and starts the ranks of each. Rank: measures; rank 0 reports."""
     argv = sys.argv[1:] if argv is None else argv
     options = parse(argv)
     if options.worker:
@@ -100,7 +105,8 @@ def main(argv: list[str] | None = None) -> int:
     with contextlib.ExitStack() as stack:
         hosts = None if options.rate == "none" else stack.enter_context(Hosts(options.hosts, options.rate))
         port = 29511 if hosts else unused_port()
-        processes = [start(rank, hosts, port, options, [*argv, "--worker"]) for rank in range(options.hosts)]
+        size = options.hosts * options.ranks_per_host
+        processes = [start(rank, hosts, port, options, [*argv, "--worker"]) for rank in range(size)]
         try:
             return exit_status(processes)
         finally:
@@ -131,60 +137,70 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """The command line; `--worker` marks the processes that `main` starts."""
     parser = argparse.ArgumentParser(prog="benchmarks.hosts", description=__doc__.split("\n")[0])
     parser.add_argument("--hosts", type=int, default=2, help="default %(default)s")
+    parser.add_argument("--ranks-per-host", type=int, default=1, help="default %(default)s")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default %(default)s")
     parser.add_argument("--rate", default="1gbit", help="of each link, as tc spells it; none: loopback, without limit")
-    parser.add_argument("--numerics", choices=("rank_order", "ring", "fast"), default="rank_order")
+    parser.add_argument("--numerics", choices=NUMERICS, default="rank_order", help="of the peer tensor")
     parser.add_argument("--sockets", type=int, default=4, help="connections a peer; default %(default)s")
     parser.add_argument("--sizes", nargs="+", default=("64Ki", "1Mi", "4Mi", "64Mi"), help="bytes, Ki and Mi allowed")
-    parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
+    parser.add_argument("--peers", nargs="+", choices=(*PEERS, *NUMERICS), default=list(PEERS))
     parser.add_argument("--seconds", type=float, default=20, help="to spend on each size; default %(default)s")
     parser.add_argument("--rounds", type=int, nargs=2, default=(5, 200), metavar=("LEAST", "MOST"))
     parser.add_argument("--out", type=Path, help="result file; default benchmarks/results/hosts-...json")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
-    if options.hosts < 2:
-        parser.error("--hosts must be at least 2")
-    options.out = options.out or output.RESULTS / f"hosts-{options.hosts}-{options.rate}-{options.numerics}.json"
+    if options.hosts < 2 or options.ranks_per_host < 1:
+        parser.error("--hosts must be at least 2, and --ranks-per-host at least 1")
+    each = f"x{options.ranks_per_host}" if options.ranks_per_host > 1 else ""
+    dtype = f"-{options.dtype}" if options.dtype != "float32" else ""
+    name = f"hosts-{options.hosts}{each}-{options.rate}-{options.numerics}{dtype}.json"
+    options.out = options.out or output.RESULTS / name
     return options
 
 
 def start(
     rank: int, hosts: Hosts | None, port: int, options: argparse.Namespace, arguments: list[str]
 ) -> subprocess.Popen:
-    """Starts one rank on a host of its own."""
+    """Starts one rank on its host."""
+    host, local = divmod(rank, options.ranks_per_host)
     environ = os.environ | {
         "RANK": str(rank),
-        "WORLD_SIZE": str(options.hosts),
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
+        "WORLD_SIZE": str(options.hosts * options.ranks_per_host),
+        "LOCAL_RANK": str(local),
+        "LOCAL_WORLD_SIZE": str(options.ranks_per_host),
         "MASTER_ADDR": "127.0.0.1" if hosts is None else "10.77.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo" if hosts is None else INTERFACE,
-        "SYNCENGINE_HOST_ID": str(rank),
+        "SYNCENGINE_HOST_ID": str(host),
     }
     command = [sys.executable, "-m", "benchmarks.hosts", *arguments]
     if hosts is None:
         return subprocess.Popen(command, cwd=ranks.REPOSITORY, env=environ)
-    return hosts.start(rank, command, cwd=ranks.REPOSITORY, env=environ)
+    return hosts.start(host, command, cwd=ranks.REPOSITORY, env=environ)
 
 
 def work(options: argparse.Namespace) -> int:
     """Measures all sizes on one rank; rank 0 reports."""
-    import syncengine
-
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     syncengine.init(numerics=options.numerics, sockets=options.sockets)
+    calls: dict[str, Callable[[Tensor], object]] = {"tensor": syncengine.all_reduce, "gloo": dist.all_reduce}
+    for mode in [name for name in options.peers if name in NUMERICS]:
+        config = Config.read(os.environ, numerics=mode, sockets=options.sockets)
+        calls[mode] = communicator_of(dist.new_group(), config).all_reduce
     rank, size = dist.get_rank(), dist.get_world_size()
-    pump, start_line = Pump(rank, size, options.sockets), StartLine(rank, size)
+    pump, start_line = Pump(rank, size, options.ranks_per_host, options.sockets), StartLine(rank, size)
     results = []
     for bytes_ in map(parse_size, options.sizes):
-        peers = make_peers(options.peers, rank, size, bytes_, pump)
+        peers = make_peers(options, calls, rank, size, bytes_, pump)
         rounds, samples, sent = measure(peers, start_line, options)
-        on_paper = 2 * (size - 1) / size * bytes_
+        on_paper = 2 * (options.hosts - 1) / options.hosts * bytes_
         times = {name: stats.summary(values) for name, values in samples.items()}
         shares = {name: value / on_paper for name, value in sent.items()}
-        results.append({"bytes": bytes_, "rounds": rounds, "peers": times, "sent_over_paper": shares})
+        first, *others = samples
+        ratios = {f"{first}/{name}": stats.median_interval(samples[first] / samples[name]) for name in others}
+        results.append({"bytes": bytes_, "rounds": rounds, "peers": times, "ratios": ratios, "sent_over_paper": shares})
         if rank == 0:
             print(f"{format_size(bytes_):>6}: {rounds} rounds, every result verified", flush=True)
     if rank == 0:
@@ -195,20 +211,31 @@ def work(options: argparse.Namespace) -> int:
     return 0
 
 
-def make_peers(names: list[str], rank: int, size: int, bytes_: int, pump: Pump) -> list[Peer]:
-    """The chosen peers, each with memory of its own."""
-    import syncengine
+def values(elements: int, rank: int, size: int, dtype: str) -> Tensor:
+    """Whole numbers up to 250 / size: bfloat16 has all up to 256, so each sum over ranks has one right value."""
+    return (pattern(elements, rank) * 16 / size).trunc().to(getattr(torch, dtype))
 
-    elements = bytes_ // 4
-    own = pattern(elements, rank)
-    total = sum((pattern(elements, other) for other in range(size)), torch.zeros(elements))
+
+def make_peers(
+    options: argparse.Namespace,
+    calls: dict[str, Callable[[Tensor], object]],
+    rank: int,
+    size: int,
+    bytes_: int,
+    pump: Pump,
+) -> list[Peer]:
+    """The chosen peers, each with memory of its own."""
+    elements = bytes_ // getattr(torch, options.dtype).itemsize
+    of = partial(values, elements, size=size, dtype=options.dtype)
+    own = of(rank)
+    total = sum((of(other) for other in range(size)), torch.zeros_like(own))
     peers = []
-    for name in names:
-        tensor = torch.empty(elements)
+    for name in options.peers:
+        tensor = torch.empty_like(own)
         if name == "pump":
-            moved = 2 * (size - 1) * elements // size
-            tensor, incoming = torch.empty(moved), torch.empty(moved)
-            before = pattern(elements, (rank - 1) % size).repeat(2)[:moved]
+            moved = 2 * (options.hosts - 1) * elements // size
+            tensor, incoming = own.new_empty(moved), own.new_empty(moved)
+            before = of((rank - options.ranks_per_host) % size).repeat(2)[:moved]
 
             def call(tensor: Tensor = tensor, incoming: Tensor = incoming) -> Tensor:
                 pump.move(tensor, incoming)
@@ -216,9 +243,8 @@ def make_peers(names: list[str], rank: int, size: int, bytes_: int, pump: Pump) 
 
             peers.append(Peer(name, own.repeat(2)[:moved].clone(), tensor, call, before))
         else:
-            reduce = dist.all_reduce if name == "gloo" else syncengine.all_reduce
 
-            def call(tensor: Tensor = tensor, reduce: Callable[[Tensor], object] = reduce) -> Tensor:
+            def call(tensor: Tensor = tensor, reduce: Callable[[Tensor], object] = calls[name]) -> Tensor:
                 reduce(tensor)
                 return tensor
 
@@ -248,8 +274,8 @@ def one_round(round_: int, peers: list[Peer], start_line: StartLine, sent: Tenso
     for index in random.Random(round_).sample(range(len(peers)), len(peers)):  # the same order on all ranks
         peer = peers[index]
         torch.mul(peer.source, scale, out=peer.tensor)
+        before = interface_bytes()  # in front of the line, behind which another rank of this host may already send
         start_line.wait()
-        before = interface_bytes()
         begin = time.perf_counter_ns()
         result = peer.call()
         nanoseconds[index] = time.perf_counter_ns() - begin
@@ -271,19 +297,19 @@ def interface_bytes() -> int:
 def report(results: list[dict], options: argparse.Namespace) -> None:
     """Two tables on the terminal, and the result file."""
     names = options.peers
-    rows = [("bytes", *names)]
-    ratios = [("bytes", *(f"pump/{name}" for name in names[1:]), *(f"sent by {name}" for name in names))]
+    first, *others = names
+    rows = [("bytes", *(f"{name}, ms" for name in names))]
+    ratios = [("bytes", *(f"{first}/{name}" for name in others), *(f"sent by {name}" for name in names))]
     for result in results:
-        cells = result["peers"]
-        rows.append((format_size(result["bytes"]), *(f"{cells[n]['p50'] / 1e3:.2f} ms" for n in names)))
-        shares = [cells["pump"]["p50"] / cells[name]["p50"] for name in names[1:]] if names[0] == "pump" else []
-        sent = (f"{result['sent_over_paper'][name]:.3f}" for name in names)
-        ratios.append((format_size(result["bytes"]), *(f"{share:.2f}" for share in shares), *sent))
-    print(f"\nmedian; {options.hosts} hosts, rate {options.rate}, {options.numerics}\n{output.table(rows)}\n")
-    print("\n".join(f"{name:<8}{MEANING[name]}" for name in names))
-    if names[0] == "pump":
-        print("\npart of the pump's speed, and bytes sent by the busiest host over those on paper")
-        print(output.table(ratios))
+        size, times = format_size(result["bytes"]), [result["peers"][name] for name in names]
+        rows.append((size, *(f"{t['p50'] / 1e3:.2f} ({t['p10'] / 1e3:.2f}-{t['p90'] / 1e3:.2f})" for t in times)))
+        cells = (f"{median:.2f} ({lower:.2f}-{upper:.2f})" for median, lower, upper in result["ratios"].values())
+        ratios.append((size, *cells, *(f"{result['sent_over_paper'][name]:.3f}" for name in names)))
+    hosts = f"{options.hosts} hosts of {options.ranks_per_host}, rate {options.rate}"
+    print(f"\nmedian (10th to 90th percentile); {hosts}, {options.dtype}, {options.numerics}\n{output.table(rows)}\n")
+    print("\n".join(f"{name:<12}{MEANING[name]}" for name in names))
+    print(f"\n{first}'s time over another's, median of the rounds (95 % interval);")
+    print(f"bytes sent by the busiest host over those on paper\n{output.table(ratios)}")
     output.save(options.out, "hosts", vars(options), results)
 
 

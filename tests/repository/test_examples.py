@@ -258,16 +258,20 @@ def test_all_reduce_benchmark(tmp_path, launcher):
     assert ("mpi" in document["versions"]) == (launcher != "torchrun")
 
 
+TWO_A_HOST = ("--ranks-per-host", 2, "--dtype", "bfloat16", "--peers", "tensor", "pump", "gloo", "fast")
+
+
 @pytest.mark.nightly
-def test_hosts_benchmark(tmp_path):
-    options = ["--rate", "none", "--sizes", "4Ki", "1Mi", "--rounds", 2, 3, "--seconds", 0.1]
+@pytest.mark.parametrize("more", [(), TWO_A_HOST], ids=["one_a_host", "two_a_host"])
+def test_hosts_benchmark(tmp_path, more):
+    options = ["--rate", "none", "--sizes", "4Ki", "1Mi", "--rounds", 2, 3, "--seconds", 0.1, *more]
     document = benchmark("hosts", tmp_path / "result.json", *options)
     for result, bytes_ in zip(document["results"], [4096, 2**20], strict=True):
         assert result["bytes"] == bytes_
-        assert result["peers"].keys() == result["sent_over_paper"].keys() == {"pump", "tensor", "gloo"}
+        assert result["peers"].keys() == result["sent_over_paper"].keys() == {"pump", "tensor", "gloo", *more[-1:]}
         assert all(times["p50"] > 0 for times in result["peers"].values())
-        # Loopback counts what both ranks send.
-        assert result["sent_over_paper"]["tensor"] > 1.9
+        # Loopback counts what both hosts send: with two ranks each, three halves of what must be sent.
+        assert result["sent_over_paper"]["tensor"] > (2.9 if more else 1.9)
 
 
 @pytest.mark.nightly
