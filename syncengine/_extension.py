@@ -36,9 +36,12 @@ def load_extension() -> None:
         spec.loader.exec_module(module)
     except (ImportError, OSError) as error:
         sys.modules.pop("syncengine._C", None)
+        remedy = "install syncengine-torch again, for this torch"
+        if path != _build.packaged(version):
+            remedy = f"remove {path.parent} and run `python -m syncengine build`"
         raise ImportError(
             f"syncengine's extension {path} can't be loaded: {error}. It was built for {path.parent.name}, and this is "
-            f"torch {version}: install syncengine-torch again, for this torch",
+            f"torch {version}: {remedy}",
             name="syncengine._C",
             path=str(path),
         ) from error

@@ -39,7 +39,8 @@ class InPlaceOfDDP:
         if device.type == "cuda" and not has_cuda:
             raise InvalidUsage(
                 f"the strategy {NAME!r} was asked for {device}, and syncengine was built without CUDA: give "
-                "accelerator='cpu', or, with nvcc and a torch that has CUDA, install syncengine-torch again"
+                "accelerator='cpu', or, with nvcc and a torch that has CUDA, build it in a checkout ("
+                "pip install --no-build-isolation --force-reinstall --no-deps .)"
             )
         return self._process_group_backend or (NAME if device.type == "cpu" else f"cpu:{NAME},cuda:nccl")
 

@@ -22,8 +22,9 @@ def all_reduce(tensor: torch.Tensor, op: Op = "sum", async_op: bool = False) -> 
 def all_reduce(tensor: torch.Tensor, op: Op = "sum", async_op: bool = False) -> Work | None:
     """Replaces `tensor` (any shape and strides) on every rank by the reduction over all ranks.
 
-    `op`: "sum", "avg" (floating dtypes), "product", "min", "max". Shape, dtype and `op` must be the same on all ranks.
-    Returns a Work to wait on if `async_op`, else waits. Raises InvalidUsage, Mismatch, Timeout, PeerLost, Aborted.
+    `op`: "sum", "avg" (floating dtypes), "product", "min", "max". Shape, strides (of tensors without gaps), dtype and
+    `op` must be the same on all ranks. Returns a Work to wait on if `async_op`, else waits. Raises InvalidUsage,
+    Mismatch, Timeout, PeerLost, Aborted.
     """
     return default_communicator().all_reduce(tensor, op, async_op)
 

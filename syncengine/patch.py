@@ -159,6 +159,6 @@ def refusal(args: tuple[Any, ...], kwargs: dict[str, Any], ranks: int) -> str | 
     if device.type == "cuda" and not has_cuda:
         return (
             "it is on a CUDA device, and syncengine was built without CUDA: with nvcc and a torch that has CUDA, "
-            "install syncengine-torch again"
+            "build it in a checkout (pip install --no-build-isolation --force-reinstall --no-deps .)"
         )
     return None

@@ -253,7 +253,8 @@ def _cuda(everyone: Sequence[Facts]) -> Iterator[Finding]:
         text = (
             f"{name_ranks(lacks)}: torch sees GPUs, but this syncengine was built without CUDA: it trains on CPUs only"
         )
-        yield Finding("no CUDA", WARNING, lacks, text, "install syncengine-torch again where nvcc is on the PATH")
+        remedy = "build it in a checkout, where nvcc is: pip install --no-build-isolation --force-reinstall --no-deps ."
+        yield Finding("no CUDA", WARNING, lacks, text, remedy)
     tests = [f["rank"] for f in everyone if f["extension"].get("has_test_hooks")]
     if tests:
         text = f"{name_ranks(tests)}: this build is for syncengine's own tests, with fault injection, and slower"

@@ -161,7 +161,8 @@ CASES: dict[str, tuple[Any, ...]] = {
     "no CUDA": (
         [facts(0, cuda={"devices": ["H100"]}), facts(1, cuda={"devices": ["H100"]}, extension={"has_cuda": False})],
         "warning, no CUDA of [1]: rank 1: torch sees GPUs, but this syncengine was built without CUDA: it trains on "
-        "CPUs only -> install syncengine-torch again where nvcc is on the PATH",
+        "CPUs only -> build it in a checkout, where nvcc is: pip install --no-build-isolation --force-reinstall "
+        "--no-deps .",
     ),
     "no CUDA, and no GPU": ([facts(0, extension={"has_cuda": False})],),
     "test build": (
