@@ -38,7 +38,7 @@ constexpr std::chrono::hours kForEver(24 * 365 * 30);  // the engine has deadlin
 
 }  // namespace
 
-// The packets that have ended, from all lanes.
+// The packets that have ended, of all peers.
 class TorchPacketTransport::Ends {
  public:
   explicit Ends(std::function<void()> wake) : wake_(std::move(wake)) {}
@@ -63,11 +63,11 @@ class TorchPacketTransport::Ends {
   std::function<void()> wake_;
 };
 
-// One direction to one peer: works end in the order in which they were posted. If a work can't be aborted, the lane's
-// thread outlives the transport.
-class TorchPacketTransport::Lane : public std::enable_shared_from_this<Lane> {
+// Messages to one peer, or from it: works end in the order in which they were posted. If a work can't be aborted, the
+// direction's thread outlives the transport.
+class TorchPacketTransport::Direction : public std::enable_shared_from_this<Direction> {
  public:
-  explicit Lane(std::shared_ptr<Ends> ends) : ends_(std::move(ends)) {}
+  explicit Direction(std::shared_ptr<Ends> ends) : ends_(std::move(ends)) {}
 
   void add(uint64_t id, GroupWork work) {
     std::lock_guard lock(mutex_);
@@ -128,10 +128,10 @@ bool TorchPacketTransport::start(std::function<void()> wake) {
   return true;
 }
 
-TorchPacketTransport::Lane& TorchPacketTransport::lane(int peer, bool outgoing) {
-  auto& lane = lanes_[{peer, outgoing}];
-  if (!lane) lane = std::make_shared<Lane>(ends_);
-  return *lane;
+TorchPacketTransport::Direction& TorchPacketTransport::direction(int peer, bool outgoing) {
+  auto& direction = directions_[{peer, outgoing}];
+  if (!direction) direction = std::make_shared<Direction>(ends_);
+  return *direction;
 }
 
 std::vector<packets::PacketTransport::End> TorchPacketTransport::step(const std::vector<Packet>& posts) {
@@ -143,7 +143,7 @@ std::vector<packets::PacketTransport::End> TorchPacketTransport::step(const std:
       work = packet.outgoing ? group_->send(tensors, peer, tag_) : group_->recv(tensors, peer, tag_);
     });
     if (error.empty())
-      lane(packet.peer, packet.outgoing).add(packet.id, std::move(work));
+      direction(packet.peer, packet.outgoing).add(packet.id, std::move(work));
     else
       ends_->add({packet.id, std::move(error)});
   }
@@ -153,8 +153,8 @@ std::vector<packets::PacketTransport::End> TorchPacketTransport::step(const std:
 void TorchPacketTransport::close(bool) {
   if (!group_) return;
   if (ends_) ends_->be_silent();
-  for (auto& [way, lane] : lanes_) lane->close();
-  lanes_.clear();
+  for (auto& [way, direction] : directions_) direction->close();
+  directions_.clear();
   group_.reset();
   closed_();
 }

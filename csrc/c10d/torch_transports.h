@@ -29,15 +29,15 @@ class TorchPacketTransport final : public packets::PacketTransport {
 
  private:
   class Ends;
-  class Lane;
-  Lane& lane(int peer, bool outgoing);
+  class Direction;
+  Direction& direction(int peer, bool outgoing);
 
   c10::intrusive_ptr<::c10d::ProcessGroup> group_;
   std::vector<int> ranks_;
   int tag_;
   std::function<void()> closed_;
   std::shared_ptr<Ends> ends_;
-  std::map<std::pair<int, bool>, std::shared_ptr<Lane>> lanes_;
+  std::map<std::pair<int, bool>, std::shared_ptr<Direction>> directions_;
 };
 
 }  // namespace syncengine

@@ -35,7 +35,7 @@
 
 namespace syncengine {
 
-class Reducer final : public Listener, public std::enable_shared_from_this<Reducer> {
+class Reducer final : public AutogradListener, public std::enable_shared_from_this<Reducer> {
  public:
   // The arguments are the Model's.
   template <class... Arguments>

@@ -181,7 +181,7 @@ class Filling {
   // Notes that the gradient of a covered parameter has come, or a substitute for it.
   Counted count(size_t parameter) {
     const size_t at = plan_->bucket_of(parameter);
-    Bucket& bucket = buckets_[at];
+    Fill& bucket = buckets_[at];
     const bool first = std::exchange(bucket.begun, true) == false;
     return {at, first, --bucket.missing == 0};
   }
@@ -210,14 +210,14 @@ class Filling {
 
  private:
   enum class State : uint8_t { Filling, Ready, Gone, Skipped };
-  struct Bucket {
+  struct Fill {
     uint32_t missing;  // gradients that this backward has not brought yet
     bool begun = false;
     State state = State::Filling;
   };
 
   std::shared_ptr<const BucketPlan> plan_;
-  std::vector<Bucket> buckets_;
+  std::vector<Fill> buckets_;
   size_t missing_ = 0;  // buckets that are not full
   size_t next_ = 0;     // bucket that next_in_order() comes to
   std::optional<size_t> vote_;

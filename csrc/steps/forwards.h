@@ -103,16 +103,11 @@ class Forwards {
   std::shared_ptr<Forward> kept_;  // the last of them, if its outputs don't keep it
 };
 
-// The parameters that have had a gradient since the last synchronization, here and on any rank: for models in which
-// some may be unused, in each backward or always. Backwards under no_sync count, too.
-//
-// Ownership: the model's; flags that are reduced are shared with their operation, which may outlive a backward that was
-// given up. Thread-safety: the reducer's lock. Failure: none.
-
 // A graph that is the same in every iteration: the first synchronized backward shows how often each parameter's hook
 // fires (more than once under reentrant checkpoints), and the later ones count down. A backward in which a rank had no
 // batch does not count as the first, so that the graph is observed on all ranks in the same backward.
-
+//
+// Ownership: the Usage's. Thread-safety: the reducer's lock. Failure: none.
 class StaticGraph {
  public:
   explicit StaticGraph(size_t parameters) : fires_(parameters), left_(parameters) {}
@@ -136,6 +131,11 @@ class StaticGraph {
   std::vector<uint32_t> left_;   // by parameter: in this backward
 };
 
+// The parameters that have had a gradient since the last synchronization, here and on any rank: for models in which
+// some may be unused, in each backward or always. Backwards under no_sync count, too.
+//
+// Ownership: the model's; flags that are reduced are shared with their operation, which may outlive a backward that was
+// given up. Thread-safety: the reducer's lock. Failure: none.
 class Usage {
  public:
   Usage(size_t parameters, bool find_unused, bool static_graph)

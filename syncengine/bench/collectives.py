@@ -112,24 +112,24 @@ class Shape:
 
 
 class Case:
-    """One engine's collective, with memory of its own. `empty` makes the memory; `call` runs the collective on it."""
+    """One engine's collective, with memory of its own. `empty` makes the memory; `run` runs the collective on it."""
 
     def __init__(
         self,
         shape: Shape,
         rank: int,
         empty: Callable[[int, torch.dtype], torch.Tensor],
-        call: Callable[[torch.Tensor, torch.Tensor], object],
+        run: Callable[[torch.Tensor, torch.Tensor], object],
     ) -> None:
         self.shape, self.rank = shape, rank
         self.input = empty(shape.input_count, shape.dtype)
         in_place = shape.name in ("all_reduce", "broadcast", "barrier")
         self.output = self.input if in_place else empty(shape.output_count, shape.dtype)
-        self._call = call
+        self._run = run
 
     def call(self) -> None:
         """Runs the collective once."""
-        self._call(self.output, self.input)
+        self._run(self.output, self.input)
 
     def fill(self, turn: int) -> None:
         """Writes this rank's input, and into the output values that are certainly no result."""

@@ -40,7 +40,7 @@ class KeptBuffers:
         most: int | None = None,
     ) -> None:
         self._module, self._ignored = module, ignored
-        self._kept = [(path, one, _buffers_of(path, one, ignored)) for path, one in module.named_modules()]
+        self._kept = [(path, one, _own_buffers(path, one, ignored)) for path, one in module.named_modules()]
         named = [(f"{path}.{key}", b) for path, _, (own, _) in self._kept for key, b in own.items()]
         tensors = {id(b): (name.lstrip("."), b) for name, b in named if b is not None}
         copied = {at: b for at, (_, b) in tensors.items() if _is_plain(b) or (most is None and not is_freed(b))}
@@ -75,7 +75,7 @@ class KeptBuffers:
     def _news(self) -> bytes:
         """The news for ranks that have put their buffers back: none, new values, or all buffers if they are others."""
         kept = [{key: self._value_of(b) for key, b in named.items()} for _, _, (named, _) in self._kept]
-        now = [_buffers_of(path, module, self._ignored)[0] for path, module, _ in self._kept]
+        now = [_own_buffers(path, module, self._ignored)[0] for path, module, _ in self._kept]
         if [*map(_forms, now)] != [*map(_forms, kept)]:
             return pack(buffers_of(self._module, self._ignored))
         pairs = ((b, before[key]) for named, before in zip(now, kept, strict=True) for key, b in named.items())
@@ -87,7 +87,7 @@ class KeptBuffers:
 
 def buffers_of(module: torch.nn.Module, ignored: Collection[str] = ()) -> OfModules:
     """The buffers of each module, by path. They are no copies."""
-    return {path: _buffers_of(path, one, ignored) for path, one in module.named_modules()}
+    return {path: _own_buffers(path, one, ignored) for path, one in module.named_modules()}
 
 
 def write_buffers(module: torch.nn.Module, values: OfModules, ignored: Collection[str] = ()) -> None:
@@ -98,7 +98,7 @@ def write_buffers(module: torch.nn.Module, values: OfModules, ignored: Collectio
         _give(path, one, own, not_saved, ignored)
 
 
-def _buffers_of(path: str, module: torch.nn.Module, ignored: Collection[str]) -> OfModule:
+def _own_buffers(path: str, module: torch.nn.Module, ignored: Collection[str]) -> OfModule:
     named = module._buffers.copy()
     for key in ignored and [*named]:
         if f"{path}.{key}".lstrip(".") in ignored:
@@ -107,7 +107,7 @@ def _buffers_of(path: str, module: torch.nn.Module, ignored: Collection[str]) ->
 
 
 def _give(path: str, module: torch.nn.Module, named: Any, not_saved: list[str], ignored: Collection[str]) -> None:
-    present = _buffers_of(path, module, ignored)[0]
+    present = _own_buffers(path, module, ignored)[0]
     if [*present] != [*named] or any(b is not named[key] for key, b in present.items()):
         left_alone = {key: b for key, b in module._buffers.items() if key not in present}
         module._buffers.clear()

@@ -54,11 +54,11 @@ def draw(analyses: Sequence[Analysis]) -> list[list[tuple[str, str]]]:
         until = max((begin + length for _, begin, length in bars), default=0.0)
         for of_trace, pictures in zip(rows, drawn, strict=True):
             if of_trace:
-                pictures.append((title, _draw(title, axis, of_trace, 1.02 * until)))
+                pictures.append((title, _draw_one(title, axis, of_trace, 1.02 * until)))
     return drawn
 
 
-def _draw(title: str, axis: str, rows: Rows, until: float) -> str:
+def _draw_one(title: str, axis: str, rows: Rows, until: float) -> str:
     """Draws a line for each rank, with the reductions below the phases."""
     ranks = sorted(rows)[:RANKS_SHOWN]
     shown = {what for row in rows.values() for what, *_ in row}

@@ -38,7 +38,7 @@ def catch_up(sharing: Sharing, groups: Groups, state: State, current: Round | No
 
     The gradients and options are those of the first rank that trains. ``current`` is the result of ``announce_step``.
     """
-    late = sharing.members.late(groups)
+    late = sharing.registry.late(groups)
     if current is None and not late:
         return  # the usual case
     if current is None or sharing.host is None or len(current.training) == len(current.intents):

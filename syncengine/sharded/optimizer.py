@@ -138,7 +138,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         notify_torch_join(self, host.communicator if host is not None else None)
         current = announce_step(self._sharing, self._number, self._join_config.enable)
         catch_up(self._sharing, self.param_groups, self.state, current)
-        private, steps = self._sharing.members.unshared(self.param_groups), self._sharing.steps
+        private, steps = self._sharing.registry.unshared(self.param_groups), self._sharing.steps
         try:
             try:
                 self._sharing.update(self.param_groups, self.state)

@@ -30,7 +30,7 @@ from syncengine.sharded.weights import Named
 _parameters = itemgetter("params")
 
 
-class Membership:
+class ParameterRegistry:
     """Tells shared from unshared parameters. Looks anew when parameter groups have changed."""
 
     def __init__(self, blocks: Sequence[Block]) -> None:
@@ -99,7 +99,7 @@ class Sharing:
         # The models whose parameters the optimizer updates, in the order of their binding, the same on all ranks.
         self.models: list[weakref.ref[Parallel]] = []
         self.known: weakref.WeakSet[Parallel] = weakref.WeakSet()  # models that it has looked at
-        self.members = Membership(self.blocks)
+        self.registry = ParameterRegistry(self.blocks)
         self.over: SyncError | None = None  # why there can't be another update
         self.memories: list[CommonMemory] = []  # memories of all blocks
         self.claims: list[Claim] = []  # claims of all blocks
@@ -130,9 +130,9 @@ class Sharing:
         if is_ours and not any(known() is model for known in self.models):
             self.models.append(weakref.ref(model))
         if is_ours and not is_alone:
-            self.members.names.update(zip(model._model.parameters, model._model.names, strict=True))
+            self.registry.names.update(zip(model._model.parameters, model._model.names, strict=True))
             self.host = self.host or Host(model.communicator)
-            mine = [member for member in self.members.unshared(groups) if id(member.parameter) in names]
+            mine = [member for member in self.registry.unshared(groups) if id(member.parameter) in names]
             self.share([member for member in mine if member.parameter.requires_grad], groups, state)
             guard(model)  # including parameters that another optimizer shares
         self.known.add(model)  # after an error, which somebody may catch, the next forward asks again
@@ -142,7 +142,7 @@ class Sharing:
         """Moves the members into shared memory. All ranks call it, if there are any."""
         if not members or self.host is None:
             return
-        named = [Named(self.members.names[member.parameter], member.parameter) for member in members]
+        named = [Named(self.registry.names[member.parameter], member.parameter) for member in members]
         lines = _describe_shared(named, members, state)
         communicator = self.host.communicator
         what = "what ShardedOptimizer is to share differs"
@@ -151,7 +151,7 @@ class Sharing:
         agree(communicator, what, to_utf8("\n".join(lines)), lambda: lines, problem, lambda: SAME)
         block = Block(self.host, self._make_shard, self._cuts, groups, members, named, state, self.memories)
         self.blocks.append(block)
-        self.members.look_again()
+        self.registry.look_again()
         self.claims += block.claims
         block.state.share()  # that was loaded, or that the class makes at once
         for module in modules:
@@ -202,8 +202,8 @@ class Sharing:
 
     def _problem(self, groups: Groups) -> str:
         """Why this rank can't make an update; or an empty text."""
-        if self.members.strays:
-            return self.members.edited()
+        if self.registry.strays:
+            return self.registry.edited()
         return self.written() or self._coupling(groups) or _why_not_averages(self.models)
 
     # --- The end of sharing

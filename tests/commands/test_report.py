@@ -240,7 +240,7 @@ def test_pictures_of_two_traces_have_the_same_axes(monkeypatch: pytest.MonkeyPat
     from syncengine.report import pictures
 
     ends = []
-    monkeypatch.setattr(pictures, "_draw", lambda title, axis, rows, until: ends.append((title, until)) or "")
+    monkeypatch.setattr(pictures, "_draw_one", lambda title, axis, rows, until: ends.append((title, until)) or "")
     drawn = pictures.draw([analyze(make(Job())), analyze(make(Job(backward=200.0))), analyze(make(Job(steps=0)))])
     assert [len(each) for each in drawn] == [2, 2, 0]
     assert len(ends) == 4 and len(set(ends)) == 2

@@ -35,6 +35,9 @@ PRIVATE = {
     "torch/csrc/autograd": "reducer/torch/",
     "torch/csrc/distributed": ("reducer/backward/route.h", "c10d/", "bindings/"),
     "torch/csrc/jit": "bindings/",
+    "torch/csrc/utils/pybind.h": ("reducer/routes/", "streams/", "c10d/", "bindings/"),
+    "torch/csrc/Exceptions.h": ("reducer/torch/", "reducer/routes/", "bindings/"),
+    "c10/core/impl": ("reducer/buckets/", "streams/", "bindings/"),
 }
 # Headers that a layer, or a part of one, does without, though they lie below it.
 HIDDEN = {
@@ -89,6 +92,8 @@ def violations(path: str, text: str) -> list[str]:
                 for private, places in PRIVATE.items()
                 if include.startswith(private) and not path.startswith(places)
             ]
+            if include.startswith("torch/csrc") and not include.startswith(tuple(PRIVATE)):
+                wrong.append(f"{path} includes {include}, which is private to torch: PRIVATE has no place for it")
         elif kind == '"':
             target = include.split("/")[0]
             if target not in LAYERS:
@@ -130,6 +135,10 @@ def test_includes_point_downwards(path):
         ("reducer/backward/model.cpp", '"reducer/reducer.h"'),
         ("reducer/torch/hooks.cpp", '"reducer/reducer.h"'),
         ("reducer/reducer_events.cpp", "<torch/csrc/autograd/engine.h>"),
+        ("reducer/backward/model.cpp", "<torch/csrc/utils/pybind.h>"),
+        ("c10d/backend.cpp", "<torch/csrc/Exceptions.h>"),
+        ("c10d/backend.cpp", "<c10/core/impl/VirtualGuardImpl.h>"),
+        ("bindings/module.cpp", "<torch/csrc/utils/python_numbers.h>"),
         ("reducer/routes/flat_route.cpp", '"reducer/backward/backward.h"'),
         ("bindings/reducer.cpp", '"reducer/backward/model.h"'),
     ],

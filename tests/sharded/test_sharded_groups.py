@@ -168,5 +168,5 @@ def test_names_of_parameters_that_are_gone_are_forgotten():
     optimizer.step()
     del gone, model, models[0]
     gc.collect()
-    names = set(optimizer._sharing.members.names.values())
+    names = set(optimizer._sharing.registry.names.values())
     return sorted(names - {name for name, _ in net.named_parameters()})

@@ -52,7 +52,7 @@ class Outcome {
     auto loses_gradients = std::make_shared<uint8_t>(!raised_in_forward);
     try {
       auto work = averaging_.communicator->end_refused(averaging_.slots, life_.step(), loses_gradients);
-      end_.emplace(End{std::move(work), std::move(loses_gradients)});
+      end_.emplace(RefusalEnd{std::move(work), std::move(loses_gradients)});
       life_.refusal_ends(/*undecided=*/raised_in_forward);
     } catch (const Error&) {
     }
@@ -61,7 +61,7 @@ class Outcome {
   // rank has kept must become None, as some rank could not keep its own.
   bool await_end(std::unique_lock<std::mutex>& lock) {
     while (end_) {
-      const End end = *end_;
+      const RefusalEnd end = *end_;
       lock.unlock();
       averaging_.communicator->wait(end.work, raise_pending_signal);
       lock.lock();
@@ -78,11 +78,11 @@ class Outcome {
   const Averaging& averaging_;
   Lifecycle& life_;
 
-  struct End {
+  struct RefusalEnd {
     std::shared_ptr<Work> work;
     std::shared_ptr<uint8_t> loses_gradients;  // on this rank; when the work has ended, on any
   };
-  std::optional<End> end_;
+  std::optional<RefusalEnd> end_;
 };
 
 }  // namespace syncengine

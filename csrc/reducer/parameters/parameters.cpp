@@ -32,7 +32,7 @@ std::vector<Fact> Parameters::facts() const {
   return facts;
 }
 
-bool Parameters::follow(const std::shared_ptr<Listener>& reducer) {
+bool Parameters::follow(const std::shared_ptr<AutogradListener>& reducer) {
   constexpr size_t kSoon = 16, kNext = 8;
   bool news = false;
   std::erase_if(retired_,
@@ -52,7 +52,7 @@ bool Parameters::follow(const std::shared_ptr<Listener>& reducer) {
 // changes its dtype, say, even if the dtype changes back (model.bfloat16(), model.float()). A node of another size
 // can't be used again. Older graphs still use the old node, so a node that is retired never becomes a parameter's
 // again.
-void Parameters::follow(const std::shared_ptr<Listener>& reducer, size_t index) {
+void Parameters::follow(const std::shared_ptr<AutogradListener>& reducer, size_t index) {
   const at::Tensor& parameter = tensor(index);
   auto& hook = hooks_[index];
   const bool wanted = parameter.requires_grad();
@@ -130,7 +130,7 @@ void Parameters::let_go_of_nodes() {
   }
 }
 
-void Parameters::unhook(const Listener& reducer) {
+void Parameters::unhook(const AutogradListener& reducer) {
   accumulators_.clear();
   retired_.clear();
   for (size_t i = 0; i < hooks_.size(); ++i) {

@@ -55,7 +55,7 @@ class Parameters {
 
   // Called before a forward. Makes `reducer` listen to each parameter that requires a gradient, or did: an older graph
   // may bring one when it does again. Returns whether anything was new.
-  bool follow(const std::shared_ptr<Listener>& reducer);
+  bool follow(const std::shared_ptr<AutogradListener>& reducer);
   // The parameters that a plan must have. All ranks find the same, so only facts count that all ranks share.
   std::vector<size_t> wanted() const;
   // Whether exactly these are in buckets of `plan`, with the same sizes and dtypes as then.
@@ -74,7 +74,7 @@ class Parameters {
   // Forgets AccumulateGrad nodes that nobody else holds, so that follow() has them made anew.
   void let_go_of_nodes();
   // Stops listening, and lets the user's hooks run by themselves again.
-  void unhook(const Listener& reducer);
+  void unhook(const AutogradListener& reducer);
 
   // Whether older graphs, from before a change of dtype or size, may bring gradients.
   bool any_retired() const { return !retired_.empty(); }
@@ -92,7 +92,7 @@ class Parameters {
   }
 
  private:
-  void follow(const std::shared_ptr<Listener>& reducer, size_t index);
+  void follow(const std::shared_ptr<AutogradListener>& reducer, size_t index);
   void retire(size_t index);
   void unhook(size_t index);
   bool is_wanted(size_t index) const;

@@ -26,7 +26,7 @@ using torch::autograd::variable_list;
 // Calls the listener in a backward that averages. If it throws, the backward's gradients are dropped before anyone
 // learns of the error.
 template <class Call>
-void call_in_backward(Listener& listener, Call&& call) {
+void call_in_backward(AutogradListener& listener, Call&& call) {
   try {
     call();
   } catch (...) {
@@ -46,23 +46,23 @@ void call_in_backward(Listener& listener, Call&& call) {
 
 class AfterAccumulate : public torch::autograd::FunctionPostHook {
  public:
-  AfterAccumulate(Listener& listener, size_t index) : listener_(listener), index_(index) {}
+  AfterAccumulate(AutogradListener& listener, size_t index) : listener_(listener), index_(index) {}
 
   variable_list operator()(const variable_list& outputs, const variable_list& inputs) override {
     call_in_backward(listener_, [&] { listener_.on_gradient(index_, inputs[0]); });
     return outputs;
   }
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& /*args*/) const override { refuse_compiled_autograd(); }
-  const Listener& listener() const { return listener_; }
+  const AutogradListener& listener() const { return listener_; }
 
  private:
-  Listener& listener_;
+  AutogradListener& listener_;
   size_t index_;
 };
 
 class BeforeOutput : public torch::autograd::FunctionPreHook {
  public:
-  BeforeOutput(std::weak_ptr<Listener> listener, std::shared_ptr<Forward> forward)
+  BeforeOutput(std::weak_ptr<AutogradListener> listener, std::shared_ptr<Forward> forward)
       : listener_(std::move(listener)), forward_(std::move(forward)) {}
 
   variable_list operator()(const variable_list& grads) override {
@@ -74,7 +74,7 @@ class BeforeOutput : public torch::autograd::FunctionPreHook {
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& /*args*/) const override { refuse_compiled_autograd(); }
 
  private:
-  std::weak_ptr<Listener> listener_;
+  std::weak_ptr<AutogradListener> listener_;
   std::shared_ptr<Forward> forward_;
 };
 
@@ -112,13 +112,13 @@ class PostponedHooks : public torch::autograd::PostAccumulateGradHook {
   }
   void run(const at::Tensor& parameter) { (*users_)(parameter); }
 
-  void add(const std::shared_ptr<Listener>& listener) {
+  void add(const std::shared_ptr<AutogradListener>& listener) {
     remove(*listener);
     const std::lock_guard lock(mutex_);
     owners_.push_back(listener);
   }
   // Removes an owner of the hooks; returns whether no other is left.
-  bool remove(const Listener& listener) {
+  bool remove(const AutogradListener& listener) {
     const std::lock_guard lock(mutex_);
     std::erase_if(owners_, [&](const auto& owner) { return owner.expired() || owner.lock().get() == &listener; });
     return owners_.empty();
@@ -135,7 +135,7 @@ class PostponedHooks : public torch::autograd::PostAccumulateGradHook {
   }
 
   std::mutex mutex_;
-  std::vector<std::weak_ptr<Listener>> owners_;
+  std::vector<std::weak_ptr<AutogradListener>> owners_;
   std::unique_ptr<PostAccumulateGradHook> users_;
 };
 
@@ -158,7 +158,7 @@ bool is_empty_python_hook(const torch::autograd::FunctionPostHook& hook) {
 
 }  // namespace
 
-GradientHook::GradientHook(Listener& listener, size_t index, const at::Tensor& parameter)
+GradientHook::GradientHook(AutogradListener& listener, size_t index, const at::Tensor& parameter)
     : listener_(listener),
       node_(torch::autograd::impl::grad_accumulator(parameter)),
       key_(node_->add_post_hook(std::make_unique<AfterAccumulate>(listener, index))) {}
@@ -203,7 +203,7 @@ bool GradientHook::any_other_has(Interest interest) const {
          });
 }
 
-const torch::autograd::Node* hook_output(const std::weak_ptr<Listener>& listener, const at::Tensor& output,
+const torch::autograd::Node* hook_output(const std::weak_ptr<AutogradListener>& listener, const at::Tensor& output,
                                          const std::shared_ptr<Forward>& forward, const NodeNumber& began) {
   const auto& node = output.grad_fn();
   if (node && began.is_after(*node)) return nullptr;
@@ -212,20 +212,20 @@ const torch::autograd::Node* hook_output(const std::weak_ptr<Listener>& listener
 }
 
 void at_task_end(std::function<void()> reached, std::function<void(bool)> gone) {
-  struct End {
-    ~End() { gone(was_reached); }
+  struct TaskEnd {
+    ~TaskEnd() { gone(was_reached); }
     std::function<void()> reached;
     std::function<void(bool)> gone;
     bool was_reached = false;
   };
-  const std::shared_ptr<End> end(new End{std::move(reached), std::move(gone)});
+  const std::shared_ptr<TaskEnd> end(new TaskEnd{std::move(reached), std::move(gone)});
   torch::autograd::Engine::get_default_engine().queue_callback([end] {
     end->was_reached = true;
     end->reached();
   });
 }
 
-void queue_backward_end(std::shared_ptr<Listener> listener, uint64_t backward, uint64_t forwards) {
+void queue_backward_end(std::shared_ptr<AutogradListener> listener, uint64_t backward, uint64_t forwards) {
   at_task_end(
       [listener] {
         try {
@@ -239,7 +239,7 @@ void queue_backward_end(std::shared_ptr<Listener> listener, uint64_t backward, u
       });
 }
 
-void tell_of_outer_task(std::weak_ptr<Listener> listener, TaskRole role) {
+void tell_of_outer_task(std::weak_ptr<AutogradListener> listener, TaskRole role) {
   at_task_end([] {},
               [listener, role](bool) {
                 if (!GraphTasks::inside()) return;
@@ -252,7 +252,7 @@ void fail_at_task_end(const std::string& text) {
       [text] { throw_for_autograd(Error(ErrorKind::InvalidUsage, text)); });
 }
 
-bool postpone_user_hooks(const std::shared_ptr<Listener>& listener, const at::Tensor& parameter) {
+bool postpone_user_hooks(const std::shared_ptr<AutogradListener>& listener, const at::Tensor& parameter) {
   auto* hooks = hooks_of(parameter);
   if (hooks == nullptr || !*hooks) return false;
   if (postponed_hooks(parameter) == nullptr) *hooks = std::make_unique<PostponedHooks>(std::move(*hooks));
@@ -279,7 +279,7 @@ void run_user_hooks(const at::Tensor& parameter) {
   if (auto* hooks = postponed_hooks(parameter)) hooks->run(parameter);
 }
 
-void restore_user_hooks(const Listener& listener, const at::Tensor& parameter) {
+void restore_user_hooks(const AutogradListener& listener, const at::Tensor& parameter) {
   auto* hooks = postponed_hooks(parameter);
   if (hooks == nullptr || !hooks->remove(listener)) return;
   auto users = hooks->release();

@@ -1,8 +1,8 @@
-// The reducer's hooks on autograd, and what is known of other listeners there. A hook calls one method of a Listener,
-// and turns its errors into Python's.
+// The reducer's hooks on autograd, and what is known of other listeners there. A hook calls one method of an
+// AutogradListener, and turns its errors into Python's.
 //
 // Ownership: as each part says. Thread-safety: a hook runs on the thread of its graph task. Failure: a hook throws what
-// its Listener does.
+// its AutogradListener does.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -33,7 +33,7 @@ enum class Interest : uint8_t {
 enum class TaskRole : uint8_t { Ours, Foreign };
 
 // The reducer, as this folder calls it.
-class Listener {
+class AutogradListener {
  public:
   // Whether it has the interest now; asked without a lock.
   virtual bool has(Interest interest) const = 0;
@@ -49,14 +49,14 @@ class Listener {
   virtual void on_outer_task(TaskRole of_inner) noexcept = 0;
 
  protected:
-  ~Listener() = default;
+  ~AutogradListener() = default;
 };
 
 // Listens to a parameter as long as the hook lives: on its AccumulateGrad node, after the gradient has been
 // accumulated. Must not outlive the reducer, nor be destroyed while a backward runs through the parameter.
 class GradientHook {
  public:
-  GradientHook(Listener& listener, size_t index, const at::Tensor& parameter);
+  GradientHook(AutogradListener& listener, size_t index, const at::Tensor& parameter);
   ~GradientHook();
   GradientHook(const GradientHook&) = delete;
   GradientHook& operator=(const GradientHook&) = delete;
@@ -75,36 +75,37 @@ class GradientHook {
   bool any_other_has(Interest interest) const;
 
  private:
-  const Listener& listener_;
+  const AutogradListener& listener_;
   // An intrusive_ptr since torch 2.13, a shared_ptr before. The hook holds the node, which the parameter does only
   // weakly.
   decltype(torch::autograd::impl::grad_accumulator(at::Tensor())) node_;
   uintptr_t key_;
 };
 
-// Listens to the start of the backward that goes through `output`: calls Listener::on_output with `forward`, which the
-// hook keeps alive as long as that graph. Returns the output's node; null if it has no graph, or one from before the
-// forward `began`, as an input that is returned has.
-const torch::autograd::Node* hook_output(const std::weak_ptr<Listener>& listener, const at::Tensor& output,
+// Listens to the start of the backward that goes through `output`: calls AutogradListener::on_output with `forward`,
+// which the hook keeps alive as long as that graph. Returns the output's node; null if it has no graph, or one from
+// before the forward `began`, as an input that is returned has.
+const torch::autograd::Node* hook_output(const std::weak_ptr<AutogradListener>& listener, const at::Tensor& output,
                                          const std::shared_ptr<Forward>& forward, const NodeNumber& began);
 
 // Calls `reached` at the end of the graph task on this thread. The task drops its callbacks when it ends, also when it
 // fails: then `gone` is called, with whether `reached` was before.
 void at_task_end(std::function<void()> reached, std::function<void(bool)> gone);
 
-// Queues Listener::on_backward_end in the graph task that runs on this thread. If the task ends without
-// that call, on_task_failed is called instead, with the numbers of the backward and of the forwards.
-void queue_backward_end(std::shared_ptr<Listener> listener, uint64_t backward, uint64_t forwards);
+// Queues AutogradListener::on_backward_end in the graph task that runs on this thread. If the task ends without that
+// call, on_task_failed is called instead, with the numbers of the backward and of the forwards.
+void queue_backward_end(std::shared_ptr<AutogradListener> listener, uint64_t backward, uint64_t forwards);
 
-// Calls Listener::on_outer_task in the task around the one on this thread, if there is one, when this one is gone.
-void tell_of_outer_task(std::weak_ptr<Listener> listener, TaskRole role);
+// Calls AutogradListener::on_outer_task in the task around the one on this thread, if there is one, when this one is
+// gone.
+void tell_of_outer_task(std::weak_ptr<AutogradListener> listener, TaskRole role);
 // Makes the graph task on this thread end with InvalidUsage.
 void fail_at_task_end(const std::string& text);
 
 // Postpones the user's post-accumulate-grad hooks (an optimizer in backward, say), which would otherwise run before
 // GradientHook, on the local gradient. None runs while any reducer of the parameter awaits gradients; the reducer that
 // delivers the average runs them. Returns false if there are none.
-bool postpone_user_hooks(const std::shared_ptr<Listener>& listener, const at::Tensor& parameter);
+bool postpone_user_hooks(const std::shared_ptr<AutogradListener>& listener, const at::Tensor& parameter);
 // Whether the parameter has such hooks, and whether they wait: hooks that came after the last forward do not.
 enum class UserHooks : uint8_t { None, Postponed, Hasty };
 UserHooks user_hooks_on(const at::Tensor& parameter);
@@ -113,7 +114,7 @@ bool has_hasty_optimizer(const at::Tensor& parameter);
 // Runs the user's postponed hooks on `parameter`.
 void run_user_hooks(const at::Tensor& parameter);
 // Undoes postpone_user_hooks.
-void restore_user_hooks(const Listener& listener, const at::Tensor& parameter);
+void restore_user_hooks(const AutogradListener& listener, const at::Tensor& parameter);
 
 // Makes each of these parameters note the gradient that comes, see note_incoming() of gradients/gradient_memory.h.
 void note_next_gradient(const at::Tensor& parameter);

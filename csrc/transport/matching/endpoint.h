@@ -145,7 +145,8 @@ class Endpoint : public SubmissionQueue {
     Peer& peer = *peers_.at(rank);
     // Noted before the transfers fail: whoever sees a transfer fail finds the reason.
     bool has_left = peer.session().life.has_peer_left();
-    note_failure(rank, error, has_left ? peer.session().inbox.take_unexpected() : Inbox::Unexpecteds(), has_left);
+    note_failure(rank, error, has_left ? peer.session().inbox.take_unexpected() : Inbox::Unexpecteds(),
+                 peer.session().end);
     peer.fail(error);
   }
 

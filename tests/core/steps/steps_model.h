@@ -1,7 +1,12 @@
 // A rank as the walks of a model's steps see it: the Lifecycle, the Filling, and what the reducer does with their
-// answers, in the reducer's order; autograd's tasks; and an engine of three rules, which schedule_test proves. A slot
-// runs when all ranks have announced it, it never does when a rank has refused the step without that, and the end of a
-// refused step runs last.
+// answers, in the reducer's order; autograd's tasks; and an engine of three rules. A slot runs when all ranks have
+// announced it, it never does when a rank has refused the step without that, and the end of a refused step runs last.
+//
+// Each of the tests refusals_within_a_host_leave_nobody_waiting and refusals_between_hosts_leave_nobody_waiting of
+// schedule_test.cpp proves all three rules: the first in check_end(), where no rank may wait; the second in drop(),
+// where nothing that is refused may be in the log; the third in take(), where nothing may come behind the end. In
+// refusal_walk_finds_what_is_missing the flaws ReadsAnnouncedFirst and RefusesFirst break the second, EndNotLast the
+// third. Facts that Shell keeps as they are have tables in verdicts_test.cpp.
 #pragma once
 
 #include <array>

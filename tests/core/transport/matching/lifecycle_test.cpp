@@ -8,64 +8,64 @@
 
 namespace syncengine {
 
-using matching::Lifecycle;
+using matching::ConnectionLifecycle;
 
 namespace {
 
-constexpr Lifecycle::LifeEvent kEvents[] = {Lifecycle::Leave, Lifecycle::SayGoodbye, Lifecycle::HearGoodbye,
-                                            Lifecycle::Break};
+constexpr ConnectionLifecycle::LifeEvent kEvents[] = {ConnectionLifecycle::Leave, ConnectionLifecycle::SayGoodbye,
+                                                      ConnectionLifecycle::HearGoodbye, ConnectionLifecycle::Break};
 
-std::string name(Lifecycle::State state) {
+std::string name(ConnectionLifecycle::State state) {
   switch (state) {
-    case Lifecycle::Open: return "Open";
-    case Lifecycle::PeerLeft: return "PeerLeft";
-    case Lifecycle::Leaving: return "Leaving";
-    case Lifecycle::Answering: return "Answering";
-    case Lifecycle::Said: return "Said";
-    case Lifecycle::Parted: return "Parted";
-    case Lifecycle::Broken: return "Broken";
+    case ConnectionLifecycle::Open: return "Open";
+    case ConnectionLifecycle::PeerLeft: return "PeerLeft";
+    case ConnectionLifecycle::Leaving: return "Leaving";
+    case ConnectionLifecycle::Answering: return "Answering";
+    case ConnectionLifecycle::Said: return "Said";
+    case ConnectionLifecycle::Parted: return "Parted";
+    case ConnectionLifecycle::Broken: return "Broken";
   }
   return "";
 }
 
-std::string name(Lifecycle::LifeEvent event) {
-  return event == Lifecycle::Leave        ? "Leave"
-         : event == Lifecycle::SayGoodbye ? "SayGoodbye"
-                                          : "HearGoodbye";  // Break is allowed everywhere
+std::string name(ConnectionLifecycle::LifeEvent event) {
+  return event == ConnectionLifecycle::Leave        ? "Leave"
+         : event == ConnectionLifecycle::SayGoodbye ? "SayGoodbye"
+                                                    : "HearGoodbye";  // Break is allowed everywhere
 }
 
 // What has happened, in place of a state.
 struct History {
   bool left = false, said = false, heard = false, broken = false;
 
-  bool allows(Lifecycle::LifeEvent event) const {
-    if (event == Lifecycle::SayGoodbye) return left && !said && !broken;
-    return event != Lifecycle::HearGoodbye || !broken;
+  bool allows(ConnectionLifecycle::LifeEvent event) const {
+    if (event == ConnectionLifecycle::SayGoodbye) return left && !said && !broken;
+    return event != ConnectionLifecycle::HearGoodbye || !broken;
   }
-  void add(Lifecycle::LifeEvent event) {
+  void add(ConnectionLifecycle::LifeEvent event) {
     if (broken) return;
-    left |= event == Lifecycle::Leave;
-    said |= event == Lifecycle::SayGoodbye;
-    heard |= event == Lifecycle::HearGoodbye;
-    broken |= event == Lifecycle::Break;
+    left |= event == ConnectionLifecycle::Leave;
+    said |= event == ConnectionLifecycle::SayGoodbye;
+    heard |= event == ConnectionLifecycle::HearGoodbye;
+    broken |= event == ConnectionLifecycle::Break;
   }
-  void check(const Lifecycle& life) const {
+  void check(const ConnectionLifecycle& life) const {
     CHECK_EQ(life.is_broken(), broken);
     CHECK_EQ(life.is_in_use(), !left && !broken);
     CHECK_EQ(life.may_send(), !said && !broken);
     CHECK_EQ(life.owes_goodbye(), left && !said && !broken);
     CHECK_EQ(life.has_peer_left(), heard && !broken);
-    CHECK_EQ(life.state() == Lifecycle::Parted, said && heard && !broken);
+    CHECK_EQ(life.state() == ConnectionLifecycle::Parted, said && heard && !broken);
   }
 };
 
-void walk(const Lifecycle& life, const History& history, std::set<int>& seen, int depth) {
+void walk(const ConnectionLifecycle& life, const History& history, std::set<int>& seen, int depth) {
   history.check(life);
   seen.insert(life.state());
   if (depth == 0) return;
-  for (Lifecycle::LifeEvent event : kEvents) {
-    CHECK_EQ(Lifecycle::next(life.state(), event).has_value(), history.allows(event));
-    Lifecycle next = life;
+  for (ConnectionLifecycle::LifeEvent event : kEvents) {
+    CHECK_EQ(ConnectionLifecycle::next(life.state(), event).has_value(), history.allows(event));
+    ConnectionLifecycle next = life;
     if (!history.allows(event)) {
       bool thrown = false;
       try {
@@ -90,7 +90,7 @@ void walk(const Lifecycle& life, const History& history, std::set<int>& seen, in
 TEST(a_lifecycle_is_what_has_happened) {
   std::set<int> seen;
   walk({}, {}, seen, 6);
-  CHECK_EQ(seen.size(), size_t{Lifecycle::Broken} + 1);
+  CHECK_EQ(seen.size(), size_t{ConnectionLifecycle::Broken} + 1);
 }
 
 }  // namespace syncengine
