@@ -1,17 +1,34 @@
 #include <cstring>
+#include <type_traits>
 
+#include "base/processor.h"
 #include "kernels/element.h"
 #include "kernels/fp_state.h"
 #include "kernels/reduce.h"
+#if SYNCENGINE_AARCH64
+#include "kernels/neon.h"
+#endif
 
 namespace syncengine::kernels {
 
 namespace {
 
+#if SYNCENGINE_AARCH64
+constexpr size_t kBlock = 8;  // a vector of 16-bit elements
+#endif
+
 // Not inlined: see fp_state.h. Nor is narrow_all().
 template <class Element>
 [[gnu::noinline]] void widen_all(float* destination, const std::byte* source, size_t count) {
-  for (size_t i = 0; i < count; ++i) {
+  size_t i = 0;
+#if SYNCENGINE_AARCH64
+  if constexpr (std::is_same_v<Element, Float16Element>)  // the compiler makes vectors of bfloat16 by itself
+    for (Pair<Neon::Floats> floats; count - i >= kBlock; i += kBlock) {
+      floats = Neon::from_float16(load<Neon::Words>(source + i * sizeof(uint16_t)));
+      std::memcpy(destination + i, &floats, sizeof(floats));
+    }
+#endif
+  for (; i < count; ++i) {
     uint16_t half;
     std::memcpy(&half, source + i * sizeof(half), sizeof(half));
     destination[i] = Element::widen(half);
@@ -20,7 +37,15 @@ template <class Element>
 
 template <class Element>
 [[gnu::noinline]] void narrow_all(std::byte* destination, const float* source, size_t count) {
-  for (size_t i = 0; i < count; ++i) {
+  size_t i = 0;
+#if SYNCENGINE_AARCH64
+  if constexpr (std::is_same_v<Element, Float16Element>)
+    for (Pair<Neon::Floats> floats; count - i >= kBlock; i += kBlock) {
+      std::memcpy(&floats, source + i, sizeof(floats));
+      store(destination + i * sizeof(uint16_t), Neon::to_float16(floats));
+    }
+#endif
+  for (; i < count; ++i) {
     const uint16_t half = Element::narrow(source[i]);
     std::memcpy(destination + i * sizeof(half), &half, sizeof(half));
   }

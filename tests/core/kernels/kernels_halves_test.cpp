@@ -1,3 +1,4 @@
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <string>
@@ -14,6 +15,8 @@ using kernels::Isa;
 
 namespace {
 
+constexpr size_t kVectorAndOne = 9;  // elements of which ARM converts eight at once
+
 // 1 * f for any float32 f, as bits: the product is exact, so what comes out is the conversion of f.
 uint16_t convert(Isa isa, DType dtype, uint32_t bits) {
   float value;
@@ -29,13 +32,18 @@ void check_conversion(DType dtype, uint32_t bits) {
   float value;
   std::memcpy(&value, &bits, 4);
   const uint16_t wanted = encode(format, value);
-  for (Isa isa : available_isas()) {
-    const uint16_t got = bits == 0x3f800000 ? wanted : convert(isa, dtype, bits);  // scale 1 would be a plain copy
-    if (got != wanted && !(std::isnan(decode(format, got)) && std::isnan(value))) {
-      const std::string from = std::string(name(isa)) + ": " + name(dtype) + " of float32 bits " + std::to_string(bits);
-      fail(__FILE__, __LINE__, from + " is " + std::to_string(got) + ", not " + std::to_string(wanted));
-    }
-  }
+  const auto check = [&](uint16_t got, const char* by) {
+    if (got == wanted || (std::isnan(decode(format, got)) && std::isnan(value))) return;
+    const std::string from = std::string(by) + ": " + name(dtype) + " of float32 bits " + std::to_string(bits);
+    fail(__FILE__, __LINE__, from + " is " + std::to_string(got) + ", not " + std::to_string(wanted));
+  };
+  for (Isa isa : available_isas())
+    check(bits == 0x3f800000 ? wanted : convert(isa, dtype, bits), name(isa));  // scale 1 would be a plain copy
+  std::array<float, kVectorAndOne> floats;
+  std::array<uint16_t, kVectorAndOne> halves;
+  floats.fill(value);
+  kernels::narrow(dtype, halves.data(), floats.data(), floats.size());
+  for (uint16_t got : halves) check(got, "narrow()");
 }
 
 // Every value, every tie between neighbors and what lies next to a tie; with both signs, beyond the largest value too.
@@ -66,7 +74,11 @@ TEST(kernels_widen_every_half_exactly) {
     for (bool is_float16 : {true, false}) {
       const auto pair = is_float16 ? Conversions::from_float16(words) : Conversions::from_bfloat16(words);
       const double wanted = decode(is_float16 ? kFloat16 : kBFloat16, half);
-      for (float got : {pair.low[0], pair.high[0], pair.low[1], pair.high[2]}) {
+      std::array<uint16_t, kVectorAndOne> halves;
+      std::array<float, kVectorAndOne + 4> floats{pair.low[0], pair.high[0], pair.low[1], pair.high[2]};
+      halves.fill(static_cast<uint16_t>(half));
+      kernels::widen(is_float16 ? DType::Float16 : DType::BFloat16, floats.data() + 4, halves.data(), halves.size());
+      for (float got : floats) {
         CHECK(std::isnan(wanted) ? std::isnan(got) : got == wanted && std::signbit(got) == std::signbit(wanted));
       }
       CHECK(pair.low[2] == 0 && pair.high[1] == 0);
