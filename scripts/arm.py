@@ -10,7 +10,8 @@ ranks: compiles the extension with the headers of torch's wheel for ARM, and tra
 qemu-user. This machine's ranks then average the same gradients, which must give the same bits.
 
 Debian's and pip's packages for ARM are unpacked in build/arm, 5 GB with the CUDA libraries that torch's wheel asks for;
-nothing is installed. A stage is skipped if its tools are missing.
+nothing is installed. A stage is skipped if its tools are missing, or if apt has no source of Debian, as on Ubuntu: run
+it in a container of debian:bookworm there.
 """
 
 from __future__ import annotations
@@ -127,6 +128,13 @@ syncengine.shutdown()
 """
 
 
+def mirror() -> str | None:
+    """The address from which this machine has Debian's packages, if it is one of Debian."""
+    query = ["apt-get", "indextargets", "--format", "$(REPO_URI)", "Origin: Debian", "Component: main"]
+    found = subprocess.run(query, check=True, stdout=subprocess.PIPE, text=True).stdout.split()
+    return found[0] if found else None
+
+
 def apt(release: str, *command: str) -> str:
     """Calls apt-get or apt-cache for ARM's packages of a release of Debian, from this machine's mirror."""
     state = ARM / release
@@ -134,9 +142,7 @@ def apt(release: str, *command: str) -> str:
         (state / folder).mkdir(parents=True, exist_ok=True)
     (state / "status").touch()
     key = "/usr/share/keyrings/debian-archive-keyring.gpg"
-    theirs = ["apt-get", "indextargets", "--format", "$(REPO_URI)", "Origin: Debian", "Component: main"]
-    mirror = subprocess.run(theirs, check=True, stdout=subprocess.PIPE, text=True).stdout.split()[0]
-    (state / "sources.list").write_text(f"deb [signed-by={key}] {mirror} {release} main\n")
+    (state / "sources.list").write_text(f"deb [signed-by={key}] {mirror()} {release} main\n")
     options = {
         "APT::Architecture": "arm64",
         "APT::Architectures": "arm64",
@@ -299,6 +305,8 @@ def main() -> int:
         tools = {COMPILER: "g++-aarch64-linux-gnu", "apt-get": "apt", "dpkg": "dpkg", **TOOLS[name]}
         if missing := [package for tool, package in tools.items() if shutil.which(tool) is None]:
             print(f"arm {name}: skipped; install {' '.join(missing)} (packages of Debian)", flush=True)
+        elif name != "user" and mirror() is None:
+            print(f"arm {name}: skipped; apt has no source of Debian: use a container of debian:bookworm", flush=True)
         else:
             passed = stages[name]()
             print(f"arm {name}: {'passed' if passed else 'FAILED'}", flush=True)
