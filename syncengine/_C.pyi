@@ -4,7 +4,7 @@ Calls that may wait release the GIL and react to Ctrl-C within about 50 ms. Erro
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 from numpy.typing import NDArray
@@ -66,6 +66,12 @@ def death_notices() -> list[str]:
     """The ways in which ranks of this machine notice each other's deaths, the quickest first.
 
     A sandbox may refuse any.
+    """
+
+def throw_system_error(text: str, code: int, call: str) -> NoReturn:
+    """Raises InvalidUsage: `text`, which says what was asked, the reason by errno `code`, and the way out.
+
+    `call`: the system call that was refused.
     """
 
 def probe_shared_memory(bytes: int) -> None:
@@ -286,6 +292,9 @@ class LocalBootstrap:
     def on_one_network(self, addresses: Sequence[bytes]) -> bool:
         """Whether the hosts are parts of one machine, whose loopback interface reaches them all."""
 
+    def unseen(self, addresses: Sequence[bytes]) -> list[int]:
+        """The global ranks on this host whose processes can't be watched from here."""
+
     def listen(self, options: NetworkOptions) -> bytes:
         """Listens for ranks of other hosts. Returns an address for every other rank: opaque, at most 256 bytes."""
 
@@ -334,6 +343,9 @@ def torch_packet_transport(
     called once the transport is not needed any more. `silence`: seconds without a heartbeat after which a rank is lost;
     0: never. `by` and `checksum` are as in python_packet_transport.
     """
+
+def announce_end() -> None:
+    """Lets ranks of other hosts know, when this one leaves them, that its process ends: it won't come to a meeting."""
 
 def end_packet_transports() -> None:
     """Disconnects from all ranks that packet transports reach, within a second. It runs before the interpreter ends."""

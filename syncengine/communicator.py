@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from syncengine._C import Communicator, backend_communicators, end_backends, end_packet_transports
+from syncengine._C import Communicator, announce_end, backend_communicators, end_backends, end_packet_transports
 from syncengine.config import DEFAULT_TIMEOUT, Config, Numerics
 from syncengine.connect import Connection, connect, given_up, has_met_others
 from syncengine.errors import InvalidUsage, PeerLost, SyncError, blamed_rank, name_ranks
@@ -379,6 +379,7 @@ def _end() -> None:
     error, communicators = what_ends(), _made_here()
     if error is not None:
         tell_peers(error, communicators)
+    announce_end()
     shutdown()
     if _is_owner():
         end_backends()  # torch leaves groups that nobody destroyed as they are

@@ -19,7 +19,7 @@ import torch
 from syncengine._build import tag
 from syncengine._C import Communicator, LocalBootstrap, build_id, death_notices, solo
 from syncengine.config import Config
-from syncengine.errors import InvalidUsage, Mismatch, SyncError
+from syncengine.errors import InvalidUsage, Mismatch, SyncError, name_ranks
 from syncengine.launch import Exchange, group_timeout
 from syncengine.tracing.session import meet
 
@@ -121,15 +121,13 @@ def connect(
             return lost() if lost is not None else ""
 
         communicator = bootstrap.connect(addresses, timeout, network, transport, why_lost)
-        notices = True  # if the probe fails, as where no thread can be started
-        with contextlib.suppress(RuntimeError):
-            notices = hosts.count(hosts[rank]) == 1 or bool(death_notices())
-        if not notices:
-            _warn_once(
-                f"rank {known_as[rank]}: the kernel or a sandbox refuses both ways to notice a death on the same "
-                "machine before the deadline: allow set_robust_list or pidfd_open (seccomp), and use no emulator that "
-                "lacks both"
-            )
+        with contextlib.suppress(RuntimeError):  # the probe fails, as where no thread can be started
+            if (unseen := bootstrap.unseen(addresses)) and "robust futexes" not in death_notices():
+                _warn_once(
+                    f"rank {known_as[rank]}: the kernel or a sandbox refuses both ways to notice the death of "
+                    f"{name_ranks(unseen)} before the deadline: allow set_robust_list or pidfd_open (seccomp), run a "
+                    "machine's ranks in one PID namespace, and use no emulator that lacks both"
+                )
         meet(known_as[rank], max(known_as) + 1, hosts[rank], config.trace, whole=global_ranks is None)
         if communicator.links:
             logger.log(logging.INFO if rank == 0 else logging.DEBUG, "between hosts: %s", communicator.links)

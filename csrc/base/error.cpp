@@ -45,7 +45,8 @@ std::string way_out(int code, const std::string& call) {
              "rank of its host";
     case EAGAIN:
       if (call != "clone") return "";
-      return " " + limit_text("-u", RLIMIT_NPROC, 1) + ": raise ulimit -u or the cgroup's pids.max";
+      return " " + limit_text("-u", RLIMIT_NPROC, 1) +
+             ": raise ulimit -u, the cgroup's pids.max, or ulimit -v (its stack)";
     default: return "";
   }
 }

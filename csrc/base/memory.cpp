@@ -15,7 +15,8 @@ namespace syncengine {
 
 Mapping::Mapping(int fd, size_t bytes) : bytes_(bytes) {
   void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
-  if (data == MAP_FAILED) throw_system_error("can't map " + std::to_string(bytes) + " bytes of shared memory", errno);
+  if (data == MAP_FAILED)
+    throw_system_error("can't map " + std::to_string(bytes) + " bytes of shared memory", errno, "mmap");
   data_ = static_cast<std::byte*>(data);
   advise(data, bytes, MADV_DONTDUMP);
 }
@@ -38,7 +39,7 @@ bool make_inaccessible(void* address, size_t bytes) {
   return mmap(address, bytes, PROT_NONE, kFlags, -1, 0) == address;
 }
 
-void advise(void* address, size_t bytes, int advice) { (void)madvise(address, bytes, advice); }
+bool advise(void* address, size_t bytes, int advice) { return madvise(address, bytes, advice) == 0; }
 
 namespace {
 

@@ -25,7 +25,8 @@ struct Range {
 class Mapping {
  public:
   Mapping() = default;
-  // Maps all `bytes` of `fd`, readable and writable, shared, kept out of core dumps. Throws InvalidUsage.
+  // Maps all `bytes` of `fd`, readable and writable, shared, kept out of core dumps if the kernel can. Throws
+  // InvalidUsage.
   Mapping(int fd, size_t bytes);
   Mapping(Mapping&& other) noexcept;
   Mapping& operator=(Mapping&& other) noexcept;
@@ -43,9 +44,9 @@ class Mapping {
 // are then unchanged. Async-signal-safe.
 [[nodiscard]] bool make_inaccessible(void* address, size_t bytes);
 
-// Calls madvise() on whole pages. Only for advice that the kernel may refuse: a refusal costs memory or time, never
-// content.
-void advise(void* address, size_t bytes, int advice);
+// Calls madvise() on whole pages; returns whether the kernel agreed. Only for advice that it may refuse: a refusal
+// costs memory or time, never content.
+bool advise(void* address, size_t bytes, int advice);
 
 // Creates memory without a name, of a fixed size and never executable, which processes share by passing its descriptor
 // on.

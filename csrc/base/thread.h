@@ -35,7 +35,7 @@ void begin_thread(const char* name);
 template <class Object>
 void delete_off(const std::thread& its, Object* object) {
   if (its.get_id() == std::this_thread::get_id())
-    std::thread([object] { delete object; }).detach();
+    start_thread([object] { delete object; }).detach();
   else
     delete object;
 }

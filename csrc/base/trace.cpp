@@ -92,11 +92,13 @@ class Ring {
   void end() { header_->ended.store(1, std::memory_order_release); }
 
   // Gives the file and its memory back, once. The addresses stay valid: a thread that was about to write an event of
-  // this trace writes it into private memory, which nobody reads.
+  // this trace writes it into private memory, which nobody reads. If the kernel refuses, all stays as it is, for the
+  // next trace to try again.
   void release() {
+    if (bytes_ == 0) return;
     if (std::unique_lock lock(mutex_, std::try_to_lock); lock) known_.clear();  // a fork may have left it locked
     constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
-    (void)::mmap(header_, std::exchange(bytes_, 0), PROT_READ | PROT_WRITE, kFlags, -1, 0);
+    if (::mmap(header_, bytes_, PROT_READ | PROT_WRITE, kFlags, -1, 0) != MAP_FAILED) bytes_ = 0;
   }
 
   const std::string path;
@@ -155,7 +157,7 @@ void start(const std::string& path, size_t events, const std::string& about, uin
   auto& [mutex, rings, current] = of_process();
   std::lock_guard lock(mutex);
   if (current) throw Error(ErrorKind::InvalidUsage, "this process is traced already, into " + current->path);
-  if (!rings.empty()) rings.back()->release();
+  for (const auto& ring : rings) ring->release();
   rings.push_back(std::make_unique<Ring>(path, std::max<size_t>(events, 1), steps));
   current = rings.back().get();
   current->text(about);

@@ -204,6 +204,10 @@ void bind_local_bootstrap(py::module_& module) {
           },
           py::arg("addresses"))
       .def(
+          "unseen",
+          [](const Bootstrap& self, const std::vector<std::string>& addresses) { return self.job.unseen(addresses); },
+          py::arg("addresses"))
+      .def(
           "listen",
           [](Bootstrap& self, NetworkOptions options) {
             options.secret = tcp::load_secret(options.secret, options.secret_file);

@@ -73,6 +73,7 @@ void bind_machine(py::module_& module) {
   module.def("network_interfaces", &network_interfaces);
   module.def("host_key", &host_key, py::arg("host_id"));
   module.def("death_notices", &death_notices);
+  module.def("throw_system_error", &throw_system_error, py::arg("text"), py::arg("code"), py::arg("call"));
   module.def("probe_shared_memory", &probe_shared_memory, py::arg("bytes"));
   module.def("instruction_set", [] { return kernels::name(kernels::active_isa()); });
   module.attr("build_id") = py::str("{:016x}").format(build_id());

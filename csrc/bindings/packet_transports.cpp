@@ -165,6 +165,7 @@ void bind_packet_transports(py::module_& module) {
       },
       py::arg("group"), py::arg("ranks"), py::arg("tag"), py::arg("closed"), py::arg("by"), py::arg("checksum"),
       py::arg("silence"));
+  module.def("announce_end", [] { matching::process_ends = true; });
   module.def("end_packet_transports", &end_packet_transports, py::call_guard<py::gil_scoped_release>());
 }
 

@@ -65,7 +65,7 @@ ParentFd listen(const std::string& name) {
   socklen_t length = fill(address, name);
   if (bind(listener.get(), reinterpret_cast<sockaddr*>(&address), length) != 0 ||
       ::listen(listener.get(), kBacklog) != 0)
-    throw_system_error("can't listen on a local socket", errno);
+    throw_system_error("can't listen on a local socket", errno, "bind and listen");
   return listener;
 }
 

@@ -27,7 +27,7 @@ std::string host_key(const std::string& host_id) {
     throw Error(ErrorKind::InvalidUsage, "can't read /proc/sys/kernel/random/boot_id: is /proc mounted?");
   struct stat network{};  // stays 0 on a kernel without network namespaces, where all processes have one network
   if (stat("/proc/self/ns/net", &network) != 0 && errno != ENOENT)
-    throw_system_error("can't tell the network namespace", errno);
+    throw_system_error("can't tell the network namespace (/proc/self/ns/net)", errno, "newfstatat");
   return boot.substr(0, 64) + "/" + std::to_string(network.st_ino) + "/" + host_id;
 }
 

@@ -90,7 +90,7 @@ std::vector<ProxyPiece> cut(const Operation& operation, int rank, int world, siz
 }
 
 Proxy::Proxy(std::shared_ptr<Communicator> parent, std::shared_ptr<Communicator> own)
-    : parent_(std::move(parent)), own_(std::move(own)), thread_([this] { run(); }) {}
+    : parent_(std::move(parent)), own_(std::move(own)), thread_(start_thread([this] { run(); })) {}
 
 void Proxy::post(std::shared_ptr<const Posted> posted) {
   {

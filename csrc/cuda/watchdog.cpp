@@ -42,7 +42,7 @@ Watchdog::Watchdog(std::shared_ptr<Communicator> communicator, std::vector<Contr
       controls_(std::move(controls)),
       names_(communicator_->global_ranks()),
       since_(Clock::now()),
-      thread_([this] { run(); }) {}
+      thread_(start_thread([this] { run(); })) {}
 
 void Watchdog::stop() {
   {

@@ -74,10 +74,11 @@ class Interhost {
   // returned all that came from the peer.
   virtual std::optional<Error> failure(int peer) const = 0;
 
-  // Whether the process of `peer` is known to have ended, or to have left in order. A peer can fail otherwise, because
-  // it can't be reached. Only some implementations can tell.
+  // Whether the process of `peer` is known to have ended, or only to have left in order, so that it may come to another
+  // meeting. A peer can fail otherwise, because it can't be reached. Only some implementations know all ends.
+  enum class End : uint8_t { Unknown, Left, Ended };
   virtual bool knows_ends() const { return false; }
-  virtual bool has_ended(int) const { return false; }
+  virtual End end_of(int) const { return End::Unknown; }
 
   // Ends the transfers under way with tags `first` to `last`, on this side only: they are one communicator's, whose
   // members `peers` all do so at some time. No byte of the callers' memory is touched after the return. The peer stays

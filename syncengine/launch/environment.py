@@ -31,7 +31,7 @@ def detect(environ: Mapping[str, str]) -> Launch:
 
     Does not look at an initialised torch.distributed, and does not communicate.
     """
-    for read in (_torchrun, _open_mpi, _hydra, _slurm, _pmix):
+    for read in (_torchrun, _open_mpi, _hydra, _slurm_step, _pmix):
         launch = read(environ)
         if launch is not None:
             return launch
@@ -66,7 +66,7 @@ def _hydra(environ: Mapping[str, str]) -> Launch | None:
     return _read(environ, "mpi", "PMI_RANK", "PMI_SIZE")
 
 
-def _slurm(environ: Mapping[str, str]) -> Launch | None:
+def _slurm_step(environ: Mapping[str, str]) -> Launch | None:
     """Launches of srun, inside a job step only: plain python in a batch script is one process."""
     if not slurm.in_step(environ):
         return None

@@ -21,6 +21,7 @@ from typing import IO, Any, NoReturn
 
 import torch.distributed as dist
 
+from syncengine import _C
 from syncengine.config import MOST_RANKS
 from syncengine.errors import InvalidUsage
 from syncengine.launch.environment import Launch
@@ -135,16 +136,21 @@ def _ranks(
         if label or log_dir is not None or not os.isatty(1):  # lines on a terminal come at once, and whole
             environ.setdefault("PYTHONUNBUFFERED", "1")
         name = environ.get(JOIN, str(rank))
-        if log_dir is not None:
-            with _log_of(log_dir, name).open("ab") as log:
-                return subprocess.Popen(command, env=environ, stdout=log, stderr=log)
-        if not label:
-            return subprocess.Popen(command, env=environ)
-        process = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        with _open_log(log_dir, name) if log_dir is not None else contextlib.nullcontext() as log:
+            output = subprocess.PIPE if label else log
+            try:
+                process = subprocess.Popen(command, env=environ, stdout=output, stderr=output)
+            except OSError as error:
+                _C.throw_system_error(f"can't start rank {name}", error.errno or 0, "clone")
         for lines, to in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
-            assert lines is not None
+            if lines is None:
+                continue
             labelling.append(_Labelling(name, lines, to.buffer))
-            labelling[-1].start()
+            try:
+                labelling[-1].start()
+            except RuntimeError:
+                process.kill()
+                _C.throw_system_error(f"can't start a thread for rank {name}'s output", errno.EAGAIN, "clone")
         return process
 
     labelling: list[_Labelling] = []
@@ -207,6 +213,17 @@ def _log_of(log_dir: Path, rank: str | int) -> Path:
     return log_dir / f"rank{rank}.log"
 
 
+def _open_log(log_dir: Path, rank: str) -> IO[bytes]:
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True)
+        return _log_of(log_dir, rank).open("ab")
+    except OSError as error:
+        raise InvalidUsage(
+            f"{_log_of(log_dir, rank)} (--log-dir) can't be written: {error.strerror}: make room, or give another "
+            "folder"
+        ) from error
+
+
 def _tell_failure(rank: int, process: subprocess.Popen[bytes], log_dir: Path | None) -> None:
     """Says on stderr how a rank has failed, if it has."""
     if code := process.returncode:
@@ -240,8 +257,6 @@ def _run(options: argparse.Namespace, _: Sequence[str]) -> int:
     if wrong:
         raise InvalidUsage(wrong)
     script = [*(["-m"] if options.module else []), *options.script]
-    if options.log_dir is not None:
-        options.log_dir.mkdir(parents=True, exist_ok=True)
     return run_script(options.ranks, script, options.keep_going, options.restart, options.log_dir, options.label)
 
 

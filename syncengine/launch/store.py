@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import os
 import socket
@@ -67,7 +68,14 @@ def serve_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
         if all(ipaddress.ip_address(address).is_loopback for address in addresses):
             family = socket.AF_INET6 if ":" in min(addresses) else socket.AF_INET
             listener = socket.create_server((min(addresses), port), family=family, backlog=1024).detach()
-    return dist.TCPStore(host, port, None, True, timeout, False, multi_tenant=True, master_listen_fd=listener)
+    try:
+        return dist.TCPStore(host, port, None, True, timeout, False, multi_tenant=True, master_listen_fd=listener)
+    except RuntimeError as error:
+        if str(error) != os.strerror(errno.EAGAIN):  # the whole text where torch can't start a thread
+            raise
+        from syncengine._C import throw_system_error  # not above: a rank without an extension tells the others, too
+
+        throw_system_error("can't start a thread of the store", errno.EAGAIN, "clone")
 
 
 def _try_to_connect(host: str, port: int) -> str:

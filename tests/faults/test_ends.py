@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import json
 import os
 import re
 import signal
@@ -12,8 +14,9 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 from command import alone, environ_of
-from faults import my_rank
+from faults import in_child, my_rank
 from marks import mostly_nightly
 from pool import RankPool
 from programs import run_programs
@@ -54,6 +57,7 @@ INIT = 'dist.init_process_group("syncengine")'
 OWN_INIT = "import syncengine; syncengine.init()"
 OWN_CALL = "syncengine.all_reduce(torch.ones(1000))"
 RANK = {INIT: "dist.get_rank()", OWN_INIT: "syncengine.rank()"}
+CLONE_NEWPID = 0x20000000
 TRIES = int(os.environ.get("SYNCENGINE_TEST_TRIES", "5"))
 PIECES = [min(20, TRIES - begin) for begin in range(0, TRIES, 20)]  # a piece ends within a test's limit of time
 
@@ -167,6 +171,41 @@ def test_a_death_without_robust_futexes(pool: RankPool, refused: list[int]):
         assert ranks[0].result().startswith("rank 1 died while")
 
 
+def go_on_without_notice(way: str) -> list[int]:
+    """By waits that are longer than the test's patience: whoever does not notice the death hangs."""
+    refuse("set_robust_list")
+    syncengine.init(timeout=1000)
+    if way == "shrink":
+        if my_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(PeerLost):
+            syncengine.barrier()
+        syncengine.shrink(patience=1000)
+        syncengine.barrier()
+        return syncengine.default_communicator().global_ranks
+    model = syncengine.Parallel(torch.nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train(elastic: syncengine.Elastic) -> None:
+        for step in elastic.steps(3):
+            if step == 1 and my_rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    syncengine.elastic(train, patience=1000, model=model, optimizer=optimizer)
+    return syncengine.default_communicator().global_ranks
+
+
+@needs_seccomp
+@pytest.mark.nightly
+@pytest.mark.parametrize("way", ["shrink", "elastic"])
+def test_the_others_go_on_without_robust_futexes(pool: RankPool, way: str):
+    with pool.spawn_ranks(go_on_without_notice, way, world=3, settings=None) as ranks:
+        assert [ranks[0].result(), ranks[2].result()] == [[0, 2], [0, 2]]
+
+
 def ways_without(*calls: str) -> list[str]:
     if calls:
         refuse(*calls)
@@ -188,19 +227,51 @@ def test_what_the_kernel_tells_is_tried(pool: RankPool, refused: tuple[str, ...]
         assert ranks[0].result() == left
 
 
-def said_by_init() -> list[str]:
-    if my_rank() == 1:
-        refuse("set_robust_list", "pidfd_open")
+def said_by_init(*refused: str) -> list[str]:
+    if refused:
+        refuse(*refused)
     with mock.patch.object(connect.logger, "warning") as warning:
         syncengine.init(timeout=50)
     return [call.args[1] for call in warning.call_args_list]
 
 
+def said_by_the_blind() -> list[str]:
+    return said_by_init(*["set_robust_list", "pidfd_open"][: 2 * my_rank()])
+
+
+def said_in_namespaces(*refused: str) -> list[str]:
+    """By rank 0, and by rank 1 from another PID namespace."""
+    if my_rank() == 0:
+        return said_by_init(*refused)
+    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWPID) != 0:
+        raise OSError(ctypes.get_errno(), "no PID namespace")
+    code, text = in_child(lambda: json.dumps(said_by_init(*refused)))
+    assert code == 0
+    return json.loads(text)
+
+
+def is_warning(text: str, rank: int, peer: int) -> bool:
+    begin = f"rank {rank}: the kernel or a sandbox refuses both ways to notice the death of rank {peer} before the"
+    return text.startswith(begin) and "allow set_robust_list or pidfd_open" in text and "PID namespace" in text
+
+
 @needs_seccomp
 def test_init_says_that_the_kernel_tells_of_no_death(pool: RankPool):
-    with pool.spawn_ranks(said_by_init, settings=None) as ranks:
-        seeing, blind = (rank.result() for rank in ranks)
+    with pool.spawn_ranks(said_by_the_blind, settings=None) as ranks:
+        seeing, (text,) = (rank.result() for rank in ranks)
     assert seeing == []
-    (text,) = blind
-    assert text.startswith("rank 1: the kernel or a sandbox refuses both ways to notice a death")
-    assert "allow set_robust_list or pidfd_open" in text
+    assert is_warning(text, 1, 0)
+
+
+@needs_seccomp
+@pytest.mark.parametrize("refused", [("set_robust_list",), pytest.param((), marks=pytest.mark.nightly)])
+def test_init_says_that_processes_of_other_namespaces_are_not_seen(pool: RankPool, refused: tuple[str, ...]):
+    if subprocess.run(["unshare", "--pid", "--fork", "true"], capture_output=True, check=False).returncode != 0:
+        pytest.skip("no right to make PID namespaces")
+    with pool.spawn_ranks(said_in_namespaces, *refused, settings=None) as ranks:
+        said = [rank.result() for rank in ranks]
+    if not refused:
+        assert said == [[], []]
+        return
+    for rank, (text,) in enumerate(said):
+        assert is_warning(text, rank, 1 - rank)

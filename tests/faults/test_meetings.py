@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from faults import live_on, my_rank, wait_for_failure, wait_for_file
+from faults import FAULT, live_on, my_rank, needs_hooks, wait_for_failure, wait_for_file
+from marks import mostly_nightly
 from parallel_models import Mlp
 from pool import RankPool
+from refusals import needs_seccomp, refuse
 
 import syncengine
 import syncengine.horovod as hvd
 from syncengine.errors import PeerLost, SyncError
+from syncengine.groups import existing_communicator
+from syncengine.launch import arrivals
 
 DEADLINE = 50.0  # seconds; who waits for it raises Timeout
 DEAD = 1
@@ -61,6 +66,11 @@ def group(backend: str, folder: str, world: int) -> None:
 def default(folder: str, world: int) -> Callable[[], object]:
     syncengine.init(timeout=DEADLINE)
     return lambda: syncengine.Parallel(Mlp())
+
+
+def torch_group(folder: str, world: int) -> Callable[[], object]:
+    syncengine.init(timeout=DEADLINE)
+    return lambda: syncengine.init(torch_group=True)
 
 
 def anew(folder: str, world: int) -> Callable[[], object]:
@@ -158,16 +168,25 @@ def shrink(folder: str, world: int) -> Callable[[], object]:
 MEETINGS = {
     each.__name__: each
     for each in (
-        *(default, anew, wrap, new_group, second_group, patched, of_a_few, sharded),
+        *(default, torch_group, anew, wrap, new_group, second_group, patched, of_a_few, sharded),
         *(process_set, horovod_anew, horovod_optimizer, shrink),
     )
 }
 
 
-def meet(folder: str, hosts: str, meeting: str, how: str, when: str) -> tuple[str, str]:
-    """What this rank hears: the class and text of its error."""
-    world = live_on(hosts)
+def begin(hosts: str) -> int:
+    """As live_on(). Hosts with capital letters are machines to each other: their connections alone tell of an end."""
+    if hosts.isupper():
+        refuse("pidfd_open")
     torch.set_num_threads(1)
+    return live_on(hosts)
+
+
+def meet(folder: str, hosts: str, meeting: str, how: str, when: str) -> tuple[str, str]:
+    """What this rank hears: the class and text of its error. `when` may be a point of the second connection."""
+    world = begin(hosts)
+    if my_rank() == DEAD and ":" in when:
+        os.environ[FAULT] = f"{when}:{how}"
     call = MEETINGS[meeting](folder, world)
     gather(folder, "ready", world)
     if my_rank() == DEAD:
@@ -177,8 +196,10 @@ def meet(folder: str, hosts: str, meeting: str, how: str, when: str) -> tuple[st
             signal.signal(signal.SIGALRM, lambda *_: end(how))
             signal.setitimer(signal.ITIMER_REAL, 1.0)
             call()
+        if ":" in when:
+            call()
         end(how)
-    if when == "before" or my_rank() == 2:
+    if when == "before" or (when == "during" and my_rank() == 2):
         await_end(folder)
     try:
         return "nothing", str(call())
@@ -206,22 +227,73 @@ FEW = [
     *(("wrap", "raise", "before", "aa"), ("new_group", "kill", "during", "aaa"), ("default", "exit", "before", "ab")),
     *(("of_a_few", "kill", "before", "aab"), ("sharded", "kill", "before", "aa"), ("shrink", "kill", "during", "aab")),
     *(("process_set", "kill", "during", "aaa"), ("horovod_anew", "exit", "before", "ab")),
+    *(("second_group", "exit", "before", "AB"), ("anew", "os._exit", "before", "AB")),
 ]
 WAYS = ("kill", "raise", "exit", "os._exit")
 ALL = [
-    *((meeting, how, "before", "aa") for meeting in MEETINGS for how in WAYS),
-    *((meeting, how, "during", "aaa") for meeting in MEETINGS for how in ("kill", "raise")),
+    *((meeting, how, "before", hosts) for meeting in MEETINGS for how in WAYS for hosts in ("aa", "aaa", "ab", "AB")),
+    *((meeting, how, "during", "aaa") for meeting in MEETINGS for how in WAYS),
+    *((meeting, how, "during", hosts) for meeting in MEETINGS for how in ("kill", "raise") for hosts in ("aa", "ab")),
     *((meeting, how, when, "aab") for meeting in MEETINGS for how in ("kill", "exit") for when in ("before", "during")),
-    *((meeting, "kill", "before", "ab") for meeting in MEETINGS),
+]
+# Where a rank that has signed in may die before it is connected, and the hosts on which it then passes that point.
+POINTS = [
+    *((f"{point}:2", hosts) for point in ("listening", "connecting") for hosts in ("aa", "aab")),
+    ("joining:2", "aab"),
+    *(("tcp_rendezvous:2", hosts) for hosts in ("ab", "AB")),
 ]
 
 
-@pytest.mark.parametrize(("meeting", "how", "when", "hosts"), FEW)
+def marked(cases: list[tuple[str, ...]]) -> list[object]:
+    return [pytest.param(*case, marks=[needs_seccomp] if case[-1].isupper() else []) for case in cases]
+
+
+@pytest.mark.parametrize(("meeting", "how", "when", "hosts"), marked(FEW))
 def test_a_rank_that_has_ended_is_told(pool: RankPool, tmp_path: Path, meeting: str, how: str, when: str, hosts: str):
     check(heard(pool, tmp_path, hosts, meeting, how, when), meeting, how)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("meeting", "how", "when", "hosts"), [case for case in ALL if case not in FEW])
+@pytest.mark.parametrize(("meeting", "how", "when", "hosts"), marked([case for case in ALL if case not in FEW]))
 def test_in_every_meeting(pool: RankPool, tmp_path: Path, meeting: str, how: str, when: str, hosts: str):
     check(heard(pool, tmp_path, hosts, meeting, how, when), meeting, how)
+
+
+@needs_hooks
+@pytest.mark.nightly
+@pytest.mark.parametrize(("when", "hosts"), marked(POINTS))
+@pytest.mark.parametrize("meeting", ["second_group", "anew"])
+def test_a_death_behind_the_sign_in(pool: RankPool, tmp_path: Path, meeting: str, when: str, hosts: str):
+    check(heard(pool, tmp_path, hosts, meeting, "kill", when), meeting, "kill")
+
+
+def come_back(folder: str, hosts: str) -> float:
+    """Rank 1 only shuts down. It comes to the meeting when rank 0, which has heard of that, has asked who has ended."""
+    world = begin(hosts)
+    group("gloo", folder, world)
+    other = dist.new_group(list(range(world)))
+    syncengine.Parallel(Mlp())
+    if my_rank() == DEAD:
+        syncengine.shutdown()
+        gc.collect()  # behind this the connections are closed on both sides
+        Path(folder, "left").touch()
+        wait_for_file(Path(folder, "asked"))
+    else:
+        wait_for_file(Path(folder, "left"))
+        knows_ended = arrivals.knows_ended
+
+        def ask(ranks: Collection[int]) -> None:
+            knows_ended(ranks)
+            Path(folder, "asked").touch()
+
+        arrivals.knows_ended = ask
+    syncengine.Parallel(Mlp(), process_group=other)
+    total = torch.full((1,), 1.0 + my_rank())
+    existing_communicator(other).all_reduce(total)
+    return total.item()
+
+
+@pytest.mark.parametrize("hosts", [pytest.param("AB", marks=needs_seccomp), *mostly_nightly(["aa", "ab"])])
+def test_a_rank_that_only_shuts_down_may_come(pool: RankPool, tmp_path: Path, hosts: str):
+    with pool.spawn_ranks(come_back, str(tmp_path), hosts, world=2, settings=None) as ranks:
+        assert [rank.result() for rank in ranks] == [3.0, 3.0]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import codecs
+import contextlib
+import ctypes
 import errno
+import io
 import json
 import os
 import re
 import resource
 import shutil
+import socket
 import subprocess
 from collections.abc import Callable
 from datetime import timedelta
@@ -22,6 +27,8 @@ from pool import RankFailure, RankPool, run_on_ranks
 from refusals import needs_seccomp, refuse
 
 import syncengine
+from syncengine import _C
+from syncengine.__main__ import main
 from syncengine.errors import InvalidUsage, SyncError
 from syncengine.report import write_report
 from syncengine.tracing.perfetto import write
@@ -42,7 +49,14 @@ def error_of_init(row: str) -> str:
     return str(caught.value)
 
 
+def addresses_left(bytes: int) -> None:
+    """Beside those that the process has."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit(resource.RLIMIT_AS, pages * resource.getpagesize() + bytes)
+
+
 NOT_PERMITTED = partial(refuse, code=errno.EPERM)
+LONGEST_OF_IP = 28  # bytes of an address; those of local sockets are longer here
 # How the call is refused, and what is said.
 ROWS: dict[str, tuple[Callable[[], None], str]] = {
     "memfd_create, by a runtime": (
@@ -65,6 +79,30 @@ ROWS: dict[str, tuple[Callable[[], None], str]] = {
         partial(NOT_PERMITTED, "socket"),
         f"can't open a local socket: Operation not permitted {SANDBOX.format('socket')}",
     ),
+    "mmap": (
+        partial(NOT_PERMITTED, "mmap", where=(3, ">", 0x4000)),  # MAP_NORESERVE, and more
+        f"bytes of shared memory: Operation not permitted {SANDBOX.format('mmap')}",
+    ),
+    "seals": (
+        partial(NOT_PERMITTED, "fcntl", where=(1, "==", 1033)),  # F_ADD_SEALS
+        f"can't seal shared memory: Operation not permitted {SANDBOX.format('fcntl')}",
+    ),
+    "local bind": (
+        partial(NOT_PERMITTED, "bind", where=(2, ">", LONGEST_OF_IP)),
+        f"can't listen on a local socket: Operation not permitted {SANDBOX.format('bind and listen')}",
+    ),
+    "local listen": (
+        partial(NOT_PERMITTED, "listen"),
+        f"can't listen on a local socket: Operation not permitted {SANDBOX.format('bind and listen')}",
+    ),
+    "the network namespace": (
+        partial(NOT_PERMITTED, "newfstatat", where=(3, "==", 0)),  # as stat() calls it
+        f"namespace (/proc/self/ns/net): Operation not permitted {SANDBOX.format('newfstatat')}",
+    ),
+    "addresses": (
+        lambda: addresses_left(16 << 20),
+        "bytes of shared memory: Cannot allocate memory (ulimit -v is ",
+    ),
     "threads": (
         partial(refuse, "clone", "clone3", code=errno.EAGAIN),
         "can't start a thread: Resource temporarily unavailable (ulimit -u is ",
@@ -80,7 +118,7 @@ ROWS: dict[str, tuple[Callable[[], None], str]] = {
 }
 
 
-LIMITS = ("sizes of files", "descriptors")  # all other rows are refused by a filter
+LIMITS = ("addresses", "sizes of files", "descriptors")  # all other rows are refused by a filter
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in LIMITS else [needs_seccomp]) for name in ROWS])
@@ -91,22 +129,75 @@ def test_what_the_system_refuses_has_a_way_out(pool: RankPool, name: str):
     assert victim == f"rank 1 failed in init: InvalidUsage: {own}"
 
 
-def error_without_local_sockets() -> str:
-    if my_rank() == 1:
-        NOT_PERMITTED("connect", longer=28)  # addresses longer than those of IP
+# On which hosts the ranks are, which of them is refused a call while they connect, how, and what it says.
+CONNECTING: dict[str, tuple[str, int, Callable[[], None], str, str]] = {
+    "connect": (
+        *("aa", 1, partial(NOT_PERMITTED, "connect", where=(2, ">", LONGEST_OF_IP))),
+        *("can't connect to a rank of this host", "connect"),
+    ),
+    "accept4": ("aa", 1, partial(NOT_PERMITTED, "accept4"), "can't accept a local connection", "accept4"),
+    "sendmsg": ("aa", 1, partial(NOT_PERMITTED, "sendmsg"), "can't hand shared memory to a peer", "sendmsg"),
+    "interfaces": (
+        *("ab", 1, partial(NOT_PERMITTED, "socket", where=(0, "==", socket.AF_NETLINK))),
+        *("can't list this machine's network interfaces", "socket"),
+    ),
+    "TCP socket": (
+        *("ab", 1, partial(NOT_PERMITTED, "socket", where=(0, "==", socket.AF_INET))),
+        *("can't open a TCP socket", "socket"),
+    ),
+    "TCP bind": (
+        *("ab", 1, partial(NOT_PERMITTED, "bind", where=(2, "==", 16))),
+        *("can't listen on 127.0.0.1", "bind and listen"),
+    ),
+    "TCP accept4": (
+        *("ab", 0, partial(NOT_PERMITTED, "accept4")),
+        *("rank 0 can't accept the connections of rank 1", "accept4"),
+    ),
+    "epoll_create1": (
+        "ab",
+        1,
+        partial(NOT_PERMITTED, "epoll_create1"),
+        "can't make what TCP waits on",
+        "epoll_create1",
+    ),
+    "eventfd2": ("ab", 1, partial(NOT_PERMITTED, "eventfd2"), "can't make what TCP waits on", "eventfd2"),
+    "epoll_ctl": ("ab", 1, partial(NOT_PERMITTED, "epoll_ctl"), "can't wait on a socket", "epoll_ctl"),
+}
+
+
+def error_of_connecting(row: str) -> str:
+    if my_rank() == CONNECTING[row][1]:
+        CONNECTING[row][2]()
     with pytest.raises(SyncError) as caught:
         syncengine.init(timeout=50)
+        syncengine.barrier()  # TCP's peer may have connected before
     return str(caught.value)
 
 
 @needs_seccomp
-def test_a_sandbox_that_forbids_to_connect_within_a_host_is_named(pool: RankPool):
+@pytest.mark.parametrize("row", CONNECTING)
+def test_what_a_sandbox_forbids_while_ranks_connect_is_named(pool: RankPool, row: str):
     """The other rank is told why where the two have met another way, and else that the rank broke off."""
-    with pool.spawn_ranks(error_without_local_sockets, settings=None) as ranks:
-        victim, own = (rank.result() for rank in ranks)
-    assert own == f"can't connect to a rank of this host: Operation not permitted {SANDBOX.format('connect')}"
-    told = f"rank 1 failed in init: InvalidUsage: {own}"
-    assert victim == told or re.search("rank 1 (broke off|died) while the ranks connected", victim), victim
+    hosts, refused, _, asked, call = CONNECTING[row]
+    with pool.spawn_ranks(error_of_connecting, row, hosts=hosts, settings=None) as ranks:
+        said = [rank.result() for rank in ranks]
+    own, victim = said[refused], said[1 - refused]
+    assert own == f"{asked}: Operation not permitted {SANDBOX.format(call)}"
+    told = f"rank {refused} failed in init: InvalidUsage: {own}"
+    lost = f"rank {refused} (broke off|died) while the ranks connected" if hosts == "aa" else f"rank {refused}"
+    assert victim == told or re.search(lost, victim), victim
+
+
+def error_of_the_probe_for_deaths() -> None:
+    refuse("clone", "clone3", code=errno.EAGAIN)
+    with pytest.raises(InvalidUsage, match=r"can't start a thread: Resource temporarily unavailable \(ulimit -u is "):
+        _C.death_notices()
+
+
+@needs_seccomp
+def test_the_probe_for_deaths_names_a_thread_that_can_not_start(pool: RankPool):
+    with pool.spawn_ranks(error_of_the_probe_for_deaths, world=1, settings=None) as ranks:
+        ranks[0].result()
 
 
 @run_on_ranks(spawned=True, settings=None)
@@ -138,6 +229,36 @@ def as_other_user(own_host: bool, port: int) -> str:
         return str(error)
     syncengine.all_reduce(both := torch.ones(3))
     return str(both.tolist())
+
+
+def become_nobody() -> None:
+    """The kernel limits no number of root's processes."""
+    if os.geteuid() == 0:
+        codecs.lookup("idna")  # is read from Python's own files, which may be root's
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+
+
+LIMIT = "Resource temporarily unavailable (ulimit -u is "
+NO_MORE = f"{LIMIT}1): raise ulimit -u, the cgroup's pids.max, or ulimit -v (its stack)"
+
+
+def error_without_more_processes(port: int) -> str:
+    store = dist.TCPStore("127.0.0.1", port, is_master=my_rank() == 0, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=my_rank(), world_size=2)
+    become_nobody()
+    if my_rank() == 1:
+        limit(resource.RLIMIT_NPROC, 1)
+    with pytest.raises(SyncError) as caught:
+        syncengine.init(timeout=50)
+    return str(caught.value)
+
+
+def test_a_limit_of_processes_is_named(pool: RankPool, unused_port: int):
+    with pool.spawn_ranks(error_without_more_processes, unused_port, settings=None) as ranks:
+        victim, own = (rank.result() for rank in ranks)
+    assert own == f"can't start a thread: {NO_MORE}"
+    assert victim == f"rank 1 failed in init: InvalidUsage: {own}"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
@@ -203,13 +324,17 @@ def average(pipe: int) -> None:
     os.write(pipe, json.dumps([syncengine.world_size(), model.module.weight.grad.item()]).encode() + b"\n")
 
 
-def fork_ranks(shuts_down: bool) -> list[list[float]]:
+def fork_ranks(end: str) -> list[list[float]]:
     """As a notebook: a trial in a cell, then its launcher."""
+    if end == "destroys its group":
+        dist.init_process_group("syncengine", store=dist.HashStore(), rank=0, world_size=1)
     syncengine.init()
     model = syncengine.Parallel(torch.nn.Linear(1, 1))
     model(torch.ones(1, 1)).backward()
-    if shuts_down:
+    if end == "shuts down":
         syncengine.shutdown()
+    if end == "destroys its group":
+        dist.destroy_process_group()
     read, write = os.pipe()
     for rank in range(2):
         os.environ.update(RANK=str(rank), WORLD_SIZE="2")
@@ -224,10 +349,58 @@ def fork_ranks(shuts_down: bool) -> list[list[float]]:
     return [json.loads(line) for line in os.read(read, 1000).splitlines()]
 
 
-@pytest.mark.parametrize("shuts_down", [True, False])
-def test_who_was_the_only_rank_may_fork_ranks(pool: RankPool, shuts_down: bool):
-    with pool.spawn_ranks(fork_ranks, shuts_down, world=1, settings=None) as ranks:
+@pytest.mark.parametrize("end", ["shuts down", "ends nothing", "destroys its group"])
+def test_who_was_the_only_rank_may_fork_ranks(pool: RankPool, end: str):
+    with pool.spawn_ranks(fork_ranks, end, world=1, settings=None) as ranks:
         assert ranks[0].result() == [[2, 1.5]] * 2
+
+
+# --- syncengine run
+
+
+def no_more_processes() -> None:
+    become_nobody()
+    limit(resource.RLIMIT_NPROC, 1)
+
+
+# How the launcher is refused what it asks for, its options, and what it says.
+RUN: dict[str, tuple[Callable[[], None], list[str], str]] = {
+    "threads": (
+        partial(refuse, "clone", "clone3", code=errno.EAGAIN),
+        [],
+        f"can't start a thread of the store: {LIMIT}",
+    ),
+    "processes": (partial(refuse, "clone", "vfork", code=errno.EAGAIN), [], f"can't start rank 0: {LIMIT}"),
+    "ulimit -u": (no_more_processes, [], f"can't start a thread of the store: {NO_MORE}"),
+    "logs": (
+        lambda: None,
+        ["--log-dir", "/dev/null/logs"],
+        "/dev/null/logs/rank0.log (--log-dir) can't be written: Not a directory: make room, or give another folder",
+    ),
+}
+
+
+def code_of(*arguments: str) -> tuple[int, str]:
+    """The exit code of a command of ours, and what the command says on stderr."""
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        code = main(arguments)
+    return code, said.getvalue()
+
+
+def run_refused(row: str) -> tuple[int, str]:
+    refused, options, _ = RUN[row]
+    refused()
+    return code_of("run", "-n", "2", *options, "script.py")
+
+
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, marks=needs_seccomp if row in ("threads", "processes") else []) for row in RUN]
+)
+def test_what_the_launcher_is_refused_has_a_way_out(pool: RankPool, row: str):
+    with pool.spawn_ranks(run_refused, row, world=1, settings=None) as ranks:
+        code, said = ranks[0].result()
+    assert code == 2
+    assert said.startswith(f"syncengine run: {RUN[row][2]}")
 
 
 # --- Files
@@ -260,4 +433,40 @@ def write_where_no_room_is(folder: Path) -> None:
 def test_what_has_no_room_is_named_and_leaves_no_part(pool: RankPool, tmp_path: Path):
     pytest.importorskip("perfetto")
     with pool.spawn_ranks(write_where_no_room_is, tmp_path, world=1, settings=None) as ranks:
+        ranks[0].result()
+
+
+def write_on_a_full_disk(folder: Path) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    new_namespace, private, full = 0x20000, (1 << 14) | (1 << 18), folder / "full"  # CLONE_NEWNS, MS_REC | MS_PRIVATE
+    full.mkdir()
+    assert libc.unshare(new_namespace) == 0
+    assert libc.mount(b"none", b"/", None, ctypes.c_ulong(private), None) == 0
+    assert libc.mount(b"none", bytes(full), b"tmpfs", ctypes.c_ulong(0), b"size=64k") == 0
+    with pytest.raises(OSError, match="No space left"), (full / "fills").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    syncengine.init()
+    with syncengine.trace(folder / "trace"):
+        syncengine.Parallel(torch.nn.Linear(1, 1))(torch.ones(1, 1)).backward()
+    for command in ("report", "trace"):
+        out = full / f"of-{command}"
+        code, said = code_of(command, str(folder / "trace"), "--out", str(out))
+        assert code == 2
+        asked = f"{out} can't be written: No space left on device: make room, or give another path"
+        assert said == f"syncengine {command}: {asked}\n"
+    with pytest.raises(InvalidUsage, match=r"can't be written to .*rank-0.ring: No space left on device; give another"):
+        syncengine.trace(full / "more").__enter__()
+    assert sorted(path.name for path in full.rglob("*")) == ["fills", "more"]
+
+
+def may_mount() -> bool:
+    make = ["unshare", "--mount", "true"]
+    return os.geteuid() == 0 and subprocess.run(make, check=False, capture_output=True).returncode == 0
+
+
+@pytest.mark.skipif(not may_mount(), reason="only root can mount a disk that is full, and not in every container")
+def test_a_full_disk_is_named_and_ends_commands_with_2(pool: RankPool, tmp_path: Path):
+    pytest.importorskip("perfetto")
+    with pool.spawn_ranks(write_on_a_full_disk, tmp_path, world=1, settings=None) as ranks:
         ranks[0].result()

@@ -7,15 +7,17 @@ import errno
 
 import pytest
 
-
-class _Longer(ctypes.Structure):
-    """libseccomp's scmp_arg_cmp: a call whose third argument is greater than `most`."""
-
-    _fields_ = (("arg", ctypes.c_uint), ("op", ctypes.c_int), ("most", ctypes.c_uint64), ("_", ctypes.c_uint64))
+_COMPARISONS = {"==": 4, ">": 6}  # SCMP_CMP_EQ, SCMP_CMP_GT
 
 
-def refuse(*calls: str, code: int = errno.ENOSYS, longer: int | None = None) -> None:
-    """From now on: by a filter as container runtimes set. `longer`: only where the third argument is greater."""
+class _Argument(ctypes.Structure):
+    """libseccomp's scmp_arg_cmp: a comparison of one of a call's arguments."""
+
+    _fields_ = (("place", ctypes.c_uint), ("op", ctypes.c_int), ("with_", ctypes.c_uint64), ("_", ctypes.c_uint64))
+
+
+def refuse(*calls: str, code: int = errno.ENOSYS, where: tuple[int, str, int] | None = None) -> None:
+    """From now on: by a filter as container runtimes set. `where`: (2, ">", 28) is only if argument 2 exceeds 28."""
     seccomp = ctypes.CDLL("libseccomp.so.2")
     seccomp.seccomp_init.restype = ctypes.c_void_p
     seccomp.seccomp_init.argtypes = [ctypes.c_uint32]
@@ -30,9 +32,10 @@ def refuse(*calls: str, code: int = errno.ENOSYS, longer: int | None = None) -> 
     context = seccomp.seccomp_init(0x7FFF0000)
     for call in calls:
         number = seccomp.seccomp_syscall_resolve_name(call.encode())
-        third = (_Longer * 1)((2, 6, longer or 0, 0))  # SCMP_CMP_GT
-        count = 0 if longer is None else 1
-        assert seccomp.seccomp_rule_add_array(context, 0x00050000 | code, number, count, third) == 0
+        place, how, value = where or (0, "==", 0)
+        compared = (_Argument * 1)((place, _COMPARISONS[how], value, 0))
+        count = 0 if where is None else 1
+        assert seccomp.seccomp_rule_add_array(context, 0x00050000 | code, number, count, compared) == 0
     assert seccomp.seccomp_load(context) == 0
 
 

@@ -82,7 +82,8 @@ constexpr const char* kProving = "proving peer access";
 
 uint64_t random_number() {
   uint64_t value = 0;
-  if (getrandom(&value, sizeof(value), 0) != sizeof(value)) throw_system_error("getrandom", errno);
+  if (getrandom(&value, sizeof(value), 0) != sizeof(value))
+    throw_system_error("can't get random bytes", errno, "getrandom");
   return value;
 }
 

@@ -153,7 +153,9 @@ bool InterhostMembers::have_all_left() const {
   return left_.size() == links_.placement.size - links_.placement.locals().size();
 }
 
-bool InterhostMembers::has_ended(int member) const { return interhost().has_ended(links_.job_ranks[member]); }
+bool InterhostMembers::has_ended(int member) const {
+  return interhost().end_of(links_.job_ranks[member]) == Interhost::End::Ended;
+}
 
 // Tells other hosts whom this rank waits for on its own host: a wait within the host holds up ranks elsewhere, which
 // can't see it.
@@ -229,7 +231,7 @@ void InterhostMembers::look_around(Outlook& sees) {
     }
     const int peer = links_.job_ranks[member];
     if (interhost().failure(peer)) sees.gone |= uint64_t{1} << member;
-    if (interhost().has_ended(peer)) sees.ended |= uint64_t{1} << member;
+    if (interhost().end_of(peer) != Interhost::End::Unknown) sees.ended |= uint64_t{1} << member;
   }
   hear_all();  // after it was checked who is gone: all messages of those have come
   // Members of one host tell the same verdict, though some tell a later part of it. A member that tells the decision

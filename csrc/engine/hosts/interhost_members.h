@@ -165,7 +165,7 @@ class InterhostMembers {
   // them are gone.
   void look_around(Outlook& sees);
   bool have_all_left() const;
-  bool has_ended(int member) const;  // as Interhost::has_ended()
+  bool has_ended(int member) const;  // its process, as Interhost::end_of() knows
   // Members, on any host, that hold up whatever has waited longest.
   uint64_t blocking_ranks(const Traffic& traffic) const;
 

@@ -14,7 +14,7 @@
 
 namespace syncengine {
 
-struct LocalBootstrap::Address {
+struct LocalBootstrap::RankAddress {
   char magic[8] = {'s', 'y', 'n', 'c', 'e', 'n', 'g', ' '};
   uint64_t arena_bytes = 0;
   uint64_t block_offset = 0;
@@ -28,8 +28,8 @@ size_t arena_bytes(const Options& options, int ranks) {
   return options.arena_bytes ? options.arena_bytes : shm::default_arena_bytes(total_memory(), ranks);
 }
 
-LocalBootstrap::Address parse(const std::string& text, int global_rank) {
-  LocalBootstrap::Address address;
+LocalBootstrap::RankAddress parse(const std::string& text, int global_rank) {
+  LocalBootstrap::RankAddress address;
   if (text.size() != sizeof(address) || std::memcmp(text.data(), address.magic, sizeof(address.magic)) != 0)
     throw Error(ErrorKind::InvalidUsage, rank_name(global_rank) + " gave no address of syncengine's");
   std::memcpy(&address, text.data(), sizeof(address));
@@ -52,7 +52,7 @@ LocalBootstrap::LocalBootstrap(int rank, int size, Options options, CountCallers
 }
 
 std::string LocalBootstrap::address() const {
-  Address address;
+  RankAddress address;
   address.arena_bytes = arena_->bytes();
   address.block_offset = block_offset_;
   fd_exchange_.address().copy(address.fd_exchange, sizeof(address.fd_exchange) - 1);
@@ -74,10 +74,21 @@ bool LocalBootstrap::on_one_network(const std::vector<std::string>& addresses) c
   return true;
 }
 
+std::vector<int> LocalBootstrap::unseen(const std::vector<std::string>& addresses) const {
+  std::vector<int> unseen, on = hosts(addresses);
+  for (int rank = 0; rank < size_; ++rank) {
+    if (rank == rank_ || on[rank] != on[rank_]) continue;
+    const auto address = parse(addresses[rank], names_.global(rank));
+    if (!ProcessWatch(FdExchange::process_of(checked_text(address.fd_exchange))).sees())
+      unseen.push_back(names_.global(rank));
+  }
+  return unseen;
+}
+
 std::shared_ptr<Communicator> LocalBootstrap::connect(const std::vector<std::string>& addresses, Deadline deadline,
                                                       const std::function<void()>& interrupted,
                                                       const MakeInterhost& make_interhost) {
-  std::vector<Address> parsed;
+  std::vector<RankAddress> parsed;
   std::vector<std::string> fd_exchanges;
   std::vector<int> on = hosts(addresses);
   for (int rank = 0; rank < size_; ++rank) {
@@ -111,7 +122,7 @@ std::unique_ptr<shm::PeerArena> LocalBootstrap::map_peer(int rank, int memory, s
   }
 }
 
-std::map<int, ProcessWatch> LocalBootstrap::watch(const std::vector<Address>& addresses) const {
+std::map<int, ProcessWatch> LocalBootstrap::watch(const std::vector<RankAddress>& addresses) const {
   std::map<int, ProcessWatch> watches;
   for (int rank = 0; rank < size_; ++rank) {
     const std::string key = addresses[rank].host_key;
@@ -126,7 +137,7 @@ std::map<int, ProcessWatch> LocalBootstrap::watch(const std::vector<Address>& ad
 }
 
 std::shared_ptr<EngineCommunicator> LocalBootstrap::join(const std::vector<UniqueFd>& memories,
-                                                         const std::vector<Address>& addresses,
+                                                         const std::vector<RankAddress>& addresses,
                                                          const std::vector<int>& host_of,
                                                          const MakeInterhost& make_interhost) {
   sync_point("joining");

@@ -35,6 +35,8 @@ class LocalBootstrap {
   std::vector<int> hosts(const std::vector<std::string>& addresses) const;
   // Whether the hosts are parts of one machine, in one network namespace.
   bool on_one_network(const std::vector<std::string>& addresses) const;
+  // The ranks of this host, by their global names, whose processes can't be watched from here.
+  std::vector<int> unseen(const std::vector<std::string>& addresses) const;
 
   // Connects this rank with other hosts. Called when the host's own ranks have each other's memory.
   using MakeInterhost = std::function<std::unique_ptr<Interhost>()>;
@@ -45,13 +47,14 @@ class LocalBootstrap {
                                         const std::function<void()>& interrupted = {},
                                         const MakeInterhost& make_interhost = {});
 
-  struct Address;  // the parts of address()
+  struct RankAddress;  // the parts of address()
 
  private:
-  std::map<int, ProcessWatch> watch(const std::vector<Address>& addresses) const;
+  std::map<int, ProcessWatch> watch(const std::vector<RankAddress>& addresses) const;
   std::unique_ptr<shm::PeerArena> map_peer(int rank, int memory, size_t bytes) const;
-  std::shared_ptr<EngineCommunicator> join(const std::vector<UniqueFd>& memories, const std::vector<Address>& addresses,
-                                           const std::vector<int>& host_of, const MakeInterhost& make_interhost);
+  std::shared_ptr<EngineCommunicator> join(const std::vector<UniqueFd>& memories,
+                                           const std::vector<RankAddress>& addresses, const std::vector<int>& host_of,
+                                           const MakeInterhost& make_interhost);
 
   int rank_, size_;
   RankNames names_;

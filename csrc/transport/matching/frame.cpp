@@ -86,8 +86,8 @@ struct Shape {
 
 constexpr Shape shape_of(Kind kind) {
   switch (kind) {
-    case Kind::Heartbeat:
-    case Kind::Goodbye: return {};
+    case Kind::Heartbeat: return {};
+    case Kind::Goodbye: return {.most_size = 1};
     case Kind::Message: return {.most_payload = Interhost::kMaxMessage, .checksum = true};
     case Kind::Abort:
       return {.most_payload = kMaxAbort, .most_size = static_cast<uint32_t>(kLastErrorKind), .checksum = true};

@@ -113,6 +113,7 @@ struct Frame {
   uint64_t handle = 0;    // Ready, Chunk: names a receive, from 1; Withdrawn: the last tag
   uint32_t offset = 0;    // Chunk: where in the transfer
   // Ready: bytes of the receive. Credit: bytes given back. Abort: the kind of error. Withdrawn: number of Eagers sent.
+  // Goodbye: 1 if the process ends.
   uint32_t size = 0;
 
   bool operator==(const Frame&) const = default;

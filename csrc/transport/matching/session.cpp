@@ -31,7 +31,9 @@ void Session::on_control(const Frame& frame, std::string_view text) {
     case Kind::Ask: return inbox.on_ask(frame);
     case Kind::Credit: return outbox.on_credit(frame);
     case Kind::Withdrawn: return withdrawals.hear(frame);
-    case Kind::Goodbye: return life.on(Lifecycle::HearGoodbye);
+    case Kind::Goodbye:
+      end = frame.size == 0 ? Interhost::End::Left : Interhost::End::Ended;
+      return life.on(ConnectionLifecycle::HearGoodbye);
     case Kind::Abort:
       throw Error(mismatch ? ErrorKind::Mismatch : ErrorKind::PeerLost,
                   name() + " closed its connection to " + shared.names(shared.rank) + ": " + std::string(text));
@@ -45,7 +47,7 @@ void Session::withdraw(uint64_t first, uint64_t last, const Error& error) {
 }
 
 void Session::take_leave(const Error& error) {
-  life.on(Lifecycle::Leave);
+  life.on(ConnectionLifecycle::Leave);
   outbox.fail_unready(error);
   inbox.fail(error);
 }

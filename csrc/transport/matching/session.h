@@ -30,7 +30,7 @@ namespace syncengine::matching {
 //
 // Thread-safety: as the peer's. Failure: `-` is a defect of the caller: throws Aborted, which names state and event.
 
-class Lifecycle {
+class ConnectionLifecycle {
  public:
   enum State : uint8_t { Open, PeerLeft, Leaving, Answering, Said, Parted, Broken };
   enum LifeEvent : uint8_t { Leave, SayGoodbye, HearGoodbye, Break };
@@ -86,7 +86,8 @@ struct Session {
   Outbox outbox{shared, rank, out, withdrawals};
   Inbox inbox{shared, rank, out, withdrawals};
   HeartbeatMonitor heartbeat;
-  Lifecycle life;
+  ConnectionLifecycle life;
+  Interhost::End end = Interhost::End::Unknown;  // as the peer's goodbye says
 };
 
 }  // namespace syncengine::matching

@@ -1,6 +1,7 @@
 // State that the parts of an endpoint share, touched only under the endpoint's progress lock.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -24,6 +25,12 @@ struct Shared {
   std::string log;                                                    // lines for stderr, once no lock is held
   std::vector<std::byte> scratch = std::vector<std::byte>(64 << 10);  // takes bytes that nobody wants any more
 };
+
+// Set where this process ends. A rank that only leaves may come to another meeting, so goodbyes say which of both it
+// is.
+inline std::atomic<bool> process_ends{false};
+
+inline Frame goodbye() { return {.kind = Kind::Goodbye, .size = process_ends}; }
 
 inline Error garbage(const Shared& shared, int peer, const std::string& what) {
   return {ErrorKind::PeerLost, shared.names(peer) + " sent " + what + kDamaged + "; it was given up" +

@@ -57,9 +57,10 @@ std::optional<Error> SubmissionQueue::failure(int peer) const {
   return found == failures_.end() ? std::nullopt : std::optional(found->second);
 }
 
-bool SubmissionQueue::has_ended(int peer) const {
+Interhost::End SubmissionQueue::end_of(int peer) const {
   std::lock_guard lock(mutex_);
-  return ended_.contains(peer);
+  auto found = ends_.find(peer);
+  return found == ends_.end() ? End::Unknown : found->second;
 }
 
 bool SubmissionQueue::has_posts() const {
@@ -79,16 +80,16 @@ void SubmissionQueue::deliver(std::vector<Message>& heard) {
   heard.clear();
 }
 
-void SubmissionQueue::note_failure(int peer, const Error& error, Inbox::Unexpecteds sent, bool ended) {
+void SubmissionQueue::note_failure(int peer, const Error& error, Inbox::Unexpecteds sent, End end) {
   std::lock_guard lock(mutex_);
-  if (ended) ended_.insert(peer);
+  ends_.emplace(peer, end);
   failures_.emplace(peer, error);
   left_behind_.emplace(peer, std::move(sent));
 }
 
 void SubmissionQueue::note_end(int peer) {
   std::lock_guard lock(mutex_);
-  ended_.insert(peer);
+  ends_[peer] = End::Ended;
 }
 
 bool SubmissionQueue::post_too_late(QueuedPost& post) {

@@ -9,7 +9,6 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <set>
 #include <string>
 #include <vector>
 
@@ -36,7 +35,7 @@ class SubmissionQueue : public Interhost {
   void tell(int peer, const std::string& message) override;
   std::optional<Message> hear() override;
   std::optional<Error> failure(int peer) const override;
-  bool has_ended(int peer) const override;
+  End end_of(int peer) const override;
 
  protected:
   SubmissionQueue(int rank, const RankNames& names, bool checksum) {
@@ -50,10 +49,10 @@ class SubmissionQueue : public Interhost {
   // Called by the thread that moves the bytes. Posts for a peer after note_failure() fail at once.
   std::deque<QueuedPost> take();
   void deliver(std::vector<Message>& heard);  // leaves it empty
-  // `sent` is what the peer sent before it left in order and nobody has asked for yet: a receive still gets it. `ended`
-  // is the answer of Interhost::has_ended().
-  void note_failure(int peer, const Error& error, Inbox::Unexpecteds sent, bool ended);
-  void note_end(int peer);               // `ended`, found out after note_failure()
+  // `sent` is what the peer sent before it left in order and nobody has asked for yet: a receive still gets it. `end`
+  // is the answer of end_of().
+  void note_failure(int peer, const Error& error, Inbox::Unexpecteds sent, End end);
+  void note_end(int peer);               // its process has, which was found out after note_failure()
   bool post_too_late(QueuedPost& post);  // ends it if a failure of the peer was noted, else returns false
 
   Shared shared_;  // any thread may read names and rank, which never change
@@ -66,7 +65,7 @@ class SubmissionQueue : public Interhost {
   std::deque<QueuedPost> posts_;
   std::deque<Message> heard_;
   std::map<int, Error> failures_;
-  std::set<int> ended_;  // failed peers whose processes have ended
+  std::map<int, End> ends_;  // of failed peers
   std::map<int, Inbox::Unexpecteds> left_behind_;
 };
 

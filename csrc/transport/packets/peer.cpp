@@ -32,7 +32,7 @@ PacketTraffic::PostedPacket PacketTraffic::end(uint64_t id) {
   return packet;
 }
 
-using matching::Arrival, matching::Channel, matching::Frame, matching::Kind, matching::Lifecycle;
+using matching::Arrival, matching::Channel, matching::ConnectionLifecycle, matching::Frame, matching::Kind;
 using matching::encode, matching::garbage, matching::kFrameBytes;
 
 namespace {
@@ -61,8 +61,8 @@ void Peer::step() {
   while (session_.life.may_send() && outgoing_ + 1 + kMostAnnounced <= kMostOutgoing) {
     if (session_.out.empty() && !session_.outbox.has_next()) {
       if (session_.life.is_in_use()) return;
-      session_.life.on(Lifecycle::SayGoodbye);
-      session_.out = encode({.kind = Kind::Goodbye}, session_.shared.checksum);
+      session_.life.on(ConnectionLifecycle::SayGoodbye);
+      session_.out = encode(matching::goodbye(), session_.shared.checksum);
     }
     send_packet();
   }
@@ -112,7 +112,7 @@ void Peer::receive(size_t bytes, std::optional<Arrival> arrival) {
 
 void Peer::on_end(uint64_t id, Buffer buffer, const std::string& error) {
   if (!error.empty()) {
-    session_.life.on(Lifecycle::Break);
+    session_.life.on(ConnectionLifecycle::Break);
     throw Error(ErrorKind::PeerLost,
                 session_.name() + " died, or the way to it broke (" + options_.by + ": " + error + ")");
   }
@@ -133,7 +133,7 @@ void Peer::on_end(uint64_t id, Buffer buffer, const std::string& error) {
       take_incoming(std::move(next));
     } catch (const Error& error) {
       if (!fault) fault = error;
-      session_.life.on(Lifecycle::Leave);
+      session_.life.on(ConnectionLifecycle::Leave);
     }
   }
   if (fault) throw Error(*fault);
@@ -162,7 +162,7 @@ void Peer::on_frames(const std::byte* packet) {
     } catch (const Error& error) {
       if (session_.life.is_broken()) throw;
       if (!fault) fault = error;
-      session_.life.on(Lifecycle::Leave);
+      session_.life.on(ConnectionLifecycle::Leave);
     }
   }
   if (!session_.life.has_peer_left()) receive(kControlBytes, {});
@@ -218,7 +218,7 @@ void Peer::take_data(Arrival& arrival, const std::byte* payload) {
 
 // Gives the peer up: a stream that is no sequence of frames can't be received further.
 void Peer::throw_out_of_step() {
-  session_.life.on(Lifecycle::Break);
+  session_.life.on(ConnectionLifecycle::Break);
   throw garbage(session_.shared, session_.rank, "something that is no frame of syncengine's");
 }
 
@@ -234,7 +234,7 @@ void Peer::look_at_clock(Clock::time_point now) {
 }
 
 void Peer::fail(const Error& error) {
-  session_.life.on(Lifecycle::Leave);
+  session_.life.on(ConnectionLifecycle::Leave);
   session_.outbox.fail(error);
   session_.inbox.fail(error);
   if (!session_.life.is_broken() && !session_.life.has_peer_left()) session_.add_abort(error);
@@ -243,7 +243,7 @@ void Peer::fail(const Error& error) {
 
 bool Peer::gone() const {
   return session_.life.is_broken() ||
-         (session_.life.state() == Lifecycle::Parted && outgoing_ == 0 && incoming_.empty());
+         (session_.life.state() == ConnectionLifecycle::Parted && outgoing_ == 0 && incoming_.empty());
 }
 
 }  // namespace syncengine::packets

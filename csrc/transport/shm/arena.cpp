@@ -7,12 +7,12 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <thread>
 
 #include "base/build_id.h"
 #include "base/error.h"
 #include "base/memory.h"
 #include "base/resources.h"
+#include "base/thread.h"
 #include "transport/shm/private_copy.h"
 
 namespace syncengine::shm {
@@ -76,7 +76,10 @@ std::byte* PeerArena::at(uint64_t offset, size_t bytes, size_t alignment) const 
 void PeerArena::discard_pool() const {
   const uint64_t bytes = header().pool_bytes.load(std::memory_order_acquire);  // acquire: the offset
   const uint64_t offset = header().pool_offset.load(std::memory_order_relaxed);
-  if (bytes > 0 && is_inside(offset, bytes)) advise(mapping_.data() + offset, bytes, MADV_REMOVE);
+  if (bytes == 0 || !is_inside(offset, bytes)) return;
+  std::byte* const pool = mapping_.data() + offset;
+  // The kernel spares pages that are locked (mlockall). Nobody needs these any more.
+  if (!advise(pool, bytes, MADV_REMOVE) && munlock(pool, bytes) == 0) advise(pool, bytes, MADV_REMOVE);
 }
 
 std::shared_ptr<Arena> Arena::create(size_t bytes) {
@@ -296,7 +299,7 @@ bool tells_of_deaths() {
   static const bool tells = [] {
     ArenaHeader header{};
     prepare_liveness(header);
-    std::thread([&] { hold_all(header, 1); }).join();
+    start_thread([&] { hold_all(header, 1); }).join();
     return found_dead(header, 0);
   }();
   return tells;

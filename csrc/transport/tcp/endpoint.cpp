@@ -66,10 +66,12 @@ Endpoint::Endpoint(const Options& options, int rank, const Ip& own, const std::m
       listener_(std::move(listener)),
       epoll_([] { return epoll_create1(EPOLL_CLOEXEC); }),
       alarm_([] { return eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK); }) {
-  if (!epoll_ || !alarm_) throw_system_error("can't make what TCP waits on", errno, "epoll_create1");
+  if (!epoll_ || !alarm_)
+    throw_system_error("can't make what TCP waits on", errno, epoll_ ? "eventfd2" : "epoll_create1");
   auto watch = [&](int fd, uint32_t events, uint64_t key) {
     epoll_event event{.events = events, .data = {.u64 = key}};
-    if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) != 0) throw_system_error("can't wait on a socket", errno);
+    if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) != 0)
+      throw_system_error("can't wait on a socket", errno, "epoll_ctl");
   };
   watch(alarm_.get(), EPOLLIN, kAlarm);
   for (auto& [peer, its] : sockets) {

@@ -202,7 +202,7 @@ bool Peer::step() {
   bool all_ended = control_.ended && std::all_of(data_.begin(), data_.end(), [](const DataChannel& channel) {
                      return channel.status != Status::Open;
                    });
-  if (all_ended && session_.life.state() == Lifecycle::PeerLeft) {
+  if (all_ended && session_.life.state() == ConnectionLifecycle::PeerLeft) {
     throw Error(ErrorKind::PeerLost, session_.name() + " has left (it exited, or called syncengine.shutdown())");
   }
   return more;
@@ -227,13 +227,13 @@ void Peer::read_control() {
     on_control_frames();
   } else if (got == 0) {
     control_.ended = true;
-    if (session_.life.state() == Lifecycle::Open) throw_lost("its connection was closed");
+    if (session_.life.state() == ConnectionLifecycle::Open) throw_lost("its connection was closed");
   } else if (code != EINTR) {
     control_.readable = false;
     if (code == EAGAIN) emptied_ = now;
     if (code == EAGAIN) return;
     control_.ended = true;
-    if (session_.life.state() == Lifecycle::Open) throw_lost(std::strerror(code));
+    if (session_.life.state() == ConnectionLifecycle::Open) throw_lost(std::strerror(code));
   }
 }
 
@@ -255,7 +255,7 @@ void Peer::write_control() {
   if (sent < 0) {
     if (errno == EINTR) return;
     control_.writable = false;
-    if (errno == EAGAIN || session_.life.state() != Lifecycle::Open) return;
+    if (errno == EAGAIN || session_.life.state() != ConnectionLifecycle::Open) return;
     if (errno != EPIPE && errno != ECONNRESET) throw_lost(std::strerror(errno));
     control_.readable = true;  // the peer's last words come first, then the end
     return;
@@ -311,7 +311,7 @@ void Peer::beat() {
 
 void Peer::look_at_clock(Clock::time_point now) {
   if (!session_.life.is_in_use()) return;
-  if (broken_ && session_.life.state() == Lifecycle::Open && now - *broken_ > kGoodbyeDelay)
+  if (broken_ && session_.life.state() == ConnectionLifecycle::Open && now - *broken_ > kGoodbyeDelay)
     throw_lost(how_broken_.empty() ? "a connection was closed" : how_broken_);
   session_.heartbeat.judge(now);
 }
@@ -321,13 +321,13 @@ void Peer::throw_lost(const std::string& how) const {
 }
 
 void Peer::fail(const Error& error) {
-  if (session_.life.state() == Lifecycle::Open) {  // if anybody may hear it, and if it fits at once
+  if (session_.life.state() == ConnectionLifecycle::Open) {  // if anybody may hear it, and if it fits at once
     session_.add_abort(error);
     (void)!send(control_.fd.get(), session_.out.data() + control_.written, session_.out.size() - control_.written,
                 MSG_NOSIGNAL);
     lost_ = boot_time();
   }
-  session_.life.on(Lifecycle::Break);
+  session_.life.on(ConnectionLifecycle::Break);
   session_.outbox.fail(error);
   session_.inbox.fail(error);
   for (auto& channel : data_) {
@@ -340,7 +340,7 @@ void Peer::fail(const Error& error) {
 
 void Peer::take_leave(const Error& error) {
   session_.take_leave(error);
-  session_.add({.kind = Kind::Goodbye});
+  session_.add(matching::goodbye());
 }
 
 // Ends the connections once everything that was to be sent on them has been.
@@ -348,7 +348,7 @@ void Peer::say_goodbye() {
   if (has_unsent()) return;
   shutdown(control_.fd.get(), SHUT_WR);
   for (auto& channel : data_) channel.end_writing();
-  session_.life.on(Lifecycle::SayGoodbye);
+  session_.life.on(ConnectionLifecycle::SayGoodbye);
 }
 
 bool Peer::gone() const {

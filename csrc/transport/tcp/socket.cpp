@@ -32,7 +32,7 @@ ParentFd listen_on(const Ip& ip) {
   if (ip.v6) set(fd.get(), IPPROTO_IPV6, IPV6_V6ONLY, 1);
   SocketAddress address = socket_address(ip, 0);
   if (bind(fd.get(), address.get(), address.length) != 0 || listen(fd.get(), kBacklog) != 0)
-    throw_system_error("can't listen on " + ip.text(), errno);
+    throw_system_error("can't listen on " + ip.text(), errno, "bind and listen");
   return fd;
 }
 
@@ -40,7 +40,7 @@ uint16_t port_of(const ParentFd& listener) {
   sockaddr_storage storage{};
   socklen_t length = sizeof(storage);
   if (getsockname(listener.get(), reinterpret_cast<sockaddr*>(&storage), &length) != 0)
-    throw_system_error("can't find the own port", errno);
+    throw_system_error("can't find the own port", errno, "getsockname");
   uint16_t port;
   if (storage.ss_family == AF_INET6) {
     port = reinterpret_cast<const sockaddr_in6*>(&storage)->sin6_port;
@@ -61,7 +61,8 @@ ParentFd begin_connect(const Ip& from, const Ip& to, uint16_t port) {
   // port.
   if (from.v6 == to.v6 && from.is_loopback() == to.is_loopback()) {
     set(fd.get(), IPPROTO_IP, IP_BIND_ADDRESS_NO_PORT, 1);
-    if (bind(fd.get(), own.get(), own.length) != 0) throw_system_error("can't connect from " + from.text(), errno);
+    if (bind(fd.get(), own.get(), own.length) != 0)
+      throw_system_error("can't connect from " + from.text(), errno, "bind");
   }
   if (connect(fd.get(), address.get(), address.length) != 0 && errno != EINPROGRESS) {
     int code = errno;

@@ -1,5 +1,6 @@
 #include "base/trace.h"
 
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <cstring>
@@ -8,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "child.h"
 #include "test.h"
 
 namespace syncengine {
@@ -99,15 +101,35 @@ TEST(trace_keeps_the_last_events_and_counts_all) {
     CHECK(read.events[i] == (std::vector<uint64_t>{4001 + i, 4000 + i, 4000 + i, 0, 0, 0, 0, uint64_t{9} << 32}));
 }
 
+std::string maps() {
+  std::ifstream file("/proc/self/maps");
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
 TEST(trace_lets_go_of_the_file_of_the_one_before) {
   {
     Traced before(4);
   }
   Traced traced(4);
-  std::ifstream file("/proc/self/maps");
-  const std::string maps((std::istreambuf_iterator<char>(file)), {});
-  CHECK(testing::contains(maps, traced.path + "\n"));
-  CHECK(!testing::contains(maps, traced.path + " (deleted)"));
+  CHECK(testing::contains(maps(), traced.path + "\n"));
+  CHECK(!testing::contains(maps(), traced.path + " (deleted)"));
+}
+
+TEST(trace_lets_go_later_of_a_file_that_the_kernel_did_not_let_go) {
+  if (testing::kSlowdown > 1) return;  // sanitizers need addresses
+  CHECK(testing::true_in_child([] {
+    {
+      Traced before(4);
+    }
+    rlimit usual{};
+    getrlimit(RLIMIT_AS, &usual);
+    const rlimit none{.rlim_cur = 4096, .rlim_max = usual.rlim_max};
+    setrlimit(RLIMIT_AS, &none);  // no mmap() from here on
+    const auto text = CHECK_THROWS(Traced(4), ErrorKind::InvalidUsage);
+    setrlimit(RLIMIT_AS, &usual);
+    Traced after(4);
+    return testing::contains(text, "Cannot allocate memory") && !testing::contains(maps(), after.path + " (deleted)");
+  }));
 }
 
 TEST(trace_has_room_for_only_so_many_texts) {

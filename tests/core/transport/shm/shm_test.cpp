@@ -122,6 +122,21 @@ TEST(memory_that_somebody_has_locked_is_given_back_and_zeroed) {
   pool.close();
 }
 
+TEST(a_dead_ranks_gradients_are_given_back_although_a_survivor_has_locked_them) {
+  constexpr size_t kBytes = 64 << 10;
+  auto arena = shm::Arena::create(kArena);
+  shm::Pool& pool = *arena->create_pool();
+  auto* block = static_cast<char*>(pool.allocate(kBytes));
+  std::memset(block, 7, kBytes);
+  auto peer = peer_of(*arena);
+  std::byte* const seen = peer->at(arena->offset_of(block, kBytes), kBytes);
+  CHECK_EQ(mlock(seen, kBytes), 0);  // mlockall(), say
+  peer->discard_pool();
+  CHECK(std::all_of(block, block + kBytes, [](char c) { return c == 0; }));
+  pool.release(block);
+  pool.close();
+}
+
 TEST(arena_outlives_its_owner_while_a_tensor_lives) {
   auto tensor = shm::Arena::create(kArena)->allocate_tensor(100);
   std::memset(tensor.get(), 7, 100);

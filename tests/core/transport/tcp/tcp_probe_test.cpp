@@ -45,7 +45,7 @@ struct Pair {
     return condition();
   }
   bool steps_until_ended(double limit) {
-    return steps_until(limit, [&] { return zero->has_ended(1); });
+    return steps_until(limit, [&] { return zero->end_of(1) == Interhost::End::Ended; });
   }
   void lose(bool by_reset) {
     const linger abort{.l_onoff = by_reset, .l_linger = 0};
@@ -75,11 +75,14 @@ TEST(tcp_a_rank_has_ended_once_its_port_refuses) {
   }
 }
 
-TEST(tcp_who_leaves_in_order_has_ended_at_once) {
-  Pair pair(0.25);
-  put(pair.connections[0], encode(Frame{.kind = Kind::Goodbye}, false));
-  pair.lose(false);
-  CHECK(pair.steps_until_ended(20));
+TEST(tcp_who_leaves_in_order_says_whether_its_process_ends) {
+  for (bool ends : {false, true}) {
+    Pair pair(0.25);
+    put(pair.connections[0], encode(Frame{.kind = Kind::Goodbye, .size = ends}, false));
+    pair.lose(false);
+    CHECK(pair.steps_until(20, [&] { return pair.zero->failure(1).has_value(); }));
+    CHECK(pair.zero->end_of(1) == (ends ? Interhost::End::Ended : Interhost::End::Left));
+  }
 }
 
 // What it reads when it wakes has come long before.

@@ -117,6 +117,7 @@ TEST(codec_gives_zeros_past_the_end) {
 TEST(frames_come_back) {
   const Frame control[] = {{.kind = Kind::Heartbeat},
                            {.kind = Kind::Goodbye},
+                           {.kind = Kind::Goodbye, .size = 1},
                            {.kind = Kind::Message, .payload = 65536},
                            {.kind = Kind::Abort, .payload = 10, .size = 2},
                            {.kind = Kind::Ready, .tag = ~uint64_t{0}, .handle = 1, .size = 1 << 20},
