@@ -49,7 +49,7 @@ PARTS = {
     "ends": Part(4, f"{PYTEST} tests/faults/test_ends.py -k 'exit-raises or launchers and raises or spawn_shows'",
                  {"SYNCENGINE_TEST_TRIES": "8"}),
     "chaos": Part(20, f"{PYTEST} tests/faults/test_chaos.py", {"SYNCENGINE_TEST_CHAOS": "2000"}),
-    "garbage": Part(7, "make -C tests/core FLAVORS=asan build && export TEST_DEADLINE=2400 && "
+    "garbage": Part(7, "make -C tests/core FLAVORS=asan build && export TEST_DEADLINE=20000 && "
                     "printf '%s\\n' fuzz_messages_to_the_first fuzz_messages_to_the_last scribbles | "
                     "xargs -P 2 -n 1 build/core-asan/core_tests",
                     {"SYNCENGINE_TEST_MESSAGES": "4000000", "SYNCENGINE_TEST_SCRIBBLES": "20000"}),

@@ -12,7 +12,7 @@ import socket
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -98,7 +98,7 @@ def connect(
         # This rank listens before the others hear of it, so that its death breaks connections from then on.
         known_as = list(range(size)) if global_ranks is None else global_ranks
         bootstrap = LocalBootstrap(rank, size, options, known_as)
-        names, addresses = _agree(exchange, config, bootstrap.address(), known_as)
+        names, addresses, unmarked = _agree(exchange, config, bootstrap.address(), known_as)
         hosts = bootstrap.hosts(addresses)
         network = transport = None
         if max(hosts) > 0:
@@ -121,13 +121,12 @@ def connect(
             return lost() if lost is not None else ""
 
         communicator = bootstrap.connect(addresses, timeout, network, transport, why_lost)
-        with contextlib.suppress(RuntimeError):  # the probe fails, as where no thread can be started
-            if (unseen := bootstrap.unseen(addresses)) and "robust futexes" not in death_notices():
-                _warn_once(
-                    f"rank {known_as[rank]}: the kernel or a sandbox refuses both ways to notice the death of "
-                    f"{name_ranks(unseen)} before the deadline: allow set_robust_list or pidfd_open (seccomp), run a "
-                    "machine's ranks in one PID namespace, and use no emulator that lacks both"
-                )
+        if unmarked and (unseen := unmarked.intersection(bootstrap.unseen(addresses))):
+            _warn_once(
+                f"rank {known_as[rank]}: the kernel or a sandbox refuses both ways to notice the death of "
+                f"{name_ranks(unseen)} before the deadline: allow set_robust_list or pidfd_open (seccomp), run a "
+                "machine's ranks in one PID namespace, and use no emulator that lacks both"
+            )
         meet(known_as[rank], max(known_as) + 1, hosts[rank], config.trace, whole=global_ranks is None)
         if communicator.links:
             logger.log(logging.INFO if rank == 0 else logging.DEBUG, "between hosts: %s", communicator.links)
@@ -137,10 +136,22 @@ def connect(
         raise
 
 
-def _agree(exchange: Exchange, config: Config, address: bytes, known_as: list[int]) -> tuple[list[str], list[bytes]]:
-    """Checks that all ranks run the same build with the same shared settings. Returns their hosts and addresses."""
+def _agree(
+    exchange: Exchange, config: Config, address: bytes, known_as: list[int]
+) -> tuple[list[str], list[bytes], set[int]]:
+    """Checks that all ranks run the same build with the same shared settings.
+
+    Returns their hosts and addresses, and the ranks that leave no mark by a robust futex when they die.
+    """
     own = config.shared()
-    head = {"build": build_id, "settings": own, "host": socket.gethostname(), "torch": torch.__version__}
+    head: dict[str, Any] = {
+        "build": build_id,
+        "settings": own,
+        "host": socket.gethostname(),
+        "torch": torch.__version__,
+    }
+    with contextlib.suppress(RuntimeError):  # as where no thread can be started for the probe
+        head["marks"] = "robust futexes" in death_notices()
     mine = json.dumps(head).encode() + b"\n" + address
     answers = exchange(mine)
     heads, _, addresses = zip(*(answer.partition(b"\n") for answer in answers), strict=True)
@@ -165,7 +176,8 @@ def _agree(exchange: Exchange, config: Config, address: bytes, known_as: list[in
                     f"rank {known_as[0]} has {name}={first!r}, rank {peer} has {name}={value!r}: give all ranks the "
                     "same"
                 )
-    return [other["host"] for other in everyone], list(addresses)
+    unmarked = {rank for rank, other in zip(known_as, everyone, strict=True) if not other.get("marks", True)}
+    return [other["host"] for other in everyone], list(addresses), unmarked
 
 
 @functools.cache

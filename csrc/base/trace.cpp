@@ -96,9 +96,10 @@ class Ring {
   // next trace to try again.
   void release() {
     if (bytes_ == 0) return;
-    if (std::unique_lock lock(mutex_, std::try_to_lock); lock) known_.clear();  // a fork may have left it locked
     constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
-    if (::mmap(header_, bytes_, PROT_READ | PROT_WRITE, kFlags, -1, 0) != MAP_FAILED) bytes_ = 0;
+    if (::mmap(header_, bytes_, PROT_READ | PROT_WRITE, kFlags, -1, 0) == MAP_FAILED) return;
+    bytes_ = 0;
+    if (std::unique_lock lock(mutex_, std::try_to_lock); lock) known_.clear();  // a fork may have left it locked
   }
 
   const std::string path;

@@ -21,7 +21,6 @@ from typing import IO, Any, NoReturn
 
 import torch.distributed as dist
 
-from syncengine import _C
 from syncengine.config import MOST_RANKS
 from syncengine.errors import InvalidUsage
 from syncengine.launch.environment import Launch
@@ -141,7 +140,9 @@ def _ranks(
             try:
                 process = subprocess.Popen(command, env=environ, stdout=output, stderr=output)
             except OSError as error:
-                _C.throw_system_error(f"can't start rank {name}", error.errno or 0, "clone")
+                if error.errno not in (errno.EAGAIN, errno.EMFILE, errno.ENFILE):  # of exec, say
+                    raise InvalidUsage(f"can't start rank {name}: {error}") from error
+                _throw_refused(f"can't start rank {name}", error.errno)
         for lines, to in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
             if lines is None:
                 continue
@@ -150,7 +151,7 @@ def _ranks(
                 labelling[-1].start()
             except RuntimeError:
                 process.kill()
-                _C.throw_system_error(f"can't start a thread for rank {name}'s output", errno.EAGAIN, "clone")
+                _throw_refused(f"can't start a thread for rank {name}'s output", errno.EAGAIN)
         return process
 
     labelling: list[_Labelling] = []
@@ -211,6 +212,12 @@ class _Labelling(threading.Thread):
 
 def _log_of(log_dir: Path, rank: str | int) -> Path:
     return log_dir / f"rank{rank}.log"
+
+
+def _throw_refused(text: str, code: int) -> NoReturn:
+    from syncengine._C import throw_system_error  # not above: the doctor starts ranks without an extension, too
+
+    throw_system_error(text, code, "clone")
 
 
 def _open_log(log_dir: Path, rank: str) -> IO[bytes]:

@@ -7,6 +7,7 @@ import ctypes
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -235,8 +236,8 @@ def said_by_init(*refused: str) -> list[str]:
     return [call.args[1] for call in warning.call_args_list]
 
 
-def said_by_the_blind() -> list[str]:
-    return said_by_init(*["set_robust_list", "pidfd_open"][: 2 * my_rank()])
+def said_by_the_blind(blind: list[int]) -> list[str]:
+    return said_by_init(*["set_robust_list", "pidfd_open"] * (my_rank() in blind))
 
 
 def said_in_namespaces(*refused: str) -> list[str]:
@@ -256,17 +257,23 @@ def is_warning(text: str, rank: int, peer: int) -> bool:
 
 
 @needs_seccomp
-def test_init_says_that_the_kernel_tells_of_no_death(pool: RankPool):
-    with pool.spawn_ranks(said_by_the_blind, settings=None) as ranks:
-        seeing, (text,) = (rank.result() for rank in ranks)
-    assert seeing == []
-    assert is_warning(text, 1, 0)
+@pytest.mark.parametrize("blind", [[1], [0, 1]], ids=str)
+def test_init_says_that_the_kernel_tells_of_no_death(pool: RankPool, blind: list[int]):
+    """A rank that is refused both by itself sees the other's mark, and is seen by its process."""
+    with pool.spawn_ranks(said_by_the_blind, blind, settings=None) as ranks:
+        said = [rank.result() for rank in ranks]
+    if blind == [1]:
+        assert said == [[], []]
+        return
+    for rank, (text,) in enumerate(said):
+        assert is_warning(text, rank, 1 - rank)
 
 
 @needs_seccomp
 @pytest.mark.parametrize("refused", [("set_robust_list",), pytest.param((), marks=pytest.mark.nightly)])
 def test_init_says_that_processes_of_other_namespaces_are_not_seen(pool: RankPool, refused: tuple[str, ...]):
-    if subprocess.run(["unshare", "--pid", "--fork", "true"], capture_output=True, check=False).returncode != 0:
+    make = ["unshare", "--pid", "--fork", "true"]
+    if shutil.which("unshare") is None or subprocess.run(make, capture_output=True, check=False).returncode != 0:
         pytest.skip("no right to make PID namespaces")
     with pool.spawn_ranks(said_in_namespaces, *refused, settings=None) as ranks:
         said = [rank.result() for rank in ranks]

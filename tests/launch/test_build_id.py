@@ -62,7 +62,7 @@ def test_ranks_of_other_builds_are_named() -> None:
     for build, text in (({"build": "0123456789abcdef"}, "0123456789abcdef"), ({}, "an older one")):
         with pytest.raises(Mismatch, match=f"rank 1 on elsewhere runs another build .* .{text}. than rank 0"):
             exchange_with(build)
-    names, _ = exchange_with({"build": _C.build_id})
+    names, _, _ = exchange_with({"build": _C.build_id})
     assert names[1] == "elsewhere"
 
 

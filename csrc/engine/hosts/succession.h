@@ -43,7 +43,8 @@ struct Outlook {
   std::vector<HostVerdict> others;  // of each host: its last verdict told; the own entry is unused
   uint64_t arrived = 0;             // of this host
   // Members that will never come: on this host the dead, on others those that can't be reached any more. `ended` are
-  // those of them whose processes are known to have ended. A member that is gone may have arrived before.
+  // those of them whose processes have ended, or have shut down, so that they hold no communicator of the job. A member
+  // that is gone may have arrived before.
   uint64_t gone = 0, ended = 0;
   // Whether nothing has changed for long enough to leave out a member of this host (`impatient`), or another host,
   // whose members have first waited for each other (`tired`).

@@ -93,7 +93,8 @@ void Rendezvous::accept_callers() {
     const bool full = is_full();
     ParentFd fd = accept_on(listener_);
     const bool is_short = !fd && (errno == EMFILE || errno == ENFILE);
-    const bool is_refused = !fd && (errno == EPERM || errno == ENOSYS);
+    const bool is_refused = !fd && (errno == EPERM || errno == EACCES || errno == ENOSYS);
+    if (is_refused && peers_.rbegin()->first < rank_) return;  // nobody calls this rank
     if (is_refused || (is_short && oldest == unauthenticated_.end()))
       throw_system_error(options_.names(rank_) + " can't accept the connections of " + missing_names(), errno,
                          "accept4");
