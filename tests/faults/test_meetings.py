@@ -233,7 +233,6 @@ WAYS = ("kill", "raise", "exit", "os._exit")
 ALL = [
     *((meeting, how, "before", hosts) for meeting in MEETINGS for how in WAYS for hosts in ("aa", "aaa", "ab", "AB")),
     *((meeting, how, "during", "aaa") for meeting in MEETINGS for how in WAYS),
-    *((meeting, how, "during", hosts) for meeting in MEETINGS for how in ("kill", "raise") for hosts in ("aa", "ab")),
     *((meeting, how, when, "aab") for meeting in MEETINGS for how in ("kill", "exit") for when in ("before", "during")),
 ]
 # Where a rank that has signed in may die before it is connected, and the hosts on which it then passes that point.

@@ -146,10 +146,11 @@ std::shared_ptr<Communicator> EngineCommunicator::shrink(Duration patience, cons
     membership_.hand_on_origin();
     return next;
   } catch (const std::exception& error) {
-    // Members may go on with this rank, since it has arrived, and would wait for it in vain.
+    // Members may go on with this rank, since it has arrived, and would wait for it in vain: here, or in shrink().
     auto* block = reinterpret_cast<shm::GroupBlock*>(engine_->arena()->at(offset));
-    write_end_record(block->end_record, shm::Standing::Failed, ErrorKind::Aborted,
+    write_end_record(block->end_record, shm::Standing::Failed, ErrorKind::PeerLost,
                      members_.name() + failure_text(error, "shrink()"));
+    block->succession.arrived.store(shm::kNeverComes, std::memory_order_release);  // release: the record
     throw;
   }
 }
