@@ -24,7 +24,7 @@ import torch.distributed as dist
 from syncengine.config import MOST_RANKS
 from syncengine.errors import InvalidUsage
 from syncengine.launch.environment import Launch
-from syncengine.launch.store import serve_store
+from syncengine.launch.store import serve_store, throw_not_started
 
 _SERVED_WITHIN = timedelta(seconds=20)
 _LOOK = 0.02  # seconds between two looks whether a rank has ended
@@ -142,7 +142,7 @@ def _ranks(
             except OSError as error:
                 if error.errno not in (errno.EAGAIN, errno.EMFILE, errno.ENFILE):  # of exec, say
                     raise InvalidUsage(f"can't start rank {name}: {error}") from error
-                _throw_refused(f"can't start rank {name}", error.errno)
+                throw_not_started(f"rank {name}", error.errno)
         for lines, to in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
             if lines is None:
                 continue
@@ -151,7 +151,7 @@ def _ranks(
                 labelling[-1].start()
             except RuntimeError:
                 process.kill()
-                _throw_refused(f"can't start a thread for rank {name}'s output", errno.EAGAIN)
+                throw_not_started(f"a thread for rank {name}'s output")
         return process
 
     labelling: list[_Labelling] = []
@@ -212,12 +212,6 @@ class _Labelling(threading.Thread):
 
 def _log_of(log_dir: Path, rank: str | int) -> Path:
     return log_dir / f"rank{rank}.log"
-
-
-def _throw_refused(text: str, code: int) -> NoReturn:
-    from syncengine._C import throw_system_error  # not above: the doctor starts ranks without an extension, too
-
-    throw_system_error(text, code, "clone")
 
 
 def _open_log(log_dir: Path, rank: str) -> IO[bytes]:

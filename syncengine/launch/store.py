@@ -73,9 +73,14 @@ def serve_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
     except RuntimeError as error:
         if str(error) != os.strerror(errno.EAGAIN):  # the whole text where torch can't start a thread
             raise
-        from syncengine._C import throw_system_error  # not above: a rank without an extension tells the others, too
+        throw_not_started("a thread of the store")
 
-        throw_system_error("can't start a thread of the store", errno.EAGAIN, "clone")
+
+def throw_not_started(what: str, code: int = errno.EAGAIN) -> NoReturn:
+    """Raises InvalidUsage for a process or a thread that the system did not start, by errno `code`."""
+    from syncengine._C import throw_system_error  # not above: the doctor needs no extension to start ranks
+
+    throw_system_error(f"can't start {what}", code, "clone")
 
 
 def _try_to_connect(host: str, port: int) -> str:
