@@ -31,8 +31,8 @@ inline constexpr c10::DeviceType kDeviceType = c10::DeviceType::CUDA;
 
 using Interrupted = std::function<void()>;
 
-// Destroys `thing` while `device` is current. Torch's guard is here, and around whatever uses CUDA or c10::Event, since
-// these go back to the device that was current by cudaSetDevice(), which makes a context on a device that has none.
+// Destroys `thing` while `device` is current. A guard of torch's is here, and around all that uses CUDA or c10::Event:
+// without one, their cudaSetDevice() for the device that was current makes a context there if it has none.
 template <class Thing>
 void drop_on(c10::Device device, Thing& thing) noexcept {
   try {

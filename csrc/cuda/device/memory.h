@@ -19,8 +19,8 @@
 
 namespace syncengine::cuda {
 
-// Makes `device` current while it lives. Going back would make a context on a device that has none; streams/ has made
-// `device` current before, in a way that doesn't.
+// Makes `device` current as long as this object lives. To set the device before anew would make a context there if it
+// has none; so streams/ makes `device` current first, by a guard of torch's, which avoids that.
 class UseDevice {
  public:
   explicit UseDevice(int device);

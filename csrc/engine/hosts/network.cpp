@@ -62,7 +62,7 @@ bool Network::poll(Duration at_most) {
     else if (!claimers_.try_lock())
       return false;
   }
-  // The own thread may have consumed the wake-up in the step for whose end this call has waited.
+  // While this call waited for the lock, the network's own thread may have consumed the wake-up.
   if (at_most > Duration::zero() && woken_.exchange(false, std::memory_order_seq_cst)) return false;
   Deadline until = Deadline::after(at_most);
   do {

@@ -54,8 +54,8 @@ class FlatBuckets {
   SpanList span(size_t bucket) const;
   void all_reduce(Operation operation);
 
-  // The words for a backward that begins when nothing of the last one is under way; see BucketLane. Blocks the first
-  // time, and if that was dropped.
+  // The words for a backward that begins when no operation of the last one is under way; see BucketLane. Blocks the
+  // first time, and after a backward that was dropped.
   Nonfinite words_for_nonfinite() {
     if (std::exchange(dropped_, false)) lane_->wait();
     if (!words_.words) words_ = lane_->words_for_nonfinite();

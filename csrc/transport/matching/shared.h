@@ -26,8 +26,8 @@ struct Shared {
   std::vector<std::byte> scratch = std::vector<std::byte>(64 << 10);  // takes bytes that nobody wants any more
 };
 
-// Set where this process ends. A rank that only leaves may come to another meeting, so goodbyes say which of both it
-// is.
+// Set when this process is about to end. A rank that only leaves may come to another meeting, and a goodbye tells the
+// two apart.
 inline std::atomic<bool> process_ends{false};
 
 inline Frame goodbye() { return {.kind = Kind::Goodbye, .size = process_ends}; }

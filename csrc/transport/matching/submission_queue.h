@@ -52,7 +52,7 @@ class SubmissionQueue : public Interhost {
   // `sent` is what the peer sent before it left in order and nobody has asked for yet: a receive still gets it. `end`
   // is the answer of end_of().
   void note_failure(int peer, const Error& error, Inbox::Unexpecteds sent, End end);
-  void note_end(int peer);               // its process has, which was found out after note_failure()
+  void note_end(int peer);               // that the process ended, found out after note_failure()
   bool post_too_late(QueuedPost& post);  // ends it if a failure of the peer was noted, else returns false
 
   Shared shared_;  // any thread may read names and rank, which never change
