@@ -1,6 +1,5 @@
 // Checks of words that another process has written, in memory that both map or on the wire, before one becomes an
-// index, a length, a count, an enumerator or a pointer here. The writer may be wrong, or may be changing the word right
-// now.
+// index, a length, a count, an enumerator or a pointer here. The writer may be wrong, or changing the word right now.
 //
 // Each word is loaded once, into a local, so later writes change nothing here. A value is used only as a Checked, which
 // only the check can make. A word that is merely compared with others (how far a peer is) needs no check.

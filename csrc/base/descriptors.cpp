@@ -1,11 +1,52 @@
 #include "base/descriptors.h"
 
 #include <dirent.h>
+#include <fcntl.h>
+#include <pthread.h>
 #include <sys/resource.h>
+
+#include <mutex>
+#include <set>
 
 #include "base/error.h"
 
 namespace syncengine {
+
+namespace {
+
+struct Registry {
+  std::mutex mutex;
+  std::set<int> descriptors;
+};
+
+Registry& registry = *new Registry;  // never destroyed: descriptors may outlive static destruction
+
+// Makes async-signal-safe calls only: other threads' locks are lost in the child.
+void in_child() {
+  int nothing = open("/dev/null", O_RDWR | O_CLOEXEC);
+  for (int descriptor : registry.descriptors) {
+    if (nothing < 0 || dup3(nothing, descriptor, O_CLOEXEC) < 0) close(descriptor);
+  }
+  if (nothing >= 0) close(nothing);
+  registry.mutex.unlock();
+}
+
+}  // namespace
+
+ParentFd::ParentFd(const std::function<int()>& open) {
+  [[maybe_unused]] static int once =
+      pthread_atfork([] { registry.mutex.lock(); }, [] { registry.mutex.unlock(); }, &in_child);
+  std::lock_guard lock(registry.mutex);
+  fd_ = UniqueFd(open());
+  if (fd_) registry.descriptors.insert(fd_.get());
+}
+
+void ParentFd::reset() {
+  if (!fd_) return;
+  std::lock_guard lock(registry.mutex);  // until the descriptor is closed: its number may be another's afterwards
+  registry.descriptors.erase(fd_.get());
+  fd_.reset();
+}
 
 size_t open_descriptors() {
   DIR* folder = opendir("/proc/self/fd");

@@ -1,4 +1,4 @@
-// File descriptors: an owner that closes them, and how many this process may still open.
+// File descriptors: owners that close them, and how many this process may still open.
 //
 // Thread-safety: any thread.
 #pragma once
@@ -6,12 +6,11 @@
 #include <unistd.h>
 
 #include <cstddef>
+#include <functional>
 #include <string>
 #include <utility>
 
 namespace syncengine {
-
-// A file descriptor that closes itself.
 
 class UniqueFd {
  public:
@@ -32,6 +31,26 @@ class UniqueFd {
 
  private:
   int fd_ = -1;
+};
+
+// A descriptor that forked children (DataLoader workers) do not keep. A child that outlived its parent would hold the
+// parent's connections and port open, and the peers would take the parent for alive. No fork by another thread comes
+// between `open` and the note of what it has opened. In the child the number stays taken, by /dev/null, so that nobody
+// closes a stranger's descriptor.
+class ParentFd {
+ public:
+  ParentFd() = default;
+  explicit ParentFd(const std::function<int()>& open);
+  ParentFd(ParentFd&&) noexcept = default;
+  ParentFd& operator=(ParentFd&&) noexcept = default;
+  ~ParentFd() { reset(); }
+
+  int get() const { return fd_.get(); }
+  explicit operator bool() const { return static_cast<bool>(fd_); }
+  void reset();
+
+ private:
+  UniqueFd fd_;
 };
 
 size_t open_descriptors();  // of this process; 0 if /proc does not say

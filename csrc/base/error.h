@@ -30,8 +30,7 @@ class Error : public std::runtime_error {
   ErrorKind kind_;
 };
 
-// A rank has refused a step of a model, which thereby ends on all ranks, while the communicator goes on. The text is
-// the refusing rank's.
+// A rank has refused a step of a model, which ends on all ranks; the communicator goes on. The text is that rank's.
 class StepRefused : public Error {
  public:
   explicit StepRefused(const std::string& text) : Error(ErrorKind::Aborted, text) {}

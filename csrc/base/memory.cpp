@@ -6,33 +6,20 @@
 
 #include <cerrno>
 #include <string>
-#include <utility>
 
-#include "base/descriptors.h"
 #include "base/error.h"
 
 namespace syncengine {
 
-Mapping::Mapping(int fd, size_t bytes) : bytes_(bytes) {
+Mapping::Mapping(int fd, size_t bytes) : data_(nullptr, Unmap{bytes}) {
   void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
   if (data == MAP_FAILED)
     throw_system_error("can't map " + std::to_string(bytes) + " bytes of shared memory", errno, "mmap");
-  data_ = static_cast<std::byte*>(data);
+  data_.reset(static_cast<std::byte*>(data));
   advise(data, bytes, MADV_DONTDUMP);
 }
 
-Mapping::Mapping(Mapping&& other) noexcept
-    : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
-
-Mapping& Mapping::operator=(Mapping&& other) noexcept {
-  std::swap(data_, other.data_);
-  std::swap(bytes_, other.bytes_);
-  return *this;
-}
-
-Mapping::~Mapping() {
-  if (data_) munmap(data_, bytes_);
-}
+void Mapping::Unmap::operator()(std::byte* data) const { munmap(data, bytes); }
 
 bool make_inaccessible(void* address, size_t bytes) {
   constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;

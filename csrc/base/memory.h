@@ -1,8 +1,8 @@
-// Memory in whole pages: shared mappings, memfds, and what the kernel is advised about them; sizes of pages and cache
-// lines.
+// Memory in whole pages: shared mappings, memfds, and what the kernel is advised about them; the size of cache lines.
 #pragma once
 
 #include <cstddef>
+#include <memory>
 
 #include "base/descriptors.h"
 
@@ -18,26 +18,24 @@ constexpr size_t round_up(size_t value, size_t multiple) { return (value + multi
 struct Range {
   size_t begin = 0, end = 0;
   size_t bytes() const { return end - begin; }
+  bool meets(Range other) const { return begin < other.end && other.begin < end; }
 };
 
 // A shared memory mapping that unmaps itself.
-
 class Mapping {
  public:
-  Mapping() = default;
-  // Maps all `bytes` of `fd`, readable and writable, shared, kept out of core dumps if the kernel can. Throws
-  // InvalidUsage.
+  // Maps `bytes` of `fd` readable, writable, shared, and out of core dumps if the kernel can. Throws InvalidUsage.
   Mapping(int fd, size_t bytes);
-  Mapping(Mapping&& other) noexcept;
-  Mapping& operator=(Mapping&& other) noexcept;
-  ~Mapping();
 
-  std::byte* data() const { return data_; }
-  size_t bytes() const { return bytes_; }
+  std::byte* data() const { return data_.get(); }
+  size_t bytes() const { return data_.get_deleter().bytes; }
 
  private:
-  std::byte* data_ = nullptr;
-  size_t bytes_ = 0;
+  struct Unmap {
+    size_t bytes;
+    void operator()(std::byte* data) const;
+  };
+  std::unique_ptr<std::byte, Unmap> data_;
 };
 
 // Replaces whole pages by an inaccessible private mapping. Returns false, with errno, if the kernel refuses; the pages
@@ -48,8 +46,7 @@ class Mapping {
 // costs memory or time, never content.
 bool advise(void* address, size_t bytes, int advice);
 
-// Creates memory without a name, of a fixed size and never executable, which processes share by passing its descriptor
-// on.
+// Creates memory without a name, of a fixed size and never executable, which processes share by its descriptor.
 //
 // The memory is zeroed, sealed against growing, shrinking and other seals, and close-on-exec. `name` is what /proc
 // shows. Throws InvalidUsage, with `hint` appended if there was no room.

@@ -4,13 +4,9 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cmath>
 #include <fstream>
-#include <initializer_list>
 #include <limits>
 #include <sstream>
-#include <string>
-#include <string_view>
 #include <vector>
 
 namespace syncengine {
@@ -40,7 +36,6 @@ struct Mount {
 
 Mount find_mount(const std::string& controller, const std::string& root) {
   std::ifstream file(root + "/proc/self/mountinfo");
-  Mount found;
   for (std::string line; std::getline(file, line);) {  // "35 31 0:32 /top /place rw - cgroup cgroup rw,memory"
     const size_t dash = line.find(" - ");
     if (dash == std::string::npos) continue;
@@ -49,9 +44,9 @@ Mount find_mount(const std::string& controller, const std::string& root) {
     before >> id >> parent >> device >> top >> place;
     after >> type >> source >> options;
     const bool fits = controller.empty() ? type == "cgroup2" : type == "cgroup" && lists(options, controller);
-    if (fits && found.place.empty()) found = {top, place};
+    if (fits && !place.empty()) return {top, place};
   }
-  return found;
+  return {};
 }
 
 // The folders of this process's cgroup and of all above it, since each may have limits: from the innermost upwards;
@@ -80,16 +75,6 @@ size_t read_number(const std::string& path) {
   return file >> value ? value : kNoLimit;
 }
 
-// The sum of the numbers in the lines "key number" of `path`.
-size_t sum_of(const std::string& path, std::initializer_list<std::string_view> keys) {
-  std::ifstream file(path);
-  size_t sum = 0, value = 0;
-  for (std::string key; file >> key >> value;) {
-    if (std::find(keys.begin(), keys.end(), key) != keys.end()) sum += value;
-  }
-  return sum;
-}
-
 // The smallest quota of this process's cgroups, in cores; infinity if there is none.
 double cpu_quota(const std::string& root) {
   double least = std::numeric_limits<double>::infinity();
@@ -106,11 +91,16 @@ double cpu_quota(const std::string& root) {
   return least;
 }
 
-// Bytes that are left below a cgroup's limit. Pages of files count as used but go when memory is wanted; pages of
-// shared memory, the arenas' among them, do not go.
-size_t left_below(size_t limit, size_t used, size_t reclaimable) {
+// Bytes that are left below a cgroup's limit. Pages of files, which memory.stat counts by two keys behind `prefix`, are
+// used but go when memory is wanted; pages of shared memory, the arenas' among them, do not go.
+size_t left_below(const std::string& folder, const char* limit_name, const char* used_name, const std::string& prefix) {
+  const size_t limit = read_number(folder + limit_name);
+  size_t used = read_number(folder + used_name), bytes = 0;
   if (limit == kNoLimit || used == kNoLimit) return kNoLimit;
-  used -= std::min(used, reclaimable);
+  std::ifstream file(folder + "memory.stat");
+  for (std::string key; file >> key >> bytes;) {
+    if (key == prefix + "active_file" || key == prefix + "inactive_file") used -= std::min(used, bytes);
+  }
   return limit > used ? limit - used : 0;
 }
 
@@ -119,11 +109,9 @@ size_t left_below(size_t limit, size_t used, size_t reclaimable) {
 int available_cores(const std::string& root) {
   cpu_set_t set;
   CPU_ZERO(&set);
-  int cores =
+  const int cores =
       sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : static_cast<int>(sysconf(_SC_NPROCESSORS_ONLN));
-  double quota = cpu_quota(root);
-  if (std::isfinite(quota)) cores = std::min(cores, static_cast<int>(quota));
-  return std::max(cores, 1);
+  return std::max(static_cast<int>(std::min<double>(cores, cpu_quota(root))), 1);
 }
 
 size_t available_memory(const std::string& root) {
@@ -133,14 +121,9 @@ size_t available_memory(const std::string& root) {
     if (key == "MemAvailable:") available = std::stoull(rest) * 1024;
   }
   for (const auto& folder : folders("", root))
-    available =
-        std::min(available, left_below(read_number(folder + "memory.max"), read_number(folder + "memory.current"),
-                                       sum_of(folder + "memory.stat", {"active_file", "inactive_file"})));
+    available = std::min(available, left_below(folder, "memory.max", "memory.current", ""));
   for (const auto& folder : folders("memory", root))
-    available =
-        std::min(available, left_below(read_number(folder + "memory.limit_in_bytes"),
-                                       read_number(folder + "memory.usage_in_bytes"),
-                                       sum_of(folder + "memory.stat", {"total_active_file", "total_inactive_file"})));
+    available = std::min(available, left_below(folder, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"));
   return available;
 }
 

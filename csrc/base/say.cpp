@@ -9,7 +9,6 @@
 #include <cstddef>
 #include <deque>
 #include <mutex>
-#include <string>
 #include <system_error>
 #include <thread>
 #include <utility>
@@ -31,10 +30,7 @@ struct SaidLines {
 };
 
 // Never destroyed, since a thread may be writing when the process ends.
-SaidLines& said() {
-  static auto* all = new SaidLines;
-  return *all;
-}
+SaidLines& said = *new SaidLines;
 
 void write_all(const std::string& text) {
   for (size_t done = 0; done < text.size();) {
@@ -49,49 +45,46 @@ void write_all(const std::string& text) {
 
 void write_what_waits() {
   begin_thread("syncengine-say");
-  auto& all = said();
-  std::unique_lock lock(all.mutex);
-  while (!all.waiting.empty()) {
-    const std::string text = all.waiting.front();
+  std::unique_lock lock(said.mutex);
+  while (!said.waiting.empty()) {
+    const std::string text = said.waiting.front();
     lock.unlock();
     write_all(text);
     lock.lock();
-    all.waiting.pop_front();
-    if (all.waiting.empty() && all.dropped > 0)
-      all.waiting.push_back("syncengine: lines dropped here, since too many waited for stderr: " +
-                            std::to_string(std::exchange(all.dropped, 0)) + "\n");
+    said.waiting.pop_front();
+    if (said.waiting.empty() && said.dropped > 0)
+      said.waiting.push_back("syncengine: lines dropped here, since too many waited for stderr: " +
+                             std::to_string(std::exchange(said.dropped, 0)) + "\n");
   }
-  all.writer = 0;
-  all.written.notify_all();
+  said.writer = 0;
+  said.written.notify_all();
 }
 
 }  // namespace
 
 void say(std::string lines) {
-  auto& all = said();
-  std::lock_guard lock(all.mutex);
-  if (all.writer != 0 && all.writer != getpid()) {
-    all.waiting.clear();
-    all.dropped = 0;
-    all.writer = 0;
+  std::lock_guard lock(said.mutex);
+  if (said.writer != 0 && said.writer != getpid()) {
+    said.waiting.clear();
+    said.dropped = 0;
+    said.writer = 0;
   }
-  if (all.waiting.size() < kMostWaiting)
-    all.waiting.push_back(std::move(lines));
+  if (said.waiting.size() < kMostWaiting)
+    said.waiting.push_back(std::move(lines));
   else
-    all.dropped += std::count(lines.begin(), lines.end(), '\n');
-  if (all.writer == getpid()) return;
+    said.dropped += std::count(lines.begin(), lines.end(), '\n');
+  if (said.writer == getpid()) return;
   try {
     std::thread(write_what_waits).detach();
-    all.writer = getpid();
+    said.writer = getpid();
   } catch (const std::system_error&) {
     // No caller may be made to wait, so the lines wait for a later call that can start a thread.
   }
 }
 
 void await_said() {
-  auto& all = said();
-  std::unique_lock lock(all.mutex);
-  all.written.wait_for(lock, std::chrono::seconds(1), [&] { return all.writer != getpid(); });
+  std::unique_lock lock(said.mutex);
+  said.written.wait_for(lock, std::chrono::seconds(1), [&] { return said.writer != getpid(); });
 }
 
 }  // namespace syncengine

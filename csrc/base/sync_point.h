@@ -1,5 +1,4 @@
-// Named points of the protocol where a test build can kill, stop or delay this process. They do nothing in a normal
-// build.
+// Named points of the protocol where a test build can kill, stop or delay this process. Other builds do nothing there.
 //
 // SYNCENGINE_TEST_FAULT="<point>:<n>:<action>" acts when the point is passed for the n-th time (counted from 1); action
 // is kill, segv, stop, exit or sleep<milliseconds>.
@@ -9,16 +8,10 @@ namespace syncengine {
 
 #ifdef SYNCENGINE_TEST_HOOKS
 void sync_point(const char* name);
+constexpr bool has_test_hooks() { return true; }
 #else
 inline void sync_point(const char*) {}
+constexpr bool has_test_hooks() { return false; }
 #endif
-
-constexpr bool has_test_hooks() {
-#ifdef SYNCENGINE_TEST_HOOKS
-  return true;
-#else
-  return false;
-#endif
-}
 
 }  // namespace syncengine

@@ -4,7 +4,6 @@
 #include <cstdint>
 #include <cstdio>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "base/deadline.h"
@@ -30,12 +29,10 @@ inline std::string rank_names(const std::vector<int>& ranks, uint64_t mask) {
 
 // Names ranks that are numbered within a group, as texts do: by their ranks in the whole job. Without a list of those
 // ranks, the numbers in the group are used.
-class RankNames {
- public:
-  RankNames() = default;
-  explicit RankNames(std::vector<int> global_ranks) : global_ranks_(std::move(global_ranks)) {}
+struct RankNames {
+  std::vector<int> global_ranks = {};
 
-  int global(int rank) const { return global_ranks_.empty() ? rank : global_ranks_.at(rank); }
+  int global(int rank) const { return global_ranks.empty() ? rank : global_ranks.at(rank); }
   std::string operator()(int rank) const { return rank_name(global(rank)); }
   template <class Ranks>
   std::string all(const Ranks& ranks) const {
@@ -43,9 +40,6 @@ class RankNames {
     for (int rank : ranks) named.push_back(global(rank));
     return rank_names(named);
   }
-
- private:
-  std::vector<int> global_ranks_;
 };
 
 inline std::string seconds_text(double seconds) {

@@ -40,9 +40,8 @@ void delete_off(const std::thread& its, Object* object) {
     delete object;
 }
 
-// The kernel's wait on an address, shared between processes. Spurious returns are allowed; callers re-check.
-
-// Returns when woken, when `word` differs from `expected`, after `timeout`, or on a signal.
+// The kernel's wait on an address, shared between processes. Returns when woken, when `word` differs from `expected`,
+// after `timeout`, on a signal, or spuriously; callers re-check.
 void futex_wait(const std::atomic<uint32_t>& word, uint32_t expected, Duration timeout);
 void futex_wake_all(const std::atomic<uint32_t>& word);
 

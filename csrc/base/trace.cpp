@@ -21,21 +21,11 @@
 
 namespace syncengine::trace {
 
-namespace internal {
-std::atomic<Ring*> active{nullptr};
-}
-
-namespace {
-
-constexpr uint64_t kMagic = 0x3165636172545353;  // "SSTrace1", little-endian
-constexpr size_t kHeaderBytes = 4096;
-constexpr size_t kTextBytes = 1 << 20;
-
-}  // namespace
+std::atomic<Ring*> internal::active{nullptr};
 
 class Ring {
  public:
-  Ring(const std::string& file, size_t events, uint64_t steps) : path(file), capacity_(events), steps_left(steps) {
+  Ring(const std::string& file, size_t events, uint64_t steps) : path(file), steps_left(steps), capacity_(events) {
     ::unlink(file.c_str());  // an earlier trace may still be mapped
     const UniqueFd fd(::open(file.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600));
     // All room is allocated now: if the disk filled up later, a store into the mapping would kill the process.
@@ -103,15 +93,13 @@ class Ring {
   }
 
   const std::string path;
-
- private:
-  const size_t capacity_;
-  size_t bytes_ = kHeaderBytes + kTextBytes + capacity_ * sizeof(Slot);  // 0 after release()
-
- public:
   std::atomic<uint64_t> steps_left;  // 0: no limit
 
  private:
+  static constexpr uint64_t kMagic = 0x3165636172545353;  // "SSTrace1", little-endian
+  static constexpr size_t kHeaderBytes = 4096;
+  static constexpr size_t kTextBytes = 1 << 20;
+
   // syncengine/tracing/events.py reads these.
   struct Header {
     uint64_t magic, capacity, text_bytes;
@@ -129,6 +117,8 @@ class Ring {
   };
   static_assert(sizeof(Slot) == 64 && std::atomic<uint64_t>::is_always_lock_free);
 
+  const size_t capacity_;
+  size_t bytes_ = kHeaderBytes + kTextBytes + capacity_ * sizeof(Slot);  // 0 after release()
   Header* header_;
   char* texts_;
   Slot* slots_;
@@ -143,19 +133,16 @@ struct OfProcess {
   std::vector<std::unique_ptr<Ring>> rings;  // a thread may be about to write into an earlier one
   Ring* current = nullptr;                   // until stop()
 };
-OfProcess& of_process() {
-  static auto* state = new OfProcess;  // threads may outlive static objects
-  return *state;
-}
+OfProcess& of_process = *new OfProcess;  // never destroyed: threads may outlive static objects
 
 }  // namespace
 
 void start(const std::string& path, size_t events, const std::string& about, uint64_t steps) {
   [[maybe_unused]] static int once = pthread_atfork(nullptr, nullptr, [] {
     internal::active.store(nullptr, std::memory_order_release);
-    of_process().current = nullptr;
+    of_process.current = nullptr;
   });
-  auto& [mutex, rings, current] = of_process();
+  auto& [mutex, rings, current] = of_process;
   std::lock_guard lock(mutex);
   if (current) throw Error(ErrorKind::InvalidUsage, "this process is traced already, into " + current->path);
   for (const auto& ring : rings) ring->release();
@@ -166,14 +153,14 @@ void start(const std::string& path, size_t events, const std::string& about, uin
 }
 
 void stop() {
-  auto& [mutex, rings, current] = of_process();
+  auto& [mutex, rings, current] = of_process;
   std::lock_guard lock(mutex);
   internal::active.store(nullptr, std::memory_order_release);
   if (current) std::exchange(current, nullptr)->end();
 }
 
 std::string path() {
-  auto& [mutex, rings, current] = of_process();
+  auto& [mutex, rings, current] = of_process;
   std::lock_guard lock(mutex);
   return current ? current->path : "";
 }

@@ -17,7 +17,6 @@ void bind_communicator(pybind11::module_& module);
 void bind_packet_transports(pybind11::module_& module);
 void bind_local_bootstrap(pybind11::module_& module);
 void bind_common_memory(pybind11::module_& module);
-void bind_weights(pybind11::module_& module);
 void bind_reducer(pybind11::module_& module);
 void bind_backend(pybind11::module_& module);
 

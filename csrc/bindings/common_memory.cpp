@@ -1,6 +1,7 @@
 // syncengine._C.CommonMemory: memory that the ranks of a host have in common, as tensors, and how they get it.
 #include <torch/csrc/utils/pybind.h>
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/ops/from_blob.h>
 #include <malloc.h>
 #include <pybind11/stl.h>
@@ -30,7 +31,7 @@ struct MemoryExchange {
     for (const auto& address : addresses) members += !address.empty();
     if (members <= 1) return std::move(own);
     auto memories = fd_exchange.exchange(rank, addresses, own->fd(), Deadline::after(seconds(timeout)),
-                                         raise_pending_signal, RankNames(global_ranks));
+                                         raise_pending_signal, RankNames{global_ranks});
     return rank == maker ? std::move(own) : shm::Region::open(std::move(memories.at(maker)));
   }
 
@@ -47,12 +48,7 @@ struct Keep {
 // Each tensor has a storage of its own, so that saving one tensor does not save them all.
 at::Tensor tensor_in(const Shared& region, size_t offset, const std::vector<int64_t>& sizes,
                      const std::vector<int64_t>& strides, at::ScalarType type) {
-  size_t elements = 1;
-  for (size_t i = 0; i < sizes.size(); ++i) {
-    if (sizes[i] == 0) elements = 0;
-    if (elements > 0) elements += static_cast<size_t>(sizes[i] - 1) * static_cast<size_t>(strides.at(i));
-  }
-  void* data = region->at(offset, elements * c10::elementSize(type));
+  void* data = region->at(offset, at::detail::computeStorageNbytes(sizes, strides, c10::elementSize(type)));
   return at::from_blob(data, sizes, strides, Keep{region}, at::TensorOptions().dtype(type));
 }
 

@@ -35,13 +35,10 @@ namespace syncengine {
 
 namespace {
 
-// Tensors in the engine's terms: spans and element types.
-
 DType dtype_of(at::ScalarType type, const char* what) {
   if (auto dtype = same_dtype(type)) return *dtype;
-  throw Error(ErrorKind::InvalidUsage,
-              std::string(what) + ": dtype " + c10::toString(type) +
-                  " is not supported; use float16, bfloat16, float32, float64, int8 to int64, uint8 or bool");
+  refuse(what, "dtype ", c10::toString(type),
+         " is not supported; use float16, bfloat16, float32, float64, int8 to int64, uint8 or bool");
 }
 
 ReduceOp op_of(const std::string& text) {
@@ -142,15 +139,13 @@ ErrorKind kind_of(const std::string& error) {
   for (ErrorKind kind :
        {ErrorKind::PeerLost, ErrorKind::Timeout, ErrorKind::Mismatch, ErrorKind::Aborted, ErrorKind::InvalidUsage})
     if (error == name(kind)) return kind;
-  throw Error(ErrorKind::InvalidUsage, "abort: can't raise '" + error +
-                                           "': give 'PeerLost', 'Timeout', 'Mismatch', 'Aborted' or 'InvalidUsage'");
+  refuse("abort", "can't raise '", error, "': give 'PeerLost', 'Timeout', 'Mismatch', 'Aborted' or 'InvalidUsage'");
 }
 
 // Makes a tensor in memory of a communicator's device. Collective. Called with the GIL.
 at::Tensor empty_on_device(const std::shared_ptr<Communicator>& communicator, const std::vector<int64_t>& sizes,
                            size_t bytes, at::ScalarType type, c10::Device device) {
-  if (!device.is_cuda())
-    throw Error(ErrorKind::InvalidUsage, "empty: device '" + device.str() + "' is neither a CPU nor a CUDA device");
+  if (!device.is_cuda()) refuse("empty", "device '", device, "' is neither a CPU nor a CUDA device");
   if (!device.has_index()) {
     cuda::require_device(0);
     device = c10::impl::VirtualGuardImpl(kDeviceType).getDevice();
@@ -167,11 +162,11 @@ at::Tensor empty(const std::shared_ptr<Communicator>& communicator, const std::v
   int64_t bytes = static_cast<int64_t>(c10::elementSize(type));
   bool too_many = false;
   for (int64_t extent : sizes) {
-    if (extent < 0) throw Error(ErrorKind::InvalidUsage, "empty: negative size " + std::to_string(extent));
+    if (extent < 0) refuse("empty", "negative size ", extent);
     too_many |= __builtin_mul_overflow(bytes, extent, &bytes);
   }
   if (too_many && std::find(sizes.begin(), sizes.end(), 0) == sizes.end())
-    throw Error(ErrorKind::InvalidUsage, "empty: no address space has room for so many elements");
+    refuse("empty", "no address space has room for so many elements");
   if (device && !device->is_cpu()) return empty_on_device(communicator, sizes, bytes, type, *device);
   auto memory = communicator->allocate(bytes);
   return at::from_blob(
@@ -198,9 +193,7 @@ void bind_communicator(py::module_& module) {
                                    without_gil)
       .def_property_readonly("rank", &Communicator::rank, "This process's rank in the group.")
       .def_property_readonly("size", &Communicator::size, "Number of ranks in the group.")
-      .def_property_readonly("global_ranks", &Communicator::global_ranks,
-                             "The rank of each member in the whole "
-                             "job.")
+      .def_property_readonly("global_ranks", &Communicator::global_ranks, "The rank of each member in the whole job.")
       .def_property_readonly(
           "numerics", [](const Communicator& c) { return name(c.numerics()); }, "'rank_order', 'ring' or 'fast'.")
       .def_property_readonly(
@@ -219,8 +212,7 @@ void bind_communicator(py::module_& module) {
           "broadcast",
           [](const Shared& self, const at::Tensor& tensor, int src, bool async_op, const Text& layout) {
             if (src < 0 || src >= self->size())
-              throw Error(ErrorKind::InvalidUsage, "broadcast: src " + std::to_string(src) + " is not a rank of 0.." +
-                                                       std::to_string(self->size() - 1));
+              refuse("broadcast", "src ", src, " is not a rank of 0..", self->size() - 1);
             return start(self, Collective::Broadcast, tensor, tensor, ReduceOp::Sum, src, async_op, layout);
           },
           py::arg("tensor"), py::arg("src"), py::arg("async_op") = false, py::arg("layout") = "",
@@ -253,21 +245,17 @@ void bind_communicator(py::module_& module) {
           "Returns when every rank has called it; with a CUDA `device` its current stream waits instead.")
       .def(
           "split",
-          [](Communicator& self, const std::vector<int>& ranks) {
-            py::gil_scoped_release nogil;
-            return self.split(ranks, raise_pending_signal);
-          },
-          py::arg("ranks"),
+          [](Communicator& self, const std::vector<int>& ranks) { return self.split(ranks, raise_pending_signal); },
+          py::arg("ranks"), py::call_guard<py::gil_scoped_release>(),
           "Makes a communicator of `ranks`, which are ranks of this one, with this rank among them; returns None "
           "for an empty list. Every rank must call it.")
       .def(
           "shrink",
           [](Communicator& self, double patience) {
             require_seconds("shrink(patience=...)", patience);
-            py::gil_scoped_release nogil;
             return self.shrink(seconds(patience), raise_pending_signal);
           },
-          py::arg("patience") = 30.0,
+          py::arg("patience") = 30.0, py::call_guard<py::gil_scoped_release>(),
           "Makes a communicator of the members that are left after a failure, in their order. Each of them must "
           "call it. Members that have not called it after `patience` seconds are left out, and their call raises "
           "Aborted.")
@@ -317,11 +305,8 @@ void bind_backend(py::module_& module) {
       .def_property_readonly("communicator", &TorchBackend::communicator, "The engine's communicator below.")
       .def(
           "split",
-          [](TorchBackend& self, const std::vector<int>& ranks) {
-            py::gil_scoped_release nogil;
-            return self.split(nullptr, ranks, nullptr);
-          },
-          py::arg("ranks"),
+          [](TorchBackend& self, const std::vector<int>& ranks) { return self.split(nullptr, ranks, nullptr); },
+          py::arg("ranks"), py::call_guard<py::gil_scoped_release>(),
           "The backend of `ranks` of this group, in ascending order; None on a rank that is not among them. Every rank "
           "must call it.")
       .def(
@@ -330,8 +315,7 @@ void bind_backend(py::module_& module) {
           "CPU.")
       .def_property_readonly(
           "options", [](TorchBackend& self) { return self.getBackendOptions(); },
-          "The settings of the backend that "
-          "torch keeps.");
+          "The settings of the backend that torch keeps.");
   module.def("backend_communicators", &TorchBackend::open_communicators);
   module.def("end_backends", &TorchBackend::end_all, py::call_guard<py::gil_scoped_release>());
 }

@@ -35,9 +35,7 @@ constexpr const char* kHelpers[] = {"multiprocessing.queues",
 bool is_helper(py::handle thread) {
   for (py::handle owner : {py::object(py::getattr(thread, "_target", py::none())), py::object(py::type::of(thread))}) {
     auto module = py::str(py::getattr(owner, "__module__", py::none())).cast<std::string>();
-    for (const char* helper : kHelpers) {
-      if (module == helper) return true;
-    }
+    if (std::find(std::begin(kHelpers), std::end(kHelpers), module) != std::end(kHelpers)) return true;
   }
   return false;
 }
@@ -143,8 +141,7 @@ void bind_options(py::module_& module) {
 }
 
 // A job, and the listener for ranks of other hosts once it is known that there are any.
-struct Bootstrap {
-  LocalBootstrap job;
+struct Bootstrap : LocalBootstrap {
   int rank;
   RankNames names;
   std::unique_ptr<tcp::Listener> listener = {};
@@ -160,22 +157,21 @@ struct Bootstrap {
       if (auto why = lost().cast<std::string>(); !why.empty()) throw Error(ErrorKind::PeerLost, why);
     };
     auto make_interhost = [&] {
+      const auto host_of = hosts(addresses);
       if (transport) {
         std::vector<int> peers;
-        auto hosts = job.hosts(addresses);
-        for (int peer = 0; peer < static_cast<int>(hosts.size()); ++peer)
-          if (hosts[peer] != hosts[rank]) peers.push_back(peer);
+        for (int peer = 0; peer < static_cast<int>(host_of.size()); ++peer)
+          if (host_of[peer] != host_of[rank]) peers.push_back(peer);
         return connect_by(*transport, rank, peers, names);
       }
       if (!listener || network_addresses.size() != addresses.size())
         throw Error(ErrorKind::InvalidUsage, "connect() needs listen() and its answers where there are several hosts");
       auto peers = network_addresses;
-      auto hosts = job.hosts(addresses);
       for (size_t peer = 0; peer < peers.size(); ++peer)
-        if (hosts[peer] == hosts[rank]) peers[peer].clear();
+        if (host_of[peer] == host_of[rank]) peers[peer].clear();
       return tcp::connect(std::move(*std::exchange(listener, {})), rank, peers, deadline, interrupted);
     };
-    return job.connect(addresses, deadline, interrupted, make_interhost);
+    return LocalBootstrap::connect(addresses, deadline, interrupted, make_interhost);
   }
 };
 
@@ -187,26 +183,14 @@ void bind_local_bootstrap(py::module_& module) {
       .def(py::init(
                [](int rank, int size, const JobOptions& options, const std::optional<std::vector<int>>& global_ranks) {
                  const auto ranks = global_ranks.value_or(std::vector<int>{});
-                 return std::unique_ptr<Bootstrap>(
-                     new Bootstrap{LocalBootstrap(rank, size, options, count_python_threads, options.host_id, ranks),
-                                   rank, RankNames(ranks)});
+                 return std::unique_ptr<Bootstrap>(new Bootstrap{
+                     {rank, size, options, count_python_threads, options.host_id, ranks}, rank, RankNames{ranks}});
                }),
            py::arg("rank"), py::arg("size"), py::arg("options"), py::arg("global_ranks") = py::none())
-      .def("address", [](const Bootstrap& self) { return py::bytes(self.job.address()); })
-      .def(
-          "hosts",
-          [](const Bootstrap& self, const std::vector<std::string>& addresses) { return self.job.hosts(addresses); },
-          py::arg("addresses"))
-      .def(
-          "on_one_network",
-          [](const Bootstrap& self, const std::vector<std::string>& addresses) {
-            return self.job.on_one_network(addresses);
-          },
-          py::arg("addresses"))
-      .def(
-          "unseen",
-          [](const Bootstrap& self, const std::vector<std::string>& addresses) { return self.job.unseen(addresses); },
-          py::arg("addresses"))
+      .def("address", [](const Bootstrap& self) { return py::bytes(self.address()); })
+      .def("hosts", &Bootstrap::hosts, py::arg("addresses"))
+      .def("on_one_network", &Bootstrap::on_one_network, py::arg("addresses"))
+      .def("unseen", &Bootstrap::unseen, py::arg("addresses"))
       .def(
           "listen",
           [](Bootstrap& self, NetworkOptions options) {
@@ -222,12 +206,11 @@ void bind_local_bootstrap(py::module_& module) {
           [](Bootstrap& self, const std::vector<std::string>& addresses, double timeout,
              const std::optional<std::vector<std::string>>& network_addresses, PacketTransportHandle* transport,
              const py::object& lost) {
-            py::gil_scoped_release nogil;
             return self.connect(addresses, timeout, network_addresses.value_or(std::vector<std::string>{}), transport,
                                 lost);
           },
           py::arg("addresses"), py::arg("timeout"), py::arg("network_addresses") = py::none(),
-          py::arg("transport") = py::none(), py::arg("lost") = py::none());
+          py::arg("transport") = py::none(), py::arg("lost") = py::none(), py::call_guard<py::gil_scoped_release>());
   module.def(
       "solo", [](const JobOptions& options, int global_rank) { return make_solo_communicator(options, global_rank); },
       py::arg("options"), py::arg("global_rank") = 0);

@@ -19,6 +19,7 @@
 #include "transport/tcp/address.h"
 
 namespace py = pybind11;
+using namespace py::literals;
 
 namespace syncengine {
 
@@ -37,16 +38,11 @@ void translate_errors() {
 }
 
 // The machine as the engine sees it, for `syncengine doctor`: what this process may use of it.
-
 py::dict machine() {
-  py::dict result;
-  result["available_cores"] = available_cores();
-  result["available_memory"] = available_memory();
-  result["total_memory"] = total_memory();
-  result["open_descriptors"] = open_descriptors();
-  result["most_descriptors"] = most_descriptors();
-  result["best_instruction_set"] = kernels::name(kernels::best_isa());
-  return result;
+  return py::dict("available_cores"_a = available_cores(), "available_memory"_a = available_memory(),
+                  "total_memory"_a = total_memory(), "open_descriptors"_a = open_descriptors(),
+                  "most_descriptors"_a = most_descriptors(),
+                  "best_instruction_set"_a = kernels::name(kernels::best_isa()));
 }
 
 std::vector<std::pair<std::string, std::string>> network_interfaces() {
@@ -106,7 +102,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   syncengine::bind_packet_transports(module);
   syncengine::bind_local_bootstrap(module);
   syncengine::bind_common_memory(module);
-  syncengine::bind_weights(module);
   syncengine::bind_reducer(module);
   syncengine::bind_backend(module);
   syncengine::bind_machine(module);

@@ -17,13 +17,27 @@ namespace syncengine {
 
 namespace {
 
+// Calls `close`, which closes a transport in Python and whose errors nobody gets; then drops `owner`.
+template <class Close>
+void close_and_drop(py::object& owner, const Close& close) {
+  py::gil_scoped_acquire gil;
+  try {
+    close();
+  } catch (py::error_already_set& error) {
+    error.discard_as_unraisable("syncengine: closing what connects hosts");
+  }
+  owner = {};
+}
+
 // A transport written in Python, as _C.pyi describes it. Each call takes the GIL once; an exception fails everything
 // that is under way.
 class PythonPacketTransport final : public packets::PacketTransport {
  public:
   explicit PythonPacketTransport(py::object transport) : transport_(std::move(transport)) {}
   ~PythonPacketTransport() override {
-    if (transport_) drop();
+    if (!transport_) return;
+    py::gil_scoped_acquire gil;
+    transport_ = {};
   }
 
   bool start(std::function<void()>) override { return false; }
@@ -52,23 +66,13 @@ class PythonPacketTransport final : public packets::PacketTransport {
   }
 
   void close(bool in_order) override {
-    py::gil_scoped_acquire gil;
-    try {
-      transport_.attr("close")(in_order);
-    } catch (py::error_already_set& error) {
-      error.discard_as_unraisable("syncengine: closing what connects hosts");
-    }
-    transport_ = {};
+    close_and_drop(transport_, [&] { transport_.attr("close")(in_order); });
   }
 
  private:
   void fail_all(const std::string& text, std::vector<End>& ends) {
     for (uint64_t id : pending_) ends.push_back({id, text});
     pending_.clear();
-  }
-  void drop() {
-    py::gil_scoped_acquire gil;
-    transport_ = {};
   }
 
   py::object transport_;
@@ -150,15 +154,7 @@ void bind_packet_transports(py::module_& module) {
       [](c10::intrusive_ptr<::c10d::ProcessGroup> group, std::vector<int> ranks, int tag, py::function closed,
          std::string by, bool checksum, double silence) {
         auto call = std::make_shared<py::function>(std::move(closed));
-        auto on_closed = [call] {
-          py::gil_scoped_acquire gil;
-          try {
-            (*call)();
-          } catch (py::error_already_set& error) {
-            error.discard_as_unraisable("syncengine: closing what connects hosts");
-          }
-          *call = {};
-        };
+        auto on_closed = [call] { close_and_drop(*call, *call); };
         auto transport = std::make_unique<TorchPacketTransport>(std::move(group), std::move(ranks), tag, on_closed);
         return PacketTransportHandle{std::move(transport),
                                      {.by = std::move(by), .checksum = checksum, .timing = {.silence = silence}}};

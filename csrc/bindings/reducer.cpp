@@ -1,4 +1,4 @@
-// syncengine._C.Reducer, and the communication hooks that it calls.
+// syncengine._C.Reducer, with the classes around it, and the communication hooks that it calls.
 
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
@@ -67,32 +67,6 @@ class PythonHook final : public c10d::CommHookInterface {
   py::object state_, hook_;
 };
 
-}  // namespace
-
-// syncengine._C.WatchedWeights and WeightSlices.
-
-void bind_weights(py::module_& module) {
-  py::class_<WatchedWeights>(module, "WatchedWeights")
-      .def(py::init<std::vector<at::Tensor>>(), py::arg("parameters"))
-      .def("note", &WatchedWeights::note)
-      .def("note_update", &WatchedWeights::note_update)
-      .def("moved", &WatchedWeights::moved)
-      .def("written", &WatchedWeights::written)
-      .def("gradients", [](const WatchedWeights& self) { return py::bytes(self.gradients()); });
-
-  py::class_<WeightSlices>(module, "WeightSlices")
-      .def(py::init([](const std::vector<std::tuple<at::Tensor, at::Tensor, int64_t>>& slices) {
-             std::vector<WeightSlices::Slice> made;
-             for (const auto& [parameter, tensor, begin] : slices) made.push_back({parameter, tensor, begin});
-             return WeightSlices(std::move(made));
-           }),
-           py::arg("slices"))
-      .def("take_gradients", &WeightSlices::take_gradients)
-      .def("drop_gradients", &WeightSlices::drop_gradients);
-}
-
-namespace {
-
 std::unique_ptr<BucketLane> make_lane(const std::vector<at::Tensor>& parameters,
                                       const std::shared_ptr<Communicator>& communicator, bool flat_buckets) {
   if (!parameters.empty() && !parameters[0].is_cpu()) return make_device_lane(communicator, parameters[0].device());
@@ -130,7 +104,7 @@ void install_futures(Reducer& reducer, const std::vector<std::shared_ptr<torch::
 py::dict statistics_dict(Reducer& reducer) {
   const auto [statistics, shortage] = [&] {
     py::gil_scoped_release no_gil;
-    return std::pair(reducer.snapshot().statistics, reducer.shortage());
+    return std::pair(reducer.statistics(), reducer.shortage());
   }();
   auto by_name = [](const auto& names, const auto& bytes) {
     py::dict result;
@@ -143,13 +117,6 @@ py::dict statistics_dict(Reducer& reducer) {
                   "staged_bytes"_a = by_name(kStageReasons, statistics.staged_bytes), "shortage"_a = shortage);
 }
 
-template <auto Field>
-auto read(Reducer& reducer) {
-  return reducer.snapshot().*Field;
-}
-
-// Returns the numbers of steps and bytes so far; for each of the last steps a row of times; for each of the compared
-// steps a row of stamps.
 py::tuple summary_tuple(const StepTimes& times) {
   const StepTimes::Summary summary = times.summary();
   constexpr size_t kTimes = sizeof(StepTimes::Step) / sizeof(int64_t);
@@ -161,8 +128,25 @@ py::tuple summary_tuple(const StepTimes& times) {
 }  // namespace
 
 void bind_reducer(py::module_& module) {
+  py::class_<WatchedWeights>(module, "WatchedWeights")
+      .def(py::init<std::vector<at::Tensor>>(), py::arg("parameters"))
+      .def("note", &WatchedWeights::note)
+      .def("note_update", &WatchedWeights::note_update)
+      .def("moved", &WatchedWeights::moved)
+      .def("written", &WatchedWeights::written)
+      .def("gradients", [](const WatchedWeights& self) { return py::bytes(self.gradients()); });
+
+  py::class_<WeightSlices>(module, "WeightSlices")
+      .def(py::init([](const std::vector<std::tuple<at::Tensor, at::Tensor, int64_t>>& slices) {
+             std::vector<WeightSlices::Slice> made;
+             for (const auto& [parameter, tensor, begin] : slices) made.push_back({parameter, tensor, begin});
+             return WeightSlices(std::move(made));
+           }),
+           py::arg("slices"))
+      .def("take_gradients", &WeightSlices::take_gradients)
+      .def("drop_gradients", &WeightSlices::drop_gradients);
+
   using NoGil = py::call_guard<py::gil_scoped_release>;
-  using Snapshot = Reducer::Snapshot;
   py::class_<ReducerOptions>(module, "ReducerOptions")
       .def(py::init<>())
       .def_readwrite("find_unused_parameters", &ReducerOptions::find_unused_parameters)
@@ -206,15 +190,15 @@ void bind_reducer(py::module_& module) {
       .def(
           "refuse_forward", [](Reducer& self, const Text& text) { self.refuse_forward(text); }, py::arg("text"),
           NoGil())
-      .def("can_refuse", &read<&Snapshot::can_refuse>, NoGil())
+      .def("can_refuse", &Reducer::can_refuse, NoGil())
       .def("vote_on_forward", &Reducer::vote_on_forward, NoGil())
-      .def("is_undecided", &read<&Snapshot::is_undecided>, NoGil())
+      .def("is_undecided", &Reducer::is_undecided, NoGil())
       .def("decide", &Reducer::decide, NoGil())
       .def("reserve_slots", &Reducer::reserve_slots, py::arg("copy_of") = py::none(), NoGil())
       .def("shadow_backward", &Reducer::shadow_backward, NoGil())
       .def("check_finalized", &Reducer::check_finalized, NoGil())
       .def("remove_hooks", &Reducer::remove_hooks, NoGil())
-      .def("has_averaged", &read<&Snapshot::has_averaged>, NoGil())
+      .def("has_averaged", &Reducer::has_averaged, NoGil())
       .def("wanted", &Reducer::wanted, NoGil())
       .def("install_plan", &Reducer::install_plan, py::arg("buckets"), py::arg("provisional"), NoGil())
       .def("average_over", &Reducer::average_over, py::arg("divisor"), py::arg("weight"), NoGil())
@@ -222,7 +206,7 @@ void bind_reducer(py::module_& module) {
       .def("complete_step", &Reducer::complete_step, py::arg("sums"), py::arg("total"), py::arg("number"), NoGil())
       .def("end_step", &Reducer::end_step, NoGil())
       .def("drop_step", &Reducer::drop_step, NoGil())
-      .def("backwards", &read<&Snapshot::backwards>, NoGil())
+      .def("backwards", &Reducer::backwards, NoGil())
       .def("install_futures", &install_futures, py::arg("futures"))
       .def("set_comm_hook", &set_comm_hook, py::arg("state"), py::arg("hook"))
       .def("set_compression", &Reducer::set_compression, py::arg("dtype"), py::arg("divides_first") = true, NoGil())
@@ -231,9 +215,9 @@ void bind_reducer(py::module_& module) {
       .def("last_error", &Reducer::last_error, NoGil())
       .def("not_averaged", &Reducer::not_averaged, NoGil())
       .def("ready_order", &Reducer::ready_order, NoGil())
-      .def("knows_order", &read<&Snapshot::knows_order>, NoGil())
-      .def("graph_is_static", &read<&Snapshot::graph_is_static>, NoGil())
-      .def("step_times", &read<&Snapshot::step_times>, NoGil())
+      .def("knows_order", &Reducer::knows_order, NoGil())
+      .def("graph_is_static", &Reducer::graph_is_static, NoGil())
+      .def("step_times", &Reducer::step_times, NoGil())
       .def("statistics", &statistics_dict);
 }
 

@@ -7,9 +7,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstddef>
-#include <cstdint>
 #include <cstring>
-#include <functional>
 #include <iterator>
 #include <list>
 #include <map>
@@ -46,13 +44,7 @@ socklen_t fill(sockaddr_un& address, const std::string& name) {
 struct DescriptorMessage {
   iovec piece;
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
-  msghdr message{};
-  DescriptorMessage(void* text, size_t bytes) : piece{text, bytes} {
-    message.msg_iov = &piece;
-    message.msg_iovlen = 1;
-    message.msg_control = control;
-    message.msg_controllen = sizeof(control);
-  }
+  msghdr message{.msg_iov = &piece, .msg_iovlen = 1, .msg_control = control, .msg_controllen = sizeof(control)};
 };
 
 bool must_wait(int error) { return error == EAGAIN || error == EINTR; }
@@ -104,7 +96,7 @@ bool send(int socket, const void* message, size_t bytes) {
 }
 
 Sent send_fd(int socket, const void* message, size_t bytes, int fd) {
-  DescriptorMessage buffers(const_cast<void*>(message), bytes);
+  DescriptorMessage buffers{.piece = {const_cast<void*>(message), bytes}};
   cmsghdr* header = CMSG_FIRSTHDR(&buffers.message);
   header->cmsg_level = SOL_SOCKET;
   header->cmsg_type = SCM_RIGHTS;
@@ -119,7 +111,7 @@ Sent send_fd(int socket, const void* message, size_t bytes, int fd) {
 }
 
 Got receive_fd(int socket, void* message, size_t bytes, UniqueFd& fd, const std::string& who) {
-  DescriptorMessage buffers(message, bytes);
+  DescriptorMessage buffers{.piece = {message, bytes}};
   ssize_t got = recvmsg(socket, &buffers.message, MSG_CMSG_CLOEXEC);
   if (got < 0 && must_wait(errno)) return Got::Nothing;
   cmsghdr* header = CMSG_FIRSTHDR(&buffers.message);
@@ -151,26 +143,89 @@ struct RendezvousPoint {
   std::string name, secret;
 };
 
+using local_socket::Got, local_socket::Sent;
+
+constexpr size_t kMaxUnidentified = 64;  // at once, beyond the ranks that are still expected
+constexpr int kPollMs = 50, kRetryMs = 5;
+
 class LocalRendezvous {
  public:
   // `places` holds the points of the peers and of this rank, by rank; `own` is the descriptor to hand out.
-  LocalRendezvous(int rank, std::map<int, RendezvousPoint> places, int own, const ParentFd& listener, RankNames names);
+  LocalRendezvous(int rank, std::map<int, RendezvousPoint> places, int own, const ParentFd& listener, RankNames names)
+      : rank_(rank), own_(own), names_(std::move(names)), places_(std::move(places)), listener_(listener) {
+    for (const auto& [peer, place] : places_) {
+      if (peer == rank) continue;
+      calls_[peer];
+      unserved_.insert(peer);
+    }
+    // Each peer takes three: a socket on which this rank calls it, one on which it calls this rank, and its memory.
+    require_descriptors(names_(rank) + " with " + std::to_string(calls_.size()) + " peers on its host",
+                        3 * calls_.size());
+  }
 
   // Does what can be done without blocking. Throws if a peer is lost.
-  void step();
-  bool over() const { return unserved_.empty() && has_all(); }
-  // Waits until a peer may have called or sent something, for a moment at most.
-  void wait() const;
-  [[noreturn]] void throw_timeout() const;
+  void step() {
+    for (auto& [peer, call] : calls_) advance(peer, call);
+    accept();
+    visitors_.remove_if([this](Visitor& visitor) { return advance(visitor); });
+    if (unreachable_.empty() && lost_.empty()) return;
+    std::map<int, std::string> processes;
+    for (const auto& [peer, call] : calls_) processes[peer] = FdExchange::process_of(places_.at(peer).name);
+    // A rank that fails breaks off with all peers, so dead ranks are blamed, not those that noticed the death first.
+    if (const auto dead = ended(processes); !dead.empty())
+      throw Error(ErrorKind::PeerLost, names_.all(dead) + " died while the ranks connected");
+    if (unreachable_.empty())
+      throw Error(ErrorKind::PeerLost, names_.all(lost_) + " broke off while the ranks connected: see its own error");
+    throw Error(ErrorKind::PeerLost,
+                names_(rank_) + " can't reach " + names_.all(unreachable_) +
+                    " through this host's memory, though it runs on the same host: it died or broke off");
+  }
 
-  // The peers' descriptors by rank, once over().
-  std::map<int, UniqueFd> take_memories() {
-    std::map<int, UniqueFd> memories;
+  bool over() const {
+    return unserved_.empty() &&
+           std::ranges::none_of(calls_, [](const auto& call) { return call.second.misses_memory(); });
+  }
+
+  // Waits until a peer may have called or sent something, for a moment at most.
+  void wait() const {
+    std::vector<pollfd> waits{{listener_.get(), POLLIN, 0}};
+    bool retries = false;
+    for (const auto& [peer, call] : calls_) {
+      retries |= call.stage == Call::Stage::Unreached;
+      if (call.stage == Call::Stage::Greeted || call.stage == Call::Stage::Received)
+        waits.push_back({call.socket.get(), POLLIN, 0});
+    }
+    for (const auto& visitor : visitors_) {
+      retries |= visitor.is_owed();
+      if (!visitor.is_owed()) waits.push_back({visitor.socket.get(), POLLIN, 0});
+    }
+    poll(waits.data(), waits.size(), retries ? kRetryMs : kPollMs);
+  }
+
+  [[noreturn]] void throw_timeout() const {
+    std::set<int> missing = unserved_;
+    for (const auto& [peer, call] : calls_) {
+      if (call.misses_memory()) missing.insert(peer);
+    }
+    const bool owes = std::ranges::any_of(visitors_, &Visitor::is_owed);
+    throw Error(ErrorKind::Timeout,
+                names_(rank_) + " waited in init() for " + names_.all(missing) +
+                    (owes ? ": the kernel passes on no more descriptors of this user than ulimit -n allows one "
+                            "process; raise it"
+                          : ""));
+  }
+
+  // The peers' descriptors by rank, of `ranks` in all, once over().
+  std::vector<UniqueFd> take_memories(size_t ranks) {
+    std::vector<UniqueFd> memories(ranks);
     for (auto& [peer, call] : calls_) memories[peer] = std::move(call.memory);
     return memories;
   }
-  // Sockets of the peers that have received this rank's descriptor. Used to send them a final error.
-  const std::vector<ParentFd>& served() const { return served_; }
+
+  // Tells the peers that have received this rank's descriptor.
+  void say_goodbye(const Goodbye& goodbye) const {
+    for (const auto& peer : served_) (void)local_socket::send(peer.get(), &goodbye, sizeof(goodbye));
+  }
 
  private:
   struct Call {
@@ -186,19 +241,84 @@ class LocalRendezvous {
     bool is_owed() const { return rank >= 0; }
   };
 
-  void advance(int peer, Call& call);
-  void reach(int peer, Call& call);
-  // Returns whether the visitor is done with: it has been served, or is no rank.
-  bool advance(Visitor& visitor);
-  void accept();
-  bool has_all() const {
-    return std::none_of(calls_.begin(), calls_.end(), [](const auto& call) { return call.second.misses_memory(); });
+  void advance(int peer, Call& call) {
+    Got got = Got::Nothing;
+    if (call.stage == Call::Stage::Unreached) {
+      reach(peer, call);
+    } else if (call.stage == Call::Stage::Greeted) {
+      Greeting greeting;
+      got = local_socket::receive_fd(call.socket.get(), &greeting, sizeof(greeting), call.memory, names_(rank_));
+      if (got == Got::Message && !is_of(peer, greeting)) got = Got::BrokenOff;
+      if (got == Got::Message) call.stage = Call::Stage::Received;
+    } else if (call.stage == Call::Stage::Received) {
+      Goodbye goodbye;
+      got = local_socket::receive(call.socket.get(), &goodbye, sizeof(goodbye));
+      if (got == Got::Message) {
+        call.stage = Call::Stage::Over;
+        const auto kind = Checked<ErrorKind>::at_most(kLastErrorKind, goodbye.kind);
+        if (goodbye.failed) throw Error(kind ? kind->get() : ErrorKind::PeerLost, checked_text(goodbye.text));
+      }
+    }
+    if (got == Got::BrokenOff) lost_.insert(peer);
   }
+
+  void reach(int peer, Call& call) {
+    switch (local_socket::call(places_.at(peer).name, call.socket)) {
+      case local_socket::Called::NotYet: return;
+      case local_socket::Called::Refused: unreachable_.insert(peer); return;
+      case local_socket::Called::Connected: break;
+    }
+    if (!local_socket::same_user(call.socket))
+      throw Error(ErrorKind::InvalidUsage,
+                  names_(peer) +
+                      " runs as another user: start all ranks of a host as one, or give the ranks of each user a "
+                      "SYNCENGINE_HOST_ID of their own");
+    call.stage = Call::Stage::Greeted;
+    const Greeting greeting = greeting_to(peer);
+    if (!local_socket::send(call.socket.get(), &greeting, sizeof(greeting))) unreachable_.insert(peer);
+  }
+
+  void accept() {
+    for (ParentFd socket = local_socket::accept(listener_); socket; socket = local_socket::accept(listener_)) {
+      if (!local_socket::same_user(socket)) continue;
+      visitors_.push_back({.socket = std::move(socket)});
+      if (visitors_.size() <= unserved_.size() + kMaxUnidentified) continue;
+      // Too many visitors: the oldest that has said nothing is dropped, or this one if all have proved to be ranks.
+      const auto silent = std::ranges::find_if_not(visitors_, &Visitor::is_owed);
+      visitors_.erase(silent != visitors_.end() ? silent : std::prev(silent));
+    }
+  }
+
+  // Returns whether the visitor is done with: it has been served, or is no rank.
+  bool advance(Visitor& visitor) {
+    if (!visitor.is_owed()) {
+      Greeting greeting;
+      const Got got = local_socket::receive(visitor.socket.get(), &greeting, sizeof(greeting));
+      if (got == Got::Nothing) return false;
+      if (got == Got::BrokenOff || !unserved_.contains(greeting.rank) || !is_of(greeting.rank, greeting)) return true;
+      visitor.rank = greeting.rank;
+    }
+    const int peer = visitor.rank;
+    if (!unserved_.contains(peer)) return true;
+    const Greeting greeting = greeting_to(peer);
+    const Sent sent = local_socket::send_fd(visitor.socket.get(), &greeting, sizeof(greeting), own_);
+    if (sent == Sent::NotYet) return false;
+    if (sent == Sent::Done) {
+      unserved_.erase(peer);
+      served_.push_back(std::move(visitor.socket));
+      sync_point("handed");
+    } else {
+      lost_.insert(peer);
+    }
+    return true;
+  }
+
   Greeting greeting_to(int peer) const {
     Greeting greeting{.rank = rank_};
     places_.at(peer).secret.copy(greeting.secret.data(), greeting.secret.size());
     return greeting;
   }
+
   // Whether `greeting` comes from rank `peer` and says this rank's secret.
   bool is_of(int peer, const Greeting& greeting) const {
     return greeting.magic == Greeting{}.magic && greeting.rank == peer &&
@@ -212,148 +332,8 @@ class LocalRendezvous {
   std::map<int, Call> calls_;
   std::list<Visitor> visitors_;  // the oldest first
   std::set<int> unserved_, unreachable_, lost_;
-  std::vector<ParentFd> served_;
+  std::vector<ParentFd> served_;  // sockets of the peers that have received this rank's descriptor
 };
-
-constexpr size_t kMaxUnidentified = 64;  // at once, beyond the ranks that are still expected
-constexpr int kPollMs = 50, kRetryMs = 5;
-
-LocalRendezvous::LocalRendezvous(int rank, std::map<int, RendezvousPoint> places, int own, const ParentFd& listener,
-                                 RankNames names)
-    : rank_(rank), own_(own), names_(std::move(names)), places_(std::move(places)), listener_(listener) {
-  for (const auto& [peer, place] : places_) {
-    if (peer == rank) continue;
-    calls_[peer];
-    unserved_.insert(peer);
-  }
-  // Three descriptors for each peer: a socket on which this rank calls it, one on which it calls this rank, and its
-  // memory.
-  require_descriptors(names_(rank) + " with " + std::to_string(calls_.size()) + " peers on its host",
-                      3 * calls_.size());
-}
-
-void LocalRendezvous::step() {
-  for (auto& [peer, call] : calls_) advance(peer, call);
-  accept();
-  visitors_.remove_if([this](Visitor& visitor) { return advance(visitor); });
-  if (unreachable_.empty() && lost_.empty()) return;
-  std::map<int, std::string> processes;
-  for (const auto& [peer, call] : calls_) processes[peer] = FdExchange::process_of(places_.at(peer).name);
-  // A rank that fails breaks off with all its peers, so dead ranks are blamed, not those that noticed the death first.
-  if (const auto dead = ended(processes); !dead.empty())
-    throw Error(ErrorKind::PeerLost, names_.all(dead) + " died while the ranks connected");
-  if (unreachable_.empty())
-    throw Error(ErrorKind::PeerLost, names_.all(lost_) + " broke off while the ranks connected: see its own error");
-  throw Error(ErrorKind::PeerLost,
-              names_(rank_) + " can't reach " + names_.all(unreachable_) +
-                  " through this host's memory, though it runs on the same host: it died or broke off");
-}
-
-void LocalRendezvous::reach(int peer, Call& call) {
-  const RendezvousPoint& place = places_.at(peer);
-  switch (local_socket::call(place.name, call.socket)) {
-    case local_socket::Called::NotYet: return;
-    case local_socket::Called::Refused: unreachable_.insert(peer); return;
-    case local_socket::Called::Connected: break;
-  }
-  if (!local_socket::same_user(call.socket))
-    throw Error(ErrorKind::InvalidUsage,
-                names_(peer) +
-                    " runs as another user: start all ranks of a host as one, or give the ranks of each user a "
-                    "SYNCENGINE_HOST_ID of their own");
-  call.stage = Call::Stage::Greeted;
-  const Greeting greeting = greeting_to(peer);
-  if (!local_socket::send(call.socket.get(), &greeting, sizeof(greeting))) unreachable_.insert(peer);
-}
-
-void LocalRendezvous::advance(int peer, Call& call) {
-  using local_socket::Got;
-  Got got = Got::Nothing;
-  if (call.stage == Call::Stage::Unreached) {
-    reach(peer, call);
-  } else if (call.stage == Call::Stage::Greeted) {
-    Greeting greeting;
-    got = local_socket::receive_fd(call.socket.get(), &greeting, sizeof(greeting), call.memory, names_(rank_));
-    if (got == Got::Message && !is_of(peer, greeting)) got = Got::BrokenOff;
-    if (got == Got::Message) call.stage = Call::Stage::Received;
-  } else if (call.stage == Call::Stage::Received) {
-    Goodbye goodbye;
-    got = local_socket::receive(call.socket.get(), &goodbye, sizeof(goodbye));
-    if (got == Got::Message) {
-      call.stage = Call::Stage::Over;
-      const auto kind = Checked<ErrorKind>::at_most(kLastErrorKind, goodbye.kind);
-      if (goodbye.failed) throw Error(kind ? kind->get() : ErrorKind::PeerLost, checked_text(goodbye.text));
-    }
-  }
-  if (got == Got::BrokenOff) lost_.insert(peer);
-}
-
-void LocalRendezvous::accept() {
-  for (ParentFd socket = local_socket::accept(listener_); socket; socket = local_socket::accept(listener_)) {
-    if (!local_socket::same_user(socket)) continue;
-    visitors_.push_back({.socket = std::move(socket)});
-    if (visitors_.size() <= unserved_.size() + kMaxUnidentified) continue;
-    // Too many visitors: the oldest that has said nothing is dropped, or this one if all have proved to be ranks.
-    const auto silent = std::find_if_not(visitors_.begin(), visitors_.end(), std::mem_fn(&Visitor::is_owed));
-    visitors_.erase(silent != visitors_.end() ? silent : std::prev(silent));
-  }
-}
-
-bool LocalRendezvous::advance(Visitor& visitor) {
-  using local_socket::Got;
-  using local_socket::Sent;
-  if (!visitor.is_owed()) {
-    Greeting greeting;
-    const Got got = local_socket::receive(visitor.socket.get(), &greeting, sizeof(greeting));
-    if (got == Got::Nothing) return false;
-    if (got == Got::BrokenOff || !unserved_.contains(greeting.rank) || !is_of(greeting.rank, greeting)) return true;
-    visitor.rank = greeting.rank;
-  }
-  const int peer = visitor.rank;
-  if (!unserved_.contains(peer)) return true;
-  const Greeting greeting = greeting_to(peer);
-  const Sent sent = local_socket::send_fd(visitor.socket.get(), &greeting, sizeof(greeting), own_);
-  if (sent == Sent::NotYet) return false;
-  if (sent == Sent::Done) {
-    unserved_.erase(peer);
-    served_.push_back(std::move(visitor.socket));
-    sync_point("handed");
-  } else {
-    lost_.insert(peer);
-  }
-  return true;
-}
-
-void LocalRendezvous::wait() const {
-  std::vector<pollfd> waits{{listener_.get(), POLLIN, 0}};
-  bool retries = false;
-  for (const auto& [peer, call] : calls_) {
-    if (call.stage == Call::Stage::Unreached) {
-      retries = true;
-    } else if (call.stage != Call::Stage::Over) {
-      waits.push_back({call.socket.get(), POLLIN, 0});
-    }
-  }
-  for (const auto& visitor : visitors_) {
-    if (visitor.is_owed()) {
-      retries = true;
-    } else {
-      waits.push_back({visitor.socket.get(), POLLIN, 0});
-    }
-  }
-  poll(waits.data(), waits.size(), retries ? kRetryMs : kPollMs);
-}
-
-void LocalRendezvous::throw_timeout() const {
-  std::set<int> missing = unserved_;
-  std::string owed;
-  for (const auto& [peer, call] : calls_) {
-    if (call.misses_memory()) missing.insert(peer);
-  }
-  if (std::any_of(visitors_.begin(), visitors_.end(), std::mem_fn(&Visitor::is_owed)))
-    owed = ": the kernel passes on no more descriptors of this user than ulimit -n allows one process; raise it";
-  throw Error(ErrorKind::Timeout, names_(rank_) + " waited in init() for " + names_.all(missing) + owed);
-}
 
 std::string random_text(size_t letters) {
   std::string text;
@@ -366,12 +346,7 @@ std::string random_text(size_t letters) {
 
 RendezvousPoint parse(const std::string& address) {
   const size_t slash = address.find('/');
-  if (slash == std::string::npos) return {.name = address, .secret = {}};
-  return {.name = address.substr(0, slash), .secret = address.substr(slash + 1)};
-}
-
-void say_goodbye(const std::vector<ParentFd>& peers, const Goodbye& goodbye) {
-  for (const auto& peer : peers) (void)local_socket::send(peer.get(), &goodbye, sizeof(goodbye));
+  return {.name = address.substr(0, slash), .secret = slash == std::string::npos ? "" : address.substr(slash + 1)};
 }
 
 }  // namespace
@@ -421,17 +396,15 @@ std::vector<UniqueFd> FdExchange::exchange(int rank, const std::vector<std::stri
       if (interrupted) interrupted();
     }
     listener_.reset();
-    say_goodbye(rendezvous.served(), Goodbye{});
+    rendezvous.say_goodbye(Goodbye{});
   } catch (...) {
     const Error told = for_peers(names(rank), std::current_exception());
     Goodbye goodbye{.failed = 1, .kind = static_cast<uint32_t>(told.kind())};
     std::string(told.what()).copy(goodbye.text, sizeof(goodbye.text) - 1);
-    say_goodbye(rendezvous.served(), goodbye);
+    rendezvous.say_goodbye(goodbye);
     throw;
   }
-  std::vector<UniqueFd> memories(addresses.size());
-  for (auto& [peer, memory] : rendezvous.take_memories()) memories[peer] = std::move(memory);
-  return memories;
+  return rendezvous.take_memories(addresses.size());
 }
 
 }  // namespace syncengine

@@ -15,7 +15,6 @@
 #include "base/deadline.h"
 #include "base/descriptors.h"
 #include "base/error.h"
-#include "base/parent_fd.h"
 #include "base/texts.h"
 
 namespace syncengine::local_socket {
@@ -79,8 +78,7 @@ class FdExchange {
   static std::string process_of(const std::string& address);
 
   // Gives the descriptor `own` to every other rank and returns theirs by rank, with none for this rank. `addresses` is
-  // by rank; ranks whose address is empty are left out. `interrupted` is called now and then and may throw. Messages
-  // use `names`.
+  // by rank, and empty for ranks that are left out. `interrupted` is called now and then and may throw.
   std::vector<UniqueFd> exchange(int rank, const std::vector<std::string>& addresses, int own, Deadline deadline,
                                  const std::function<void()>& interrupted, const RankNames& names = {});
 

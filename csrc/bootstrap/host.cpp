@@ -7,13 +7,11 @@
 
 #include <cerrno>
 #include <chrono>
+#include <cstdlib>
 #include <fstream>
-#include <map>
 #include <thread>
-#include <vector>
 
 #include "base/deadline.h"
-#include "base/descriptors.h"
 #include "base/error.h"
 
 namespace syncengine {
@@ -52,20 +50,14 @@ std::string process_namespace() {
   return stat("/proc/self/ns/pid", &status) == 0 ? std::to_string(status.st_ino) : "0";
 }
 
-// The process's pid, or 0 if it can't be seen from here (it is in another namespace).
-pid_t pid_of(const std::string& process) {
-  size_t dash = process.find('-');
-  bool visible = dash != std::string::npos && process.compare(0, dash, process_namespace()) == 0;
-  return visible ? std::atoi(process.c_str() + dash + 1) : 0;
-}
-
 }  // namespace
 
 std::string process_id() { return process_namespace() + "-" + std::to_string(getpid()); }
 
 ProcessWatch::ProcessWatch(const std::string& process) {
-  const pid_t pid = pid_of(process);
-  if (pid <= 0) return;
+  const std::string here = process_namespace() + "-";
+  const pid_t pid = process.starts_with(here) ? std::atoi(process.c_str() + here.size()) : 0;
+  if (pid <= 0) return;  // it can't be seen from here
   handle_ = UniqueFd(static_cast<int>(syscall(SYS_pidfd_open, pid, 0)));
   ended_ = !handle_ && errno == ESRCH;
 }

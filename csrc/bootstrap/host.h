@@ -1,5 +1,4 @@
-// Finds out which ranks share memory: those of one kernel and one network namespace, unless the user splits the
-// machine.
+// Finds out which ranks share memory: those of one kernel and network namespace, unless the user splits the machine.
 //
 // Thread-safety: any thread. Failure: InvalidUsage if the system does not provide this.
 #pragma once
@@ -14,8 +13,7 @@
 namespace syncengine {
 
 // Equal on two ranks only if shared memory can be handed from one to the other: abstract sockets end at the network
-// namespace. `host_id` (SYNCENGINE_HOST_ID) splits one host into several and never joins two. At most kMostHostKey
-// bytes.
+// namespace. `host_id` (SYNCENGINE_HOST_ID) splits a host into several and never joins two. kMostHostKey bytes at most.
 std::string host_key(const std::string& host_id);
 inline constexpr size_t kMostHostKey = 160;
 inline constexpr size_t kMostHostId = 64;

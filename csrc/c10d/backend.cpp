@@ -14,14 +14,10 @@ std::chrono::milliseconds milliseconds_of(Duration duration) {
   return std::chrono::duration_cast<std::chrono::milliseconds>(duration);
 }
 
-// The parts of a backend that end_all() ends, if shutdown has not.
-struct Open {
-  std::weak_ptr<Communicator> communicator;
-  std::weak_ptr<Completer> collectives, messages;
-};
+// The backends that have not been shut down.
 struct OpenBackends {
   std::mutex mutex;
-  std::vector<Open> list;
+  std::vector<TorchBackend*> list;
 };
 // Never destroyed, since backends may outlive the end of main().
 OpenBackends& open() {
@@ -33,11 +29,9 @@ OpenBackends& open() {
 
 std::vector<std::shared_ptr<Communicator>> TorchBackend::open_communicators() {
   std::lock_guard lock(open().mutex);
-  std::vector<std::shared_ptr<Communicator>> alive;
-  for (const auto& backend : open().list) {
-    if (auto held = backend.communicator.lock()) alive.push_back(std::move(held));
-  }
-  return alive;
+  std::vector<std::shared_ptr<Communicator>> communicators;
+  for (const TorchBackend* backend : open().list) communicators.push_back(backend->communicator_);
+  return communicators;
 }
 
 void TorchBackend::end_all() {
@@ -48,9 +42,8 @@ void TorchBackend::end_all() {
   std::vector<std::shared_ptr<Completer>> completers;
   {
     std::lock_guard lock(open().mutex);
-    for (const auto& backend : open().list)
-      for (const auto& completer : {backend.collectives, backend.messages})
-        if (auto held = completer.lock()) completers.push_back(std::move(held));
+    for (const TorchBackend* backend : open().list)
+      completers.insert(completers.end(), {backend->collectives_, backend->messages_});
   }
   for (const auto& completer : completers) completer->stop();
 }
@@ -62,15 +55,13 @@ TorchBackend::TorchBackend(std::shared_ptr<Communicator> communicator)
       timeout_ms_(options_->timeout.count()) {
   for (int rank : communicator_->global_ranks()) options_->global_ranks_in_group.push_back(rank);
   std::lock_guard lock(open().mutex);
-  open().list.push_back({communicator_, collectives_, messages_});
+  open().list.push_back(this);
 }
-
-TorchBackend::~TorchBackend() { shutdown(); }
 
 void TorchBackend::shutdown() {
   {
     std::lock_guard lock(open().mutex);
-    std::erase_if(open().list, [this](const auto& other) { return other.communicator.lock() == communicator_; });
+    std::erase_if(open().list, [this](const auto* other) { return other->communicator_ == communicator_; });
   }
   std::optional<pybind11::gil_scoped_release> nogil;  // the completer's thread may wait for the GIL
   if (PyGILState_Check()) nogil.emplace();
@@ -153,41 +144,8 @@ std::optional<Duration> TorchBackend::at_most(std::chrono::milliseconds timeout)
 }
 
 int TorchBackend::require_rank(int64_t rank, const char* call) const {
-  if (rank >= 0 && rank < size_) return static_cast<int>(rank);
-  throw Error(ErrorKind::InvalidUsage, std::string(call) + ": rank " + std::to_string(rank) +
-                                           " of the group is not in 0.." + std::to_string(size_ - 1));
-}
-
-const at::Tensor& require_only(const std::vector<at::Tensor>& tensors, const char* call) {
-  if (tensors.size() == 1) return tensors[0];
-  throw Error(ErrorKind::InvalidUsage,
-              std::string(call) + ": takes one tensor a rank, got " + std::to_string(tensors.size()));
-}
-
-void require_some(const char* call, const std::vector<at::Tensor>& tensors) {
-  if (tensors.empty())
-    throw Error(ErrorKind::InvalidUsage,
-                std::string(call) + ": got an empty list: give at least one tensor, or make no call");
-}
-
-void require_lists(const char* call, size_t tensors, int wanted) {
-  if (tensors == static_cast<size_t>(wanted)) return;
-  throw Error(ErrorKind::InvalidUsage, std::string(call) + ": got a list of " + std::to_string(tensors) +
-                                           " where one of " + std::to_string(wanted) + " is needed");
-}
-
-void require_same_dtype(const char* call, const at::Tensor& a, const at::Tensor& b) {
-  if (a.scalar_type() == b.scalar_type()) return;
-  throw Error(ErrorKind::InvalidUsage, std::string(call) + ": input and output differ in dtype, " +
-                                           c10::toString(b.scalar_type()) + " and " + c10::toString(a.scalar_type()));
-}
-
-void require_parts(const char* call, const at::Tensor& whole, const at::Tensor& part, int times) {
-  require_same_dtype(call, whole, part);
-  if (whole.numel() == part.numel() * times) return;
-  throw Error(ErrorKind::InvalidUsage, std::string(call) + ": the larger tensor has " + std::to_string(whole.numel()) +
-                                           " elements; it needs " + std::to_string(times) + " times " +
-                                           std::to_string(part.numel()));
+  if (rank < 0 || rank >= size_) refuse(call, "rank ", rank, " of the group is not in 0..", size_ - 1);
+  return static_cast<int>(rank);
 }
 
 Call TorchBackend::begin(const char* name, at::ArrayRef<at::Tensor> inputs, Counted counted) {
@@ -198,28 +156,26 @@ Call TorchBackend::begin(const char* name, at::ArrayRef<at::Tensor> inputs, Coun
        .by_messages = counted == Counted::AtOnce,
        .advice = "for other devices give init_process_group a backend for each, as in \"cpu:syncengine,cuda:nccl\""},
       {name, inputs});
-  call.number = sequence_.load(std::memory_order_relaxed);
-  if (counted == Counted::AtOnce) count(call);
+  call.number = counted == Counted::AtOnce ? sequence_.fetch_add(1, std::memory_order_relaxed)
+                                           : sequence_.load(std::memory_order_relaxed);
   call.to_be_counted = counted == Counted::AtStart;
   call.coalesced = take_coalesced();
   for (const at::Tensor& input : inputs) call.require_dense(input);
   return call;
 }
 
-void TorchBackend::count(Call& call) { call.number = sequence_.fetch_add(1, std::memory_order_relaxed); }
-
-TorchBackend::TorchWorkPtr TorchBackend::start(Call call, const How& how) {
+TorchWorkPtr TorchBackend::start(Call call, How how) {
+  call.results() = std::move(how.results);
   if (call.coalesced) call.coalesced->call.require_device_of(call);
   if (!call.device().is_cpu()) return start_on_device(std::move(call), how);
-  if (call.to_be_counted) count(call);
+  if (call.to_be_counted) call.number = sequence_.fetch_add(1, std::memory_order_relaxed);
   auto limit = at_most(how.timeout);
   if (!how.async && !call.coalesced && !limit && call.operations().size() == 1 && call.mail().empty()) {
     run_call(*communicator_, call);
     return nullptr;
   }
   auto works = submit_call(*communicator_, call);
-  TorchWork::CallOrigin origin{communicator_, call.mail().empty() ? collectives_ : messages_, how.type, call.number,
-                               limit};
+  TorchWork::CallOrigin origin{communicator_, call.mail().empty() ? collectives_ : messages_, how.type, limit};
   if (auto coalesced = std::move(call.coalesced)) {
     coalesced->works.insert(coalesced->works.end(), works.begin(), works.end());
     coalesced->call.join(call);
@@ -234,10 +190,10 @@ TorchBackend::TorchWorkPtr TorchBackend::start(Call call, const How& how) {
   return nullptr;
 }
 
-TorchBackend::TorchWorkPtr TorchBackend::start_on_device(Call call, const How& how) {
+TorchWorkPtr TorchBackend::start_on_device(Call call, const How& how) {
   const c10::Stream stream = queue_on_device(communicator_, call, how.async || call.coalesced);
-  if (call.to_be_counted) count(call);
-  TorchWork::CallOrigin origin{.communicator = communicator_, .type = how.type, .number = call.number};
+  if (call.to_be_counted) call.number = sequence_.fetch_add(1, std::memory_order_relaxed);
+  TorchWork::CallOrigin origin{.communicator = communicator_, .type = how.type};
   if (auto coalesced = std::move(call.coalesced)) {
     coalesced->call.join(call);
     finish_on_device(std::move(origin), std::move(call), stream);
@@ -249,17 +205,13 @@ TorchBackend::TorchWorkPtr TorchBackend::start_on_device(Call call, const How& h
   return nullptr;
 }
 
-TorchBackend::TorchWorkPtr TorchBackend::barrier(const ::c10d::BarrierOptions& options) {
-  return meet("barrier", {}, options.timeout, options.asyncOp);
-}
-
 // Names every rank that is missing, whatever `wait_all_ranks` says, so there is no need to fail at the first.
 void TorchBackend::monitoredBarrier(const ::c10d::BarrierOptions& options, bool) {
   meet("monitored_barrier", [] { return std::string("monitored_barrier()"); }, options.timeout, false);
 }
 
-TorchBackend::TorchWorkPtr TorchBackend::meet(const char* name, std::function<std::string()> describe,
-                                              std::chrono::milliseconds timeout, bool async) {
+TorchWorkPtr TorchBackend::meet(const char* name, std::function<std::string()> describe,
+                                std::chrono::milliseconds timeout, bool async) {
   Call call = begin(name, {});
   // A barrier waits by itself, even in a block of coalesced calls.
   if (call.coalesced) coalescing_.give(std::move(call.coalesced));

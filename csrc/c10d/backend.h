@@ -61,24 +61,45 @@ class Coalescing {
 bool is_in_place(const at::Tensor& output, int64_t elements, const at::Tensor& input);
 
 // Checks of a call's arguments, which throw InvalidUsage that names the call.
-const at::Tensor& require_only(const std::vector<at::Tensor>& tensors, const char* call);
-void require_some(const char* call, const std::vector<at::Tensor>& tensors);
-void require_lists(const char* call, size_t tensors, int wanted);
-void require_same_dtype(const char* call, const at::Tensor& a, const at::Tensor& b);
+
+inline const at::Tensor& require_only(const std::vector<at::Tensor>& tensors, const char* call) {
+  if (tensors.size() != 1) refuse(call, "takes one tensor a rank, got ", tensors.size());
+  return tensors[0];
+}
+
+inline void require_some(const char* call, const std::vector<at::Tensor>& tensors) {
+  if (tensors.empty()) refuse(call, "got an empty list: give at least one tensor, or make no call");
+}
+
+inline void require_lists(const char* call, size_t tensors, int wanted) {
+  if (tensors == static_cast<size_t>(wanted)) return;
+  refuse(call, "got a list of ", tensors, " where one of ", wanted, " is needed");
+}
+
+inline void require_same_dtype(const char* call, const at::Tensor& a, const at::Tensor& b) {
+  if (a.scalar_type() == b.scalar_type()) return;
+  refuse(call, "input and output differ in dtype, ", c10::toString(b.scalar_type()), " and ",
+         c10::toString(a.scalar_type()));
+}
+
 // `whole` must have `times` as many elements.
-void require_parts(const char* call, const at::Tensor& whole, const at::Tensor& part, int times);
+inline void require_parts(const char* call, const at::Tensor& whole, const at::Tensor& part, int times) {
+  require_same_dtype(call, whole, part);
+  if (whole.numel() == part.numel() * times) return;
+  refuse(call, "the larger tensor has ", whole.numel(), " elements; it needs ", times, " times ", part.numel());
+}
 
 class TorchBackend final : public ::c10d::Backend {
  public:
   using Tensors = std::vector<at::Tensor>;
   using TensorLists = std::vector<std::vector<at::Tensor>>;
-  using TorchWorkPtr = c10::intrusive_ptr<::c10d::Work>;
   using OpType = ::c10d::OpType;
 
   explicit TorchBackend(std::shared_ptr<Communicator> communicator);
-  ~TorchBackend() override;
+  ~TorchBackend() override { shutdown(); }
 
   const std::shared_ptr<Communicator>& communicator() const { return communicator_; }
+  Numerics numerics() const { return communicator_->numerics(); }
 
   // The communicators below all backends of this process that have not been shut down.
   static std::vector<std::shared_ptr<Communicator>> open_communicators();
@@ -98,23 +119,40 @@ class TorchBackend final : public ::c10d::Backend {
   TorchWorkPtr allreduce_coalesced(Tensors& tensors, const ::c10d::AllreduceCoalescedOptions& options) override;
   TorchWorkPtr reduce(Tensors& tensors, const ::c10d::ReduceOptions& options) override;
   TorchWorkPtr allgather(TensorLists& outputs, Tensors& inputs, const ::c10d::AllgatherOptions& options) override;
-  TorchWorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const ::c10d::AllgatherOptions& options) override;
+  TorchWorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
+                               const ::c10d::AllgatherOptions& options) override {
+    return gather_into({output}, {input}, OpType::_ALLGATHER_BASE, options);
+  }
   TorchWorkPtr allgather_coalesced(TensorLists& outputs, Tensors& inputs,
                                    const ::c10d::AllgatherOptions& options) override;
   TorchWorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
-                                               const ::c10d::AllgatherOptions& options) override;
+                                               const ::c10d::AllgatherOptions& options) override {
+    return gather_into(outputs, inputs, OpType::COALESCED, options);
+  }
   TorchWorkPtr reduce_scatter(Tensors& outputs, TensorLists& inputs,
                               const ::c10d::ReduceScatterOptions& options) override;
   TorchWorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
-                                    const ::c10d::ReduceScatterOptions& options) override;
+                                    const ::c10d::ReduceScatterOptions& options) override {
+    return scatter_into({output}, {input}, OpType::_REDUCE_SCATTER_BASE, options);
+  }
   TorchWorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
-                                               const ::c10d::ReduceScatterOptions& options) override;
-  TorchWorkPtr barrier(const ::c10d::BarrierOptions& options) override;
+                                               const ::c10d::ReduceScatterOptions& options) override {
+    return scatter_into(outputs, inputs, OpType::COALESCED, options);
+  }
+  TorchWorkPtr barrier(const ::c10d::BarrierOptions& options) override {
+    return meet("barrier", {}, options.timeout, options.asyncOp);
+  }
 
   // Calls that consist of messages: exchanges.cpp.
-  TorchWorkPtr send(Tensors& tensors, int destination, int tag) override;
-  TorchWorkPtr recv(Tensors& tensors, int source, int tag) override;
-  TorchWorkPtr recvAnysource(Tensors& tensors, int tag) override;
+  TorchWorkPtr send(Tensors& tensors, int destination, int tag) override {
+    return message("send", OpType::SEND, tensors, destination, tag);
+  }
+  TorchWorkPtr recv(Tensors& tensors, int source, int tag) override {
+    return message("recv", OpType::RECV, tensors, source, tag);
+  }
+  TorchWorkPtr recvAnysource(Tensors& tensors, int tag) override {
+    return message("recvAnySource", OpType::RECVANYSOURCE, tensors, Message::kAnySource, tag);
+  }
   TorchWorkPtr gather(TensorLists& outputs, Tensors& inputs, const ::c10d::GatherOptions& options) override;
   TorchWorkPtr scatter(Tensors& outputs, TensorLists& inputs, const ::c10d::ScatterOptions& options) override;
   TorchWorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes,
@@ -161,17 +199,16 @@ class TorchBackend final : public ::c10d::Backend {
     OpType type;
     std::chrono::milliseconds timeout;
     bool async;
+    Tensors results = {};
   };
-  // Every collective of torch begins with begin(), and ends with count() and start(). `inputs` are for profilers.
+  // Every collective of torch begins with begin(), and ends with start(). `inputs` are for profilers.
   Call begin(const char* name, at::ArrayRef<at::Tensor> inputs, Counted counted = Counted::AtStart);
-  void count(Call& call);
-  TorchWorkPtr start(Call call, const How& how);
+  TorchWorkPtr start(Call call, How how);
   std::unique_ptr<Coalesced> take_coalesced();
   TorchWorkPtr start_on_device(Call call, const How& how);
   std::optional<Duration> at_most(std::chrono::milliseconds timeout) const;
   void require_timeout(std::chrono::milliseconds timeout) const;
   int require_rank(int64_t rank, const char* call) const;
-  Numerics numerics() const { return communicator_->numerics(); }
   static at::ArrayRef<at::Tensor> first_of(const TensorLists& lists) {
     return lists.empty() ? at::ArrayRef<at::Tensor>() : lists[0];
   }
@@ -182,17 +219,6 @@ class TorchBackend final : public ::c10d::Backend {
   TorchWorkPtr meet(const char* name, std::function<std::string()> describe, std::chrono::milliseconds timeout,
                     bool async);
   TorchWorkPtr message(const char* name, OpType type, const Tensors& tensors, int peer, int tag);
-  void add_rooted(Call& call, ByMessages kind, int64_t root, const Tensors& tensors, const TensorLists& lists);
-  void add_all_to_all(Call& call, c10::ScalarType type, const Call::OwnPart& own, std::vector<SpanList> sent,
-                      std::vector<SpanList> received);
-  void add_all_reduce(Call& call, const Tensors& tensors, const ::c10d::ReduceOp& op, int root = kNoRoot);
-  void add_all_reduce_of_bits(Call& call, const at::Tensor& tensor, const at::Tensor& target,
-                              const ::c10d::ReduceOp& op, int root = kNoRoot);
-  void add_broadcast(Call& call, const at::Tensor& tensor, int root, const at::Tensor& value);
-  void add_all_gather(Call& call, const Tensors& outputs, const at::Tensor& input);
-  void add_uneven_reduce_scatter(Call& call, const at::Tensor& output, const Tensors& inputs,
-                                 const ::c10d::ReduceOp& op);
-  void add_reduce_scatter(Call& call, const at::Tensor& output, const Tensors& inputs, const ::c10d::ReduceOp& op);
 
   std::shared_ptr<Communicator> communicator_;
   std::shared_ptr<Communicator> left_;  // the old communicator, once shrink() has been called

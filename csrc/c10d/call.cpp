@@ -7,7 +7,6 @@
 
 #include <cstring>
 
-#include "base/error.h"
 #include "reducer/torch/tensors.h"
 
 namespace syncengine {
@@ -41,8 +40,7 @@ void Call::compare(at::ArrayRef<at::Tensor> targets, at::ArrayRef<at::Tensor> so
   };
   for (const at::Tensor& target : targets) add(target, true);
   for (const at::Tensor& source : sources) add(source, false);
-  std::sort(places.begin(), places.end(),
-            [](const TensorPlace& a, const TensorPlace& b) { return a.extent.begin < b.extent.begin; });
+  std::ranges::sort(places, {}, [](const TensorPlace& place) { return place.extent.begin; });
   for (size_t first = 0; first < places.size();) {  // finds chains of tensors, each of which overlaps the next
     uintptr_t end = places[first].extent.end;
     size_t last = first + 1;
@@ -55,17 +53,15 @@ void Call::compare(at::ArrayRef<at::Tensor> targets, at::ArrayRef<at::Tensor> so
 }
 
 void Call::require_dense(const at::Tensor& tensor, Use use) {
-  auto refuse = [&](const std::string& what) {
-    const std::string kinds = kind_.cuda ? "CPU or CUDA" : "CPU";
-    throw Error(ErrorKind::InvalidUsage,
-                std::string(name_) +
-                    (kind_.advice ? ": syncengine takes dense " + kinds + " tensors, not " + what + "; " + kind_.advice
-                                  : ": needs a dense tensor on a " + kinds + " device, not " + what));
+  auto refuse_it = [&](const std::string& what) {
+    const char* kinds = kind_.cuda ? "CPU or CUDA" : "CPU";
+    if (kind_.advice) refuse(name_, "syncengine takes dense ", kinds, " tensors, not ", what, "; ", kind_.advice);
+    refuse(name_, "needs a dense tensor on a ", kinds, " device, not ", what);
   };
-  if (const std::string why = why_not_dense(tensor); !why.empty()) refuse(why);
+  if (const std::string why = why_not_dense(tensor); !why.empty()) refuse_it(why);
   const c10::Device device = tensor.device();
-  if (!device.is_cpu() && !(device.is_cuda() && kind_.cuda)) refuse("one on " + device.str());
-  if (const std::string why = why_without_memory(tensor); !why.empty()) refuse(why);
+  if (!device.is_cpu() && !(device.is_cuda() && kind_.cuda)) refuse_it("one on " + device.str());
+  if (const std::string why = why_without_memory(tensor); !why.empty()) refuse_it(why);
   stay_on(device);
   if (!kind_.follows_order || !device.is_cpu()) return;
   Extent extent = extent_of(tensor);
@@ -75,26 +71,20 @@ void Call::require_dense(const at::Tensor& tensor, Use use) {
   extents_.push_back(extent);
 }
 
-// Throws for a tensor into which no result can be put at the end.
-void Call::require_target(const at::Tensor& target) {
+// Keeps the memory of a tensor into which a result is put at the end. Throws if none can be put there.
+void Call::keep_target(const at::Tensor& target) {
   require_dense(target, Use::Writes);
   if (at::has_internal_overlap(target) == at::MemOverlap::Yes)
-    throw Error(ErrorKind::InvalidUsage,
-                std::string(name_) +
-                    ": several elements of a tensor that is written lie in the same memory, as expand() " +
-                    "makes them: give it memory of its own, as by clone()");
+    refuse(name_,
+           "several elements of a tensor that is written lie in the same memory, as expand() makes them: give it "
+           "memory of its own, as by clone()");
+  memory_->push_back(target.storage());
 }
 
 void Call::stay_on(c10::Device device) {
   if (device_.value_or(device) != device)
-    throw Error(ErrorKind::InvalidUsage, std::string(name_) + ": tensors on " + device_->str() + " and on " +
-                                             device.str() + " in one call; all must be on the same device");
+    refuse(name_, "tensors on ", *device_, " and on ", device, " in one call; all must be on the same device");
   device_ = device;
-}
-
-void Call::keep(const at::Tensor& tensor, SpanList& spans) {
-  spans.add(tensor.data_ptr(), tensor.nbytes());
-  memory_->push_back(tensor.storage());
 }
 
 at::Tensor Call::read(const at::Tensor& tensor, SpanList& spans) {
@@ -122,58 +112,28 @@ void Call::update(const at::Tensor& tensor, SpanList& spans) {
   update_through(tensor, tensor.clone(), spans);
 }
 
-void Call::update_through(const at::Tensor& tensor, const at::Tensor& copy, SpanList& spans) {
-  put(tensor, copy);
-  keep(copy, spans);
-}
-
-void Call::put(const at::Tensor& target, const at::Tensor& result) {
-  require_target(target);
-  deliveries_.push_back({target, result});
-  memory_->push_back(target.storage());
-}
-
-void Call::afterwards(const at::Tensor& target, std::function<void()> step) {
-  require_target(target);
-  afterwards(std::move(step));
-  memory_->push_back(target.storage());
-}
-
 void Call::copy_own(const OwnPart& part) {
   afterwards(part.to.tensor, [part, name = name_] {
     auto bytes_of = [name](const OwnPlace& place) {
       std::string why = why_without_memory(place.tensor);
       if (why.empty() && place.tensor.nbytes() < place.offset + place.bytes) why = "one that became smaller";
-      if (!why.empty())
-        throw Error(ErrorKind::InvalidUsage,
-                    std::string(name) + ": a tensor was changed before the call had ended, to " + why);
+      if (!why.empty()) refuse(name, "a tensor was changed before the call had ended, to ", why);
       return static_cast<std::byte*>(place.tensor.data_ptr()) + place.offset;
     };
     if (part.to.bytes > 0) std::memmove(bytes_of(part.to), bytes_of(part.from), part.to.bytes);
   });
 }
 
-Operation Call::moving(Collective collective, c10::ScalarType type) const {
-  Operation operation;
-  operation.collective = collective;
-  operation.dtype = moved_as(type);
-  operation.layout_hash = 1 + static_cast<uint64_t>(type);
-  return operation;
-}
-
 Operation Call::reducing(Collective collective, c10::ScalarType type, const ::c10d::ReduceOp& op, int world,
                          Numerics numerics) const {
-  TorchReduction reduction = reduction_of(op, type, world, name_);
-  Operation operation = moving(collective, type);
-  operation.layout_hash += 1000 * (1 + static_cast<uint64_t>(op.op_));
-  operation.dtype = reduction.dtype;
-  operation.op = reduction.op;
-  operation.postscale = reduction.postscale;
+  Operation operation = reduction_of(op, type, world, name_);
+  operation.collective = collective;
+  operation.layout_hash = moving(collective, type).layout_hash + 1000 * (1 + static_cast<uint64_t>(op.op_));
   operation.numerics = numerics;
   return operation;
 }
 
-void Call::require_sizes(Operation& operation, const std::vector<at::Tensor>& tensors) const {
+void Call::require_sizes(Operation& operation, at::ArrayRef<at::Tensor> tensors) const {
   uint64_t& hash = operation.layout_hash;
   for (const char* letter = name_; *letter != 0; ++letter) hash = mix(hash, static_cast<unsigned char>(*letter));
   std::vector<int64_t> sizes;
@@ -186,21 +146,10 @@ void Call::require_sizes(Operation& operation, const std::vector<at::Tensor>& te
   };
 }
 
-void Call::add(Operation operation) {
-  operation.keepalive = memory_;
-  operations_.push_back(std::move(operation));
-}
-
 void Call::add(Mail mail) {
   mail.message.keepalive = memory_;
   if (mail.message.peer == Message::kAnySource) source_ = mail.message.source = std::make_shared<std::atomic<int>>(-1);
   mail_.push_back(std::move(mail));
-}
-
-void Call::join(const Call& other) {
-  require_device_of(other);
-  if (other.source_) source_ = other.source_;
-  results_.insert(results_.end(), other.results_.begin(), other.results_.end());
 }
 
 void Call::deliver() {

@@ -9,6 +9,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Storage.h>
 #include <c10/util/SmallVector.h>
+#include <c10/util/StringUtil.h>
 
 #include <algorithm>
 #include <functional>
@@ -17,6 +18,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/error.h"
 #include "c10d/in_flight.h"
 #include "c10d/torch_dtype.h"
 #include "collectives/operation.h"
@@ -25,25 +27,11 @@
 
 namespace syncengine {
 
-// The `with` block in which a thread coalesces calls. torch's _coalescing_manager does not tell a backend that its
-// block has raised. But it is a generator, whose end can be seen, and which is found in the frame that calls
-// startCoalescing().
-//
-// Ownership: a weak reference to the generator. Thread-safety: any thread, which must hold no lock that a holder of the
-// GIL may wait for. Failure: none.
-
-class CoalescingBody {
- public:
-  // The block whose generator calls this; null if something else does.
-  static std::unique_ptr<CoalescingBody> of_caller();
-  ~CoalescingBody();
-
-  bool has_ended() const;
-
- private:
-  explicit CoalescingBody(void* reference) : reference_(reference) {}
-  void* reference_;  // a Python weakref
-};
+// Throws InvalidUsage that names the call, and says why.
+template <class... Parts>
+[[noreturn]] void refuse(const char* call, const Parts&... why) {
+  throw Error(ErrorKind::InvalidUsage, c10::str(call, ": ", why...));
+}
 
 struct Coalesced;
 
@@ -102,15 +90,27 @@ class Call {
   at::Tensor write(const at::Tensor& tensor, SpanList& spans);
   void update(const at::Tensor& tensor, SpanList& spans);
   // Adds the elements of `copy` instead of the tensor's; the result is put into the tensor.
-  void update_through(const at::Tensor& tensor, const at::Tensor& copy, SpanList& spans);
+  void update_through(const at::Tensor& tensor, const at::Tensor& copy, SpanList& spans) {
+    put(tensor, copy);
+    keep(copy, spans);
+  }
 
   // Makes deliver() put `result`, which operations write, into `target`.
-  void put(const at::Tensor& target, const at::Tensor& result);
+  void put(const at::Tensor& target, const at::Tensor& result) {
+    keep_target(target);
+    deliveries_.push_back({target, result});
+  }
 
-  // Adds memory that operations write and that steps of afterwards() turn into a tensor's value.
-  void write_apart(const at::Tensor& scratch, SpanList& spans) { keep(scratch, spans); }
+  // Adds a tensor's own memory as it is, such as that which steps of afterwards() turn into another tensor's value.
+  void keep(const at::Tensor& tensor, SpanList& spans) {
+    spans.add(tensor.data_ptr(), tensor.nbytes());
+    memory_->push_back(tensor.storage());
+  }
   // Adds a step that deliver() runs before anything is put into tensors. The step may assign() to `target` (tensors.h).
-  void afterwards(const at::Tensor& target, std::function<void()> step);
+  void afterwards(const at::Tensor& target, std::function<void()> step) {
+    keep_target(target);
+    afterwards(std::move(step));
+  }
   void afterwards(std::function<void()> step) { steps_.push_back(std::move(step)); }
   // Adds the copy of a rank's own part, which no message carries. It is made at the end, when the call is known to be
   // right on all ranks. Places are in tensors that read() and write() have returned, in bytes.
@@ -125,12 +125,17 @@ class Call {
 
   // Make an operation with the fields that follow from dtype and reduction. Its hash has both, as calls of different
   // dtypes must not match even if the engine treats them alike.
-  Operation moving(Collective collective, c10::ScalarType type) const;
+  Operation moving(Collective collective, c10::ScalarType type) const {
+    return {.collective = collective, .dtype = moved_as(type), .layout_hash = 1 + static_cast<uint64_t>(type)};
+  }
   Operation reducing(Collective collective, c10::ScalarType type, const ::c10d::ReduceOp& op, int world,
                      Numerics numerics) const;
   // Makes an operation that stands for several tensors match only the same call with the same sizes.
-  void require_sizes(Operation& operation, const std::vector<at::Tensor>& tensors) const;
-  void add(Operation operation);
+  void require_sizes(Operation& operation, at::ArrayRef<at::Tensor> tensors) const;
+  void add(Operation operation) {
+    operation.keepalive = memory_;
+    operations_.push_back(std::move(operation));
+  }
   using Operations = c10::SmallVector<Operation, 1>;
   Operations& operations() { return operations_; }
   struct Mail {
@@ -147,7 +152,10 @@ class Call {
     if (other.device_) stay_on(*other.device_);
   }
   // Adds the results of `other` to this call's.
-  void join(const Call& other);
+  void join(const Call& other) {
+    if (other.source_) source_ = other.source_;
+    results_.insert(results_.end(), other.results_.begin(), other.results_.end());
+  }
 
   bool delivers() const { return !steps_.empty() || !deliveries_.empty(); }
   // Runs the steps and puts results into tensors. Called once, after all operations have ended well, on any thread,
@@ -158,12 +166,10 @@ class Call {
   struct Delivery {
     at::Tensor target, result;
   };
-  // Whether the engine can use the tensor's own memory.
   bool is_plain(const at::Tensor& tensor) const;
   at::Tensor plain(const at::Tensor& tensor) const;
-  void require_target(const at::Tensor& target);
+  void keep_target(const at::Tensor& target);
   void stay_on(c10::Device device);
-  void keep(const at::Tensor& tensor, SpanList& spans);
 
   const char* name_;
   CallKind kind_;
@@ -188,7 +194,9 @@ class Call {
 struct Coalesced {
   Call call{"coalesced calls"};  // stands for all of them
   std::vector<std::shared_ptr<Work>> works;
-  std::unique_ptr<CoalescingBody> body;  // the block in which they are made, if it is known
+  // The `with` block in which they are made, if it is known: a weak reference to the generator behind it. Threads that
+  // use or drop it hold no lock that a holder of the GIL may wait for.
+  std::shared_ptr<void> body;
 };
 
 }  // namespace syncengine

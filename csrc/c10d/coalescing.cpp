@@ -19,44 +19,45 @@ PyObject* generator_of(PyFrameObject* frame) {
 #endif
 }
 
-}  // namespace
-
-std::unique_ptr<CoalescingBody> CoalescingBody::of_caller() {
+// The block whose generator calls this; null if something else does. torch's _coalescing_manager does not tell a
+// backend that its block has raised. But it is a generator, whose end can be seen, and which is found in the frame that
+// calls startCoalescing().
+std::shared_ptr<void> body_of_caller() {
   if (!Py_IsInitialized()) return nullptr;
   pybind11::gil_scoped_acquire gil;
   PyFrameObject* frame = PyEval_GetFrame();
   auto generator = pybind11::reinterpret_steal<pybind11::object>(frame ? generator_of(frame) : nullptr);
   if (!generator) return nullptr;
-  return std::unique_ptr<CoalescingBody>(new CoalescingBody(pybind11::weakref(generator).release().ptr()));
+  return {pybind11::weakref(generator).release().ptr(), [](PyObject* reference) {
+            if (!Py_IsInitialized()) return;
+            pybind11::gil_scoped_acquire gil;
+            Py_DECREF(reference);
+          }};
 }
 
-CoalescingBody::~CoalescingBody() {
-  if (!Py_IsInitialized()) return;
+bool has_ended(const std::shared_ptr<void>& body) {
   pybind11::gil_scoped_acquire gil;
-  Py_DECREF(static_cast<PyObject*>(reference_));
-}
-
-bool CoalescingBody::has_ended() const {
-  pybind11::gil_scoped_acquire gil;
-  const auto generator = pybind11::reinterpret_borrow<pybind11::object>(static_cast<PyObject*>(reference_))();
+  const auto generator = pybind11::reinterpret_borrow<pybind11::object>(static_cast<PyObject*>(body.get()))();
   return generator.is_none() || generator.attr("gi_frame").is_none();
 }
+
+}  // namespace
 
 // TorchBackend's coalescing: the calls between startCoalescing() and endCoalescing() become one work. If an error
 // prevents endCoalescing(), the calls take place all the same, like calls whose works were dropped.
 
 void TorchBackend::startCoalescing() {
   auto coalesced = std::make_unique<Coalesced>();
-  coalesced->body = CoalescingBody::of_caller();
+  coalesced->body = body_of_caller();
   coalescing_.give(std::move(coalesced));
 }
 
-TorchBackend::TorchWorkPtr TorchBackend::endCoalescing() {
+TorchWorkPtr TorchBackend::endCoalescing() {
   auto coalesced = coalescing_.take();
   if (!coalesced) throw Error(ErrorKind::InvalidUsage, "no coalescing has begun, or an error has ended it");
-  TorchWork::CallOrigin origin{communicator_, messages_, ::c10d::OpType::COALESCED,
-                               sequence_.load(std::memory_order_relaxed), at_most(::c10d::kUnsetTimeout)};
+  TorchWork::CallOrigin origin{communicator_, messages_, OpType::COALESCED, at_most(::c10d::kUnsetTimeout)};
   Call call = std::move(coalesced->call);
+  call.number = sequence_.load(std::memory_order_relaxed);
   if (!call.device().is_cpu()) {
     const c10::Stream stream = queue_on_device(communicator_, call, /*aside=*/true);
     return finish_on_device(std::move(origin), std::move(call), stream);
@@ -67,7 +68,7 @@ TorchBackend::TorchWorkPtr TorchBackend::endCoalescing() {
 // Takes this thread's coalesced calls, unless the block that made them has raised: torch does not report that end.
 std::unique_ptr<Coalesced> TorchBackend::take_coalesced() {
   auto coalesced = coalescing_.take();
-  if (coalesced && coalesced->body && coalesced->body->has_ended()) coalesced.reset();
+  if (coalesced && coalesced->body && has_ended(coalesced->body)) coalesced.reset();
   return coalesced;
 }
 

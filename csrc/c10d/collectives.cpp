@@ -3,7 +3,6 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 
-#include "base/error.h"
 #include "c10d/backend.h"
 #include "reducer/torch/tensors.h"
 
@@ -16,16 +15,12 @@ bool is_in_place(const at::Tensor& output, int64_t elements, const at::Tensor& i
              static_cast<const std::byte*>(output.const_data_ptr()) + elements * output.element_size();
 }
 
-TorchBackend::TorchWorkPtr TorchBackend::broadcast(Tensors& tensors, const ::c10d::BroadcastOptions& options) {
-  Call call = begin("broadcast", tensors);
-  const at::Tensor& tensor = require_only(tensors, call.name());
-  add_broadcast(call, tensor, require_rank(options.rootRank, call.name()), tensor);
-  call.results() = tensors;
-  return start(std::move(call), {OpType::BROADCAST, options.timeout, options.asyncOp});
-}
+namespace {
+
+using Tensors = TorchBackend::Tensors;
 
 // `value` is the tensor's value before the broadcast: the tensor itself, or one of the same size.
-void TorchBackend::add_broadcast(Call& call, const at::Tensor& tensor, int root, const at::Tensor& value) {
+void add_broadcast(Call& call, const at::Tensor& tensor, int root, const at::Tensor& value) {
   Operation operation = call.moving(Collective::Broadcast, tensor.scalar_type());
   operation.root = root;
   if (!value.is_same(tensor)) {
@@ -39,51 +34,12 @@ void TorchBackend::add_broadcast(Call& call, const at::Tensor& tensor, int root,
   call.add(std::move(operation));
 }
 
-TorchBackend::TorchWorkPtr TorchBackend::allreduce(Tensors& tensors, const ::c10d::AllreduceOptions& options) {
-  Call call = begin("all_reduce", tensors);
-  require_only(tensors, call.name());
-  add_all_reduce(call, tensors, options.reduceOp);
-  call.results() = tensors;
-  return start(std::move(call), {OpType::ALLREDUCE, options.timeout, options.asyncOp});
-}
-
-// Reduces neighboring tensors of one dtype in one operation.
-TorchBackend::TorchWorkPtr TorchBackend::allreduce_coalesced(Tensors& tensors,
-                                                             const ::c10d::AllreduceCoalescedOptions& options) {
-  Call call = begin("all_reduce_coalesced", tensors);
-  require_some(call.name(), tensors);
-  call.compare(tensors, {});
-  for (auto begin = tensors.begin(); begin != tensors.end();) {
-    auto end = std::find_if(begin, tensors.end(),
-                            [&](const at::Tensor& tensor) { return tensor.scalar_type() != begin->scalar_type(); });
-    add_all_reduce(call, {begin, end}, options.reduceOp);
-    begin = end;
-  }
-  call.results() = tensors;
-  return start(std::move(call), {OpType::ALLREDUCE_COALESCED, options.timeout, options.asyncOp});
-}
-
-// An all-reduce whose result only the root's tensor gets.
-TorchBackend::TorchWorkPtr TorchBackend::reduce(Tensors& tensors, const ::c10d::ReduceOptions& options) {
-  Call call = begin("reduce", tensors);
-  const at::Tensor& tensor = require_only(tensors, call.name());
-  int root = require_rank(options.rootRank, call.name());
-  call.results() = tensors;
-  if (rank_ == root) {
-    add_all_reduce(call, tensors, options.reduceOp, root);
-  } else {
-    at::NoGradGuard no_grad;
-    add_all_reduce(call, {call.settled(tensor).clone(at::MemoryFormat::Contiguous)}, options.reduceOp, root);
-  }
-  return start(std::move(call), {OpType::REDUCE, options.timeout, options.asyncOp});
-}
-
 // Combines bits: every rank gets all ranks' tensors by an all-gather, and combines them. In a reduce-scatter, `target`
 // is another tensor than `tensor`.
-void TorchBackend::add_all_reduce_of_bits(Call& call, const at::Tensor& tensor, const at::Tensor& target,
-                                          const ::c10d::ReduceOp& op, int root) {
+void add_all_reduce_of_bits(Call& call, const TorchBackend& group, const at::Tensor& tensor, const at::Tensor& target,
+                            const ::c10d::ReduceOp& op, int root = kNoRoot) {
   auto shape = tensor.sizes().vec();
-  shape.insert(shape.begin(), size_);
+  shape.insert(shape.begin(), group.getSize());
   at::Tensor parts = at::empty(shape, tensor.options().memory_format(at::MemoryFormat::Contiguous));
   Operation operation = call.moving(Collective::AllGather, tensor.scalar_type());
   // The hash keeps the operation from matching an all_gather, or a combination of other bits.
@@ -94,29 +50,31 @@ void TorchBackend::add_all_reduce_of_bits(Call& call, const at::Tensor& tensor, 
     return std::string(name) + "(bitwise" + whom + ")";
   };
   call.read(tensor, operation.input);
-  call.write_apart(parts, operation.output);
+  call.keep(parts, operation.output);
   call.add(std::move(operation));
-  call.afterwards(target, [this_rank = rank_, parts, target, op] {
+  call.afterwards(target, [this_rank = group.getRank(), parts, target, op] {
     at::Tensor result = combined_bits(op, parts);
     assign(target, target.sizes() == result.sizes() ? result : result[this_rank].view(target.sizes()));
   });
 }
 
-void TorchBackend::add_all_reduce(Call& call, const Tensors& tensors, const ::c10d::ReduceOp& op, int root) {
+void add_all_reduce(Call& call, const TorchBackend& group, const Tensors& tensors, const ::c10d::ReduceOp& op,
+                    int root = kNoRoot) {
   if (is_bitwise(op, tensors[0].scalar_type(), call.name())) {
     for (const at::Tensor& tensor : tensors) {
-      add_all_reduce_of_bits(call, tensor, tensor, op, root);
+      add_all_reduce_of_bits(call, group, tensor, tensor, op, root);
       if (tensors.size() > 1) call.require_sizes(call.operations().back(), tensors);
     }
     return;
   }
-  Operation operation = call.reducing(Collective::AllReduce, tensors[0].scalar_type(), op, size_, numerics());
+  Operation operation =
+      call.reducing(Collective::AllReduce, tensors[0].scalar_type(), op, group.getSize(), group.numerics());
   operation.root = root;
   if (tensors.size() > 1) call.require_sizes(operation, tensors);
   for (const at::Tensor& tensor : tensors) {
     if (at::Tensor copy = prepared(call, op, tensor); copy.defined()) {
       call.update_through(tensor, copy, operation.output);
-      if (auto step = conclusion(op, tensor.scalar_type(), copy, size_)) call.afterwards(tensor, std::move(step));
+      conclude(call, op, tensor, copy, group.getSize());
     } else {
       call.update(tensor, operation.output);
     }
@@ -125,19 +83,87 @@ void TorchBackend::add_all_reduce(Call& call, const Tensors& tensors, const ::c1
   call.add(std::move(operation));
 }
 
-TorchBackend::TorchWorkPtr TorchBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
-                                                         const ::c10d::AllgatherOptions& options) {
-  return gather_into({output}, {input}, OpType::_ALLGATHER_BASE, options);
+// Each rank's inputs, one after the other, are its part.
+void add_all_gather(Call& call, at::ArrayRef<at::Tensor> outputs, at::ArrayRef<at::Tensor> inputs) {
+  Operation operation = call.moving(Collective::AllGather, inputs[0].scalar_type());
+  if (inputs.size() > 1) call.require_sizes(operation, inputs);
+  for (const at::Tensor& input : inputs) call.read(input, operation.input);
+  for (const at::Tensor& output : outputs) call.write(output, operation.output);
+  call.add(std::move(operation));
 }
 
-TorchBackend::TorchWorkPtr TorchBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
-                                                                         const ::c10d::AllgatherOptions& options) {
-  return gather_into(outputs, inputs, OpType::COALESCED, options);
+void add_reduce_scatter(Call& call, const TorchBackend& group, const at::Tensor& output,
+                        at::ArrayRef<at::Tensor> inputs, const ::c10d::ReduceOp& op) {
+  if (is_bitwise(op, output.scalar_type(), call.name())) {
+    at::NoGradGuard no_grad;
+    Tensors parts;  // of one size, but perhaps of different shapes
+    for (const at::Tensor& input : inputs) parts.push_back(call.settled(input).reshape(-1));
+    const at::Tensor whole = parts.size() == 1 ? parts[0] : at::cat(parts);
+    return add_all_reduce_of_bits(call, group, whole.view({group.getSize(), output.numel()}), output, op);
+  }
+  Operation operation =
+      call.reducing(Collective::ReduceScatter, output.scalar_type(), op, group.getSize(), group.numerics());
+  for (const at::Tensor& input : inputs) {
+    at::Tensor copy = prepared(call, op, input);
+    call.read(copy.defined() ? copy : input, operation.input);
+  }
+  if (at::Tensor room = room_for(op, output); room.defined()) {
+    call.update_through(output, room, operation.output);
+    conclude(call, op, output, room, group.getSize());
+  } else {
+    call.write(output, operation.output);
+  }
+  call.add(std::move(operation));
+}
+
+}  // namespace
+
+TorchWorkPtr TorchBackend::broadcast(Tensors& tensors, const ::c10d::BroadcastOptions& options) {
+  Call call = begin("broadcast", tensors);
+  const at::Tensor& tensor = require_only(tensors, call.name());
+  add_broadcast(call, tensor, require_rank(options.rootRank, call.name()), tensor);
+  return start(std::move(call), {OpType::BROADCAST, options.timeout, options.asyncOp, tensors});
+}
+
+TorchWorkPtr TorchBackend::allreduce(Tensors& tensors, const ::c10d::AllreduceOptions& options) {
+  Call call = begin("all_reduce", tensors);
+  require_only(tensors, call.name());
+  add_all_reduce(call, *this, tensors, options.reduceOp);
+  return start(std::move(call), {OpType::ALLREDUCE, options.timeout, options.asyncOp, tensors});
+}
+
+// Reduces neighboring tensors of one dtype in one operation.
+TorchWorkPtr TorchBackend::allreduce_coalesced(Tensors& tensors, const ::c10d::AllreduceCoalescedOptions& options) {
+  Call call = begin("all_reduce_coalesced", tensors);
+  require_some(call.name(), tensors);
+  call.compare(tensors, {});
+  for (auto begin = tensors.begin(); begin != tensors.end();) {
+    auto end = std::find_if(begin, tensors.end(),
+                            [&](const at::Tensor& tensor) { return tensor.scalar_type() != begin->scalar_type(); });
+    add_all_reduce(call, *this, {begin, end}, options.reduceOp);
+    begin = end;
+  }
+  return start(std::move(call), {OpType::ALLREDUCE_COALESCED, options.timeout, options.asyncOp, tensors});
+}
+
+// An all-reduce whose result only the root's tensor gets.
+TorchWorkPtr TorchBackend::reduce(Tensors& tensors, const ::c10d::ReduceOptions& options) {
+  Call call = begin("reduce", tensors);
+  const at::Tensor& tensor = require_only(tensors, call.name());
+  int root = require_rank(options.rootRank, call.name());
+  if (rank_ == root) {
+    add_all_reduce(call, *this, tensors, options.reduceOp, root);
+  } else {
+    at::NoGradGuard no_grad;
+    const at::Tensor copy = call.settled(tensor).clone(at::MemoryFormat::Contiguous);
+    add_all_reduce(call, *this, {copy}, options.reduceOp, root);
+  }
+  return start(std::move(call), {OpType::REDUCE, options.timeout, options.asyncOp, tensors});
 }
 
 // Gathers each input into an output, in which the parts of all ranks follow each other.
-TorchBackend::TorchWorkPtr TorchBackend::gather_into(const Tensors& outputs, const Tensors& inputs, OpType type,
-                                                     const ::c10d::AllgatherOptions& options) {
+TorchWorkPtr TorchBackend::gather_into(const Tensors& outputs, const Tensors& inputs, OpType type,
+                                       const ::c10d::AllgatherOptions& options) {
   Call call = begin("all_gather", inputs);
   require_lists(call.name(), outputs.size(), static_cast<int>(inputs.size()));
   require_some(call.name(), inputs);
@@ -147,14 +173,13 @@ TorchBackend::TorchWorkPtr TorchBackend::gather_into(const Tensors& outputs, con
     if (!is_in_place(outputs[i], rank_ * inputs[i].numel(), inputs[i])) elsewhere.push_back(inputs[i]);
   }
   call.compare(outputs, elsewhere);
-  for (size_t i = 0; i < inputs.size(); ++i) add_all_gather(call, {outputs[i]}, inputs[i]);
-  call.results() = outputs;
-  return start(std::move(call), {type, options.timeout, options.asyncOp});
+  for (size_t i = 0; i < inputs.size(); ++i) add_all_gather(call, outputs[i], inputs[i]);
+  return start(std::move(call), {type, options.timeout, options.asyncOp, outputs});
 }
 
-// Gathers several tensors in one operation: each rank's tensors, one after the other, are its part.
-TorchBackend::TorchWorkPtr TorchBackend::allgather_coalesced(TensorLists& outputs, Tensors& inputs,
-                                                             const ::c10d::AllgatherOptions& options) {
+// Gathers several tensors in one operation.
+TorchWorkPtr TorchBackend::allgather_coalesced(TensorLists& outputs, Tensors& inputs,
+                                               const ::c10d::AllgatherOptions& options) {
   Call call = begin("all_gather_coalesced", inputs);
   require_some(call.name(), inputs);
   require_lists(call.name(), outputs.size(), size_);
@@ -166,17 +191,11 @@ TorchBackend::TorchWorkPtr TorchBackend::allgather_coalesced(TensorLists& output
   }
   for (const at::Tensor& input : inputs) require_same_dtype(call.name(), input, inputs[0]);
   call.compare(targets, inputs);
-  Operation operation = call.moving(Collective::AllGather, inputs[0].scalar_type());
-  if (inputs.size() > 1) call.require_sizes(operation, inputs);
-  for (const at::Tensor& input : inputs) call.read(input, operation.input);
-  for (const at::Tensor& target : targets) call.write(target, operation.output);
-  call.add(std::move(operation));
-  call.results() = targets;
-  return start(std::move(call), {OpType::ALLGATHER_COALESCED, options.timeout, options.asyncOp});
+  add_all_gather(call, targets, inputs);
+  return start(std::move(call), {OpType::ALLGATHER_COALESCED, options.timeout, options.asyncOp, std::move(targets)});
 }
 
-TorchBackend::TorchWorkPtr TorchBackend::allgather(TensorLists& outputs, Tensors& inputs,
-                                                   const ::c10d::AllgatherOptions& options) {
+TorchWorkPtr TorchBackend::allgather(TensorLists& outputs, Tensors& inputs, const ::c10d::AllgatherOptions& options) {
   Call call = begin("all_gather", inputs);
   const at::Tensor& input = require_only(inputs, call.name());
   require_lists(call.name(), outputs.size(), 1);
@@ -194,92 +213,43 @@ TorchBackend::TorchWorkPtr TorchBackend::allgather(TensorLists& outputs, Tensors
       add_broadcast(call, parts[root], root, root == rank_ ? input : parts[root]);
     for (Operation& operation : call.operations()) call.require_sizes(operation, parts);
   }
-  call.results() = outputs[0];
-  return start(std::move(call), {OpType::ALLGATHER, options.timeout, options.asyncOp});
-}
-
-void TorchBackend::add_all_gather(Call& call, const Tensors& outputs, const at::Tensor& input) {
-  Operation operation = call.moving(Collective::AllGather, input.scalar_type());
-  call.read(input, operation.input);
-  for (const at::Tensor& output : outputs) call.write(output, operation.output);
-  call.add(std::move(operation));
-}
-
-TorchBackend::TorchWorkPtr TorchBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
-                                                              const ::c10d::ReduceScatterOptions& options) {
-  return scatter_into({output}, {input}, OpType::_REDUCE_SCATTER_BASE, options);
-}
-
-TorchBackend::TorchWorkPtr TorchBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
-                                                                         const ::c10d::ReduceScatterOptions& options) {
-  return scatter_into(outputs, inputs, OpType::COALESCED, options);
+  return start(std::move(call), {OpType::ALLGATHER, options.timeout, options.asyncOp, outputs[0]});
 }
 
 // Reduces and scatters each input into an output, which gets this rank's part of the sum.
-TorchBackend::TorchWorkPtr TorchBackend::scatter_into(const Tensors& outputs, const Tensors& inputs, OpType type,
-                                                      const ::c10d::ReduceScatterOptions& options) {
+TorchWorkPtr TorchBackend::scatter_into(const Tensors& outputs, const Tensors& inputs, OpType type,
+                                        const ::c10d::ReduceScatterOptions& options) {
   Call call = begin("reduce_scatter", inputs);
   require_lists(call.name(), inputs.size(), static_cast<int>(outputs.size()));
   require_some(call.name(), outputs);
   call.compare(outputs, inputs);
   for (size_t i = 0; i < inputs.size(); ++i) {
     require_parts(call.name(), inputs[i], outputs[i], size_);
-    add_reduce_scatter(call, outputs[i], {inputs[i]}, options.reduceOp);
+    add_reduce_scatter(call, *this, outputs[i], inputs[i], options.reduceOp);
   }
-  call.results() = outputs;
-  return start(std::move(call), {type, options.timeout, options.asyncOp});
+  return start(std::move(call), {type, options.timeout, options.asyncOp, outputs});
 }
 
-TorchBackend::TorchWorkPtr TorchBackend::reduce_scatter(Tensors& outputs, TensorLists& inputs,
-                                                        const ::c10d::ReduceScatterOptions& options) {
+TorchWorkPtr TorchBackend::reduce_scatter(Tensors& outputs, TensorLists& inputs,
+                                          const ::c10d::ReduceScatterOptions& options) {
   Call call = begin("reduce_scatter", first_of(inputs));
   const at::Tensor& output = require_only(outputs, call.name());
   require_lists(call.name(), inputs.size(), 1);
   require_lists(call.name(), inputs[0].size(), size_);
-  require_parts(call.name(), inputs[0][rank_], output, 1);
-  for (const at::Tensor& input : inputs[0]) require_same_dtype(call.name(), input, output);
-  if (std::all_of(inputs[0].begin(), inputs[0].end(),
-                  [&](const at::Tensor& input) { return input.numel() == output.numel(); })) {
-    call.compare(output, inputs[0]);
-    add_reduce_scatter(call, output, inputs[0], options.reduceOp);
-  } else {
-    add_uneven_reduce_scatter(call, output, inputs[0], options.reduceOp);
-  }
-  call.results() = outputs;
-  return start(std::move(call), {OpType::REDUCE_SCATTER, options.timeout, options.asyncOp});
-}
-
-// An all-reduce of copies, of which each rank takes its own part: parts of different sizes are rare.
-void TorchBackend::add_uneven_reduce_scatter(Call& call, const at::Tensor& output, const Tensors& inputs,
-                                             const ::c10d::ReduceOp& op) {
-  at::NoGradGuard no_grad;
-  Tensors copies;
-  for (const at::Tensor& input : inputs) copies.push_back(call.settled(input).clone(at::MemoryFormat::Contiguous));
-  add_all_reduce(call, copies, op);
-  call.put(output, copies[rank_].view(output.sizes()));
-}
-
-void TorchBackend::add_reduce_scatter(Call& call, const at::Tensor& output, const Tensors& inputs,
-                                      const ::c10d::ReduceOp& op) {
-  if (is_bitwise(op, output.scalar_type(), call.name())) {
+  const Tensors& parts = inputs[0];
+  require_parts(call.name(), parts[rank_], output, 1);
+  for (const at::Tensor& part : parts) require_same_dtype(call.name(), part, output);
+  if (std::all_of(parts.begin(), parts.end(), [&](const at::Tensor& part) { return part.numel() == output.numel(); })) {
+    call.compare(output, parts);
+    add_reduce_scatter(call, *this, output, parts, options.reduceOp);
+  } else {  // rare: an all-reduce of copies, of which each rank takes its own part
     at::NoGradGuard no_grad;
-    Tensors parts;  // of one size, but perhaps of different shapes
-    for (const at::Tensor& input : inputs) parts.push_back(call.settled(input).reshape(-1));
-    const at::Tensor whole = parts.size() == 1 ? parts[0] : at::cat(parts);
-    return add_all_reduce_of_bits(call, whole.view({size_, output.numel()}), output, op);
+    Tensors copies;
+    for (const at::Tensor& part : parts) copies.push_back(call.settled(part).clone(at::MemoryFormat::Contiguous));
+    add_all_reduce(call, *this, copies, options.reduceOp);
+    call.put(output, copies[rank_].view(output.sizes()));
   }
-  Operation operation = call.reducing(Collective::ReduceScatter, output.scalar_type(), op, size_, numerics());
-  for (const at::Tensor& input : inputs) {
-    at::Tensor copy = prepared(call, op, input);
-    call.read(copy.defined() ? copy : input, operation.input);
-  }
-  if (at::Tensor room = room_for(op, output); room.defined()) {
-    call.update_through(output, room, operation.output);
-    if (auto step = conclusion(op, output.scalar_type(), room, size_)) call.afterwards(output, std::move(step));
-  } else {
-    call.write(output, operation.output);
-  }
-  call.add(std::move(operation));
+  return start(std::move(call), {OpType::REDUCE_SCATTER, options.timeout, options.asyncOp, outputs});
 }
 
 }  // namespace syncengine

@@ -2,11 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/bitwise_and.h>
-#include <ATen/ops/bitwise_or.h>
-#include <ATen/ops/bitwise_xor.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/mul.h>
 
 #include <optional>
 #include <string>
@@ -34,15 +30,8 @@ std::optional<DType> same_dtype(c10::ScalarType type) {
 
 namespace {
 
-// The dtype of a complex number's two parts.
-std::optional<DType> parts_of_complex(c10::ScalarType type) {
-  switch (type) {
-    case c10::ScalarType::ComplexHalf: return DType::Float16;
-    case c10::ScalarType::ComplexFloat: return DType::Float32;
-    case c10::ScalarType::ComplexDouble: return DType::Float64;
-    default: return std::nullopt;
-  }
-}
+// The dtype of a number, or of the two parts of a complex one.
+std::optional<DType> parts_of(c10::ScalarType type) { return same_dtype(c10::toRealValueType(type)); }
 
 std::optional<ReduceOp> engine_op(::c10d::ReduceOp::RedOpType op) {
   switch (op) {
@@ -61,21 +50,10 @@ const char* name(::c10d::ReduceOp::RedOpType op) {
   return op < std::size(kNames) ? kNames[op] : "UNUSED";
 }
 
-[[noreturn]] void refuse(const ::c10d::ReduceOp& op, c10::ScalarType type, const char* call) {
-  throw Error(ErrorKind::InvalidUsage, std::string(call) + ": ReduceOp." + name(op) + " has no meaning for dtype " +
-                                           c10::toString(type) +
-                                           " in syncengine: convert the tensor, or take another operator");
+[[noreturn]] void refuse_reduction(const ::c10d::ReduceOp& op, c10::ScalarType type, const char* call) {
+  refuse(call, "ReduceOp.", name(op), " has no meaning for dtype ", c10::toString(type),
+         " in syncengine: convert the tensor, or take another operator");
 }
-
-}  // namespace
-
-DType moved_as(c10::ScalarType type) {
-  if (auto dtype = same_dtype(type)) return *dtype;
-  if (auto dtype = parts_of_complex(type)) return *dtype;
-  return DType::UInt8;
-}
-
-namespace {
 
 bool averages_integers(const ::c10d::ReduceOp& op, c10::ScalarType type) {
   return op == ::c10d::ReduceOp::AVG && c10::isIntegralType(type, /*includeBool=*/false) && same_dtype(type);
@@ -92,30 +70,31 @@ at::Tensor premultiplied(const ::c10d::ReduceOp& op, const at::Tensor& tensor) {
   const auto* supplement = dynamic_cast<const ::c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
   if (supplement == nullptr) throw Error(ErrorKind::InvalidUsage, "ReduceOp.PREMUL_SUM without a factor");
   const at::Tensor& factor = supplement->tensor_factor;
-  at::Tensor scaled = factor.defined() ? at::mul(tensor, factor.to(tensor.scalar_type()))
-                                       : at::mul(tensor, at::Scalar(supplement->double_factor));
+  at::Tensor scaled = factor.defined() ? tensor.mul(factor.to(tensor.scalar_type()))
+                                       : tensor.mul(at::Scalar(supplement->double_factor));
   return scaled.contiguous();
 }
 
 }  // namespace
 
-TorchReduction reduction_of(const ::c10d::ReduceOp& torch_op, c10::ScalarType given, int world, const char* call) {
+DType moved_as(c10::ScalarType type) { return parts_of(type).value_or(DType::UInt8); }
+
+Operation reduction_of(const ::c10d::ReduceOp& torch_op, c10::ScalarType given, int world, const char* call) {
   auto op = engine_op(torch_op);
   const c10::ScalarType type = reduced_as(torch_op, given);
-  auto dtype = same_dtype(type);
-  if (op && !dtype && (*op == ReduceOp::Sum || *op == ReduceOp::Avg)) dtype = parts_of_complex(type);
+  auto dtype = op == ReduceOp::Sum || op == ReduceOp::Avg ? parts_of(type) : same_dtype(type);
   if (op && dtype == DType::Bool && *op == ReduceOp::Sum) op = ReduceOp::Max;
   if (averages_integers(torch_op, given)) op = ReduceOp::Sum;
   bool scales = torch_op == ::c10d::ReduceOp::PREMUL_SUM;
   if (!op || !dtype || !is_supported(*dtype, *op) || (scales && (type != given || !is_floating(*dtype))))
-    refuse(torch_op, given, call);
-  return {*dtype, *op, *op == ReduceOp::Avg ? 1.0 / world : 1.0};
+    refuse_reduction(torch_op, given, call);
+  return {.dtype = *dtype, .op = *op, .postscale = *op == ReduceOp::Avg ? 1.0 / world : 1.0};
 }
 
 bool is_bitwise(const ::c10d::ReduceOp& op, c10::ScalarType type, const char* call) {
   ::c10d::ReduceOp::RedOpType kind = op;
   if (kind != ::c10d::ReduceOp::BAND && kind != ::c10d::ReduceOp::BOR && kind != ::c10d::ReduceOp::BXOR) return false;
-  if (!c10::isIntegralType(type, /*includeBool=*/true)) refuse(op, type, call);
+  if (!c10::isIntegralType(type, /*includeBool=*/true)) refuse_reduction(op, type, call);
   return true;
 }
 
@@ -123,9 +102,9 @@ at::Tensor combined_bits(const ::c10d::ReduceOp& op, const at::Tensor& parts) {
   ::c10d::ReduceOp::RedOpType kind = op;
   at::Tensor result = parts[0];
   for (int64_t i = 1; i < parts.size(0); ++i) {
-    result = kind == ::c10d::ReduceOp::BAND  ? at::bitwise_and(result, parts[i])
-             : kind == ::c10d::ReduceOp::BOR ? at::bitwise_or(result, parts[i])
-                                             : at::bitwise_xor(result, parts[i]);
+    result = kind == ::c10d::ReduceOp::BAND  ? result.bitwise_and(parts[i])
+             : kind == ::c10d::ReduceOp::BOR ? result.bitwise_or(parts[i])
+                                             : result.bitwise_xor(parts[i]);
   }
   return result;
 }
@@ -144,10 +123,9 @@ at::Tensor room_for(const ::c10d::ReduceOp& op, const at::Tensor& output) {
   return at::empty(output.sizes(), output.options().dtype(as).memory_format(at::MemoryFormat::Contiguous));
 }
 
-std::function<void()> conclusion(const ::c10d::ReduceOp& op, c10::ScalarType type, const at::Tensor& result,
-                                 int world) {
-  if (!averages_integers(op, type)) return {};
-  return [result, world] { result.div_(world, "trunc"); };
+void conclude(Call& call, const ::c10d::ReduceOp& op, const at::Tensor& target, const at::Tensor& result, int world) {
+  if (averages_integers(op, target.scalar_type()))
+    call.afterwards(target, [result, world] { result.div_(world, "trunc"); });
 }
 
 }  // namespace syncengine

@@ -5,10 +5,10 @@
 
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
-#include <functional>
 #include <optional>
 
 #include "base/dtype.h"
+#include "collectives/operation.h"
 
 namespace syncengine {
 
@@ -20,15 +20,10 @@ std::optional<DType> same_dtype(c10::ScalarType type);
 // A dtype for elements that are only moved: one of the same size, or bytes.
 DType moved_as(c10::ScalarType type);
 
-struct TorchReduction {
-  DType dtype;
-  ReduceOp op;
-  double postscale = 1.0;
-};
-
-// Throws InvalidUsage, naming `call`, if the operator has no meaning for the dtype. PREMUL_SUM is a sum of the copies
-// that prepared() makes. A sum of bools is their logical "or".
-TorchReduction reduction_of(const ::c10d::ReduceOp& op, c10::ScalarType type, int world, const char* call);
+// An operation with the dtype, operator and factor of a reduction. Throws InvalidUsage, naming `call`, if the operator
+// has no meaning for the dtype. PREMUL_SUM is a sum of the copies that prepared() makes. A sum of bools is their
+// logical "or".
+Operation reduction_of(const ::c10d::ReduceOp& op, c10::ScalarType type, int world, const char* call);
 
 // Whether `op` combines bits (BAND, BOR, BXOR), which the engine doesn't do. Throws InvalidUsage if `type` has no bits
 // to combine.
@@ -42,7 +37,7 @@ at::Tensor combined_bits(const ::c10d::ReduceOp& op, const at::Tensor& parts);
 at::Tensor prepared(Call& call, const ::c10d::ReduceOp& op, const at::Tensor& tensor);
 // Memory for the result of such a copy.
 at::Tensor room_for(const ::c10d::ReduceOp& op, const at::Tensor& output);
-// The step that turns the result of such a copy into the call's result; empty if none is needed.
-std::function<void()> conclusion(const ::c10d::ReduceOp& op, c10::ScalarType type, const at::Tensor& result, int world);
+// Adds the step, if one is needed, that turns the result of such a copy into what is put into `target`.
+void conclude(Call& call, const ::c10d::ReduceOp& op, const at::Tensor& target, const at::Tensor& result, int world);
 
 }  // namespace syncengine

@@ -1,7 +1,6 @@
 #include "c10d/torch_transports.h"
 
 #include <ATen/ops/from_blob.h>
-#include <c10/util/Exception.h>
 
 #include <condition_variable>
 #include <deque>
@@ -12,23 +11,21 @@
 #include <vector>
 
 #include "base/thread.h"
+#include "c10d/torch_work.h"
 
 namespace syncengine {
 
 namespace {
 
-std::string first_line(std::string text) { return text.substr(0, std::min<size_t>(text.find('\n'), 300)); }
-
-// The text of the exception that `call` throws, or "" if it throws none.
+// The first line of the exception that `call` throws, or "" if it throws none.
 template <class Call>
 std::string words_of(const Call& call) {
   try {
     call();
     return "";
-  } catch (const c10::Error& error) {
-    return first_line(error.what_without_backtrace());
-  } catch (const std::exception& error) {
-    return first_line(error.what());
+  } catch (const std::exception&) {
+    const std::string text = text_of(std::current_exception());
+    return text.substr(0, std::min<size_t>(text.find('\n'), 300));
   }
 }
 
@@ -39,28 +36,16 @@ constexpr std::chrono::hours kForEver(24 * 365 * 30);  // the engine has deadlin
 }  // namespace
 
 // The packets that have ended, of all peers.
-class TorchPacketTransport::Ends {
- public:
-  explicit Ends(std::function<void()> wake) : wake_(std::move(wake)) {}
-
+struct TorchPacketTransport::Ends {
   void add(End end) {
-    std::lock_guard lock(mutex_);
-    ends_.push_back(std::move(end));
-    if (wake_) wake_();
-  }
-  std::vector<End> take() {
-    std::lock_guard lock(mutex_);
-    return std::exchange(ends_, {});
-  }
-  void be_silent() {
-    std::lock_guard lock(mutex_);
-    wake_ = nullptr;
+    std::lock_guard lock(mutex);
+    list.push_back(std::move(end));
+    if (wake) wake();
   }
 
- private:
-  std::mutex mutex_;
-  std::vector<End> ends_;
-  std::function<void()> wake_;
+  std::mutex mutex;
+  std::vector<End> list;
+  std::function<void()> wake;  // null when the transport is closed
 };
 
 // Messages to one peer, or from it: works end in the order in which they were posted. If a work can't be aborted, the
@@ -124,14 +109,9 @@ TorchPacketTransport::TorchPacketTransport(c10::intrusive_ptr<::c10d::ProcessGro
 TorchPacketTransport::~TorchPacketTransport() { close(false); }
 
 bool TorchPacketTransport::start(std::function<void()> wake) {
-  ends_ = std::make_shared<Ends>(std::move(wake));
+  ends_ = std::make_shared<Ends>();
+  ends_->wake = std::move(wake);
   return true;
-}
-
-TorchPacketTransport::Direction& TorchPacketTransport::direction(int peer, bool outgoing) {
-  auto& direction = directions_[{peer, outgoing}];
-  if (!direction) direction = std::make_shared<Direction>(ends_);
-  return *direction;
 }
 
 std::vector<packets::PacketTransport::End> TorchPacketTransport::step(const std::vector<Packet>& posts) {
@@ -142,17 +122,24 @@ std::vector<packets::PacketTransport::End> TorchPacketTransport::step(const std:
       int peer = ranks_.at(packet.peer);
       work = packet.outgoing ? group_->send(tensors, peer, tag_) : group_->recv(tensors, peer, tag_);
     });
-    if (error.empty())
-      direction(packet.peer, packet.outgoing).add(packet.id, std::move(work));
-    else
+    if (!error.empty()) {
       ends_->add({packet.id, std::move(error)});
+      continue;
+    }
+    auto& direction = directions_[{packet.peer, packet.outgoing}];
+    if (!direction) direction = std::make_shared<Direction>(ends_);
+    direction->add(packet.id, std::move(work));
   }
-  return ends_->take();
+  std::lock_guard lock(ends_->mutex);
+  return std::exchange(ends_->list, {});
 }
 
 void TorchPacketTransport::close(bool) {
   if (!group_) return;
-  if (ends_) ends_->be_silent();
+  if (ends_) {
+    std::lock_guard lock(ends_->mutex);
+    ends_->wake = nullptr;
+  }
   for (auto& [way, direction] : directions_) direction->close();
   directions_.clear();
   group_.reset();

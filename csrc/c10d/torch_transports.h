@@ -28,9 +28,8 @@ class TorchPacketTransport final : public packets::PacketTransport {
   void close(bool in_order) override;
 
  private:
-  class Ends;
+  struct Ends;
   class Direction;
-  Direction& direction(int peer, bool outgoing);
 
   c10::intrusive_ptr<::c10d::ProcessGroup> group_;
   std::vector<int> ranks_;

@@ -13,8 +13,6 @@
 
 namespace syncengine {
 
-namespace {
-
 std::string text_of(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
@@ -24,8 +22,6 @@ std::string text_of(const std::exception_ptr& error) {
     return thrown.what();
   }
 }
-
-}  // namespace
 
 TorchWork::TorchWork(CallOrigin origin, Call call, Works works)
     : ::c10d::Work(origin.communicator->rank(), origin.type),
@@ -54,10 +50,6 @@ TorchWork::~TorchWork() {
     TORCH_WARN("syncengine: ", call_.name(), ": its result was not put into its tensor: ", text_of(delivery_error_));
 }
 
-bool TorchWork::ended() const {
-  return std::all_of(works_.begin(), works_.end(), [](const auto& work) { return work->ended(); });
-}
-
 bool TorchWork::isCompleted() {
   if (!ended()) return false;
   if (isSuccess()) deliver_this_too();
@@ -82,8 +74,6 @@ std::exception_ptr TorchWork::delivery_error() const {
   is_told_.store(true, std::memory_order_relaxed);
   return delivery_error_;
 }
-
-std::vector<at::Tensor> TorchWork::result() { return call_.results(); }
 
 bool TorchWork::wait(std::chrono::milliseconds timeout) {
   std::optional<Duration> at_most;
@@ -178,18 +168,17 @@ namespace {
 class DeviceWork final : public ::c10d::Work {
  public:
   // A work that ends when `stream` has done all that is queued there now.
-  DeviceWork(TorchWork::CallOrigin origin, c10::Stream stream, std::vector<at::Tensor> results)
+  DeviceWork(TorchWork::CallOrigin origin, c10::Stream stream, uint64_t number, std::vector<at::Tensor> results)
       : ::c10d::Work(origin.communicator->rank(), origin.type),
         communicator_(std::move(origin.communicator)),
         device_(stream.device()),
         done_(kDeviceType),
-        number_(origin.number),
-        results_(std::move(results)),
+        number_(number),
         future_(c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()),
                                                          std::vector<c10::Device>{device_})) {
     done_.record(stream);
     const c10::StreamGuard guard(stream);
-    future_->markCompleted(c10::IValue(results_));
+    future_->markCompleted(c10::IValue(std::move(results)));
   }
 
   ~DeviceWork() override {
@@ -208,7 +197,7 @@ class DeviceWork final : public ::c10d::Work {
     }
     return nullptr;
   }
-  std::vector<at::Tensor> result() override { return results_; }
+  std::vector<at::Tensor> result() override { return future_->constValue().toTensorVector(); }
   uint64_t getSequencenumber() const override { return number_; }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
 
@@ -236,7 +225,6 @@ class DeviceWork final : public ::c10d::Work {
   c10::Device device_;
   c10::Event done_;
   uint64_t number_;
-  std::vector<at::Tensor> results_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
@@ -275,10 +263,10 @@ c10::Stream queue_on_device(const std::shared_ptr<Communicator>& communicator, C
   return stream;
 }
 
-c10::intrusive_ptr<::c10d::Work> finish_on_device(TorchWork::CallOrigin origin, Call call, c10::Stream stream) {
+TorchWorkPtr finish_on_device(TorchWork::CallOrigin origin, Call call, c10::Stream stream) {
   const c10::StreamGuard guard(stream);
   call.deliver();
-  return c10::make_intrusive<DeviceWork>(std::move(origin), stream, std::move(call.results()));
+  return c10::make_intrusive<DeviceWork>(std::move(origin), stream, call.number, std::move(call.results()));
 }
 
 }  // namespace syncengine

@@ -7,6 +7,7 @@
 
 #include <c10/util/intrusive_ptr.h>
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <deque>
@@ -14,6 +15,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <thread>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
@@ -26,13 +28,17 @@ namespace syncengine {
 
 class Completer;
 
+// The text of an exception, without torch's backtrace.
+std::string text_of(const std::exception_ptr& error);
+
+using TorchWorkPtr = c10::intrusive_ptr<::c10d::Work>;
+
 class TorchWork final : public ::c10d::Work {
  public:
   struct CallOrigin {
     std::shared_ptr<Communicator> communicator;
     std::shared_ptr<Completer> completer = {};  // null if nobody asks for a future
     ::c10d::OpType type = ::c10d::OpType::UNKNOWN;
-    uint64_t number = 0;
     std::optional<Duration> at_most = {};  // limit from now on, after which a wait fails the communicator
   };
   using Works = std::vector<std::shared_ptr<syncengine::Work>>;
@@ -45,18 +51,20 @@ class TorchWork final : public ::c10d::Work {
   bool isSuccess() const override;
   std::exception_ptr exception() const override;
   int sourceRank() const override { return call_.source(); }
-  std::vector<at::Tensor> result() override;
+  std::vector<at::Tensor> result() override { return call_.results(); }
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   void synchronize() override { wait(); }
   void abort() override;
-  uint64_t getSequencenumber() const override { return origin_.number; }
+  uint64_t getSequencenumber() const override { return call_.number; }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
   // For the completer. await_end() leaves errors to complete_future(), which waits, too; `meanwhile` is called about
   // every 50 ms.
   void await_end(const std::function<void()>& meanwhile) noexcept;
   void complete_future();
-  bool ended() const;
+  bool ended() const {
+    return std::all_of(works_.begin(), works_.end(), [](const auto& work) { return work->ended(); });
+  }
   bool is_late() const { return origin_.at_most && deadline_.passed() && !ended(); }
   // Copies the results into the caller's tensors, once, after the collective has ended well. Keeps an error for
   // deliver_or_throw().
@@ -91,7 +99,7 @@ TorchWork::Works submit_call(Communicator& communicator, Call& call);
 c10::Stream queue_on_device(const std::shared_ptr<Communicator>& communicator, Call& call, bool aside);
 // Delivers on that stream. The work's future is complete from the start, as NCCL's is: a callback that takes its value
 // waits on a stream.
-c10::intrusive_ptr<::c10d::Work> finish_on_device(TorchWork::CallOrigin origin, Call call, c10::Stream stream);
+TorchWorkPtr finish_on_device(TorchWork::CallOrigin origin, Call call, c10::Stream stream);
 
 // The threads that complete futures. Their callbacks may run Python, wait for the GIL, make calls, or wait for other
 // futures, none of which the engine's own thread may do; and they drive the engine while they wait, as every thread

@@ -1,36 +1,54 @@
 #include "collectives/interhost_plan.h"
 
+#include <algorithm>
 #include <set>
 
-#include "collectives/plan.h"
+#include "kernels/reduce.h"
 
 namespace syncengine {
 
 namespace {
 
-// Plans one cell of a reduction; `handlers` are its ranks, by host.
-class ReductionPlanner {
- public:
-  ReductionPlanner(const Placement& placement, uint32_t cell, int home, std::vector<int> handlers, bool distributes)
-      : placement_(placement), cell_(cell), home_(home), handlers_(std::move(handlers)), distributes_(distributes) {}
+// The size in bytes from which on the chain is quicker than the exchange. The chain's running sum has `partial` bytes
+// for each byte of the tensor.
+//
+// Counted in chunks sent by the busiest host: n chunks take the exchange n * `exchange`. They take the chain `first`,
+// in which the first chunk passes all hosts, and `chain` for each further chunk. All of that takes time in proportion
+// to bytes, so the speed of the links cancels out. Latency is not counted: it matters for small tensors, and with more
+// than two hosts the chain has more hops.
+size_t chain_from(const Placement& placement, size_t chunk_bytes, double partial) {
+  const double hosts = placement.hosts(), ranks = placement.stripes;
+  const double exchange = (ranks + 1) * (hosts - 1) / hosts, chain = hosts == 2 ? partial : partial + 1;
+  const double first = (hosts - 1) * (partial + 1);
+  if (!placement.contiguous || exchange <= chain) return InterhostChoice::kNever;
+  if (hosts == 2 && first <= exchange) return 0;
+  return static_cast<size_t>(chunk_bytes * std::max(1.0, (first - chain) / (exchange - chain)));
+}
+
+std::string size_text(size_t bytes) {
+  if (bytes == InterhostChoice::kNever) return "never";
+  return bytes < 1024 ? "always" : "from " + std::to_string(bytes >> 10) + " KiB";
+}
+
+// Plans one cell of a reduction.
+struct ReductionPlanner {
+  const Placement& placement;
+  int cell;
+  int home;                          // the host where the contributions meet
+  const std::vector<int>& handlers;  // the cell's ranks, by host
+  bool distributes;                  // other hosts get the result, too
 
   std::vector<InterhostStep> steps(Way way) const {
     if (way == Way::Chain) return chain();
-    return placement_.host == home_ ? at_home(way) : elsewhere(way);
+    return placement.host == home ? at_home(way) : elsewhere(way);
   }
 
- private:
-  int me() const { return placement_.host; }
   Envelope raw(int peer, int rank) const { return {peer, Content::Raw, rank, id(rank)}; }
-  Envelope partial(int peer) const { return {peer, Content::Partial, -1, id(placement_.size)}; }
-  Envelope result(int peer) const { return {peer, Content::Result, -1, id(placement_.size + 1)}; }
-  uint32_t id(int what) const {
-    return cell_ * static_cast<uint32_t>(placement_.size + 2) + static_cast<uint32_t>(what);
-  }
-  std::vector<InterhostStep::FoldSource> own_sources() const {
-    std::vector<InterhostStep::FoldSource> sources;
-    for (int rank : placement_.locals()) sources.push_back({rank, -1});
-    return sources;
+  Envelope partial(int peer) const { return {peer, Content::Partial, -1, id(placement.size)}; }
+  Envelope result(int peer) const { return {peer, Content::Result, -1, id(placement.size + 1)}; }
+  uint32_t id(int what) const { return static_cast<uint32_t>(cell * (placement.size + 2) + what); }
+  void add_own(InterhostStep& step) const {
+    for (int rank : placement.locals()) step.fold.push_back({rank, -1});
   }
 
   std::vector<InterhostStep> at_home(Way way) const {
@@ -40,82 +58,70 @@ class ReductionPlanner {
       step.fold.push_back({-1, static_cast<int>(step.receives.size()) - 1});
     };
     if (way == Way::Exchange) {
-      for (int rank = 0; rank < placement_.size; ++rank) {
-        if (placement_.host_of[rank] == home_)
+      for (int rank = 0; rank < placement.size; ++rank) {
+        if (placement.host_of[rank] == home)
           step.fold.push_back({rank, -1});
         else
-          receive(raw(handlers_[placement_.host_of[rank]], rank));
+          receive(raw(handlers[placement.host_of[rank]], rank));
       }
     } else {
-      for (int host = 0; host < placement_.hosts(); ++host) {
-        if (host != home_) {
-          receive(partial(handlers_[host]));
-        } else {
-          for (auto source : own_sources()) step.fold.push_back(source);
-        }
+      for (int host = 0; host < placement.hosts(); ++host) {
+        if (host == home)
+          add_own(step);
+        else
+          receive(partial(handlers[host]));
       }
     }
-    for (int host = 0; host < placement_.hosts() && distributes_; ++host)
-      if (host != home_) step.sends.push_back(result(handlers_[host]));
+    for (int host = 0; host < placement.hosts() && distributes; ++host)
+      if (host != home) step.sends.push_back(result(handlers[host]));
     return {step};
   }
 
   std::vector<InterhostStep> elsewhere(Way way) const {
     InterhostStep step{.staged = true};
     if (way == Way::Exchange) {
-      for (int rank : placement_.locals()) step.sends.push_back(raw(handlers_[home_], rank));
+      for (int rank : placement.locals()) step.sends.push_back(raw(handlers[home], rank));
     } else {
       step.act = Act::FoldPartial;
-      step.fold = own_sources();
-      step.sends = {partial(handlers_[home_])};
+      add_own(step);
+      step.sends = {partial(handlers[home])};
     }
-    if (!distributes_) return {step};
-    return {step, {.receives = {result(handlers_[home_])}, .act = Act::Spread}};
+    if (!distributes) return {step};
+    return {step, {.receives = {result(handlers[home])}, .act = Act::Spread}};
   }
 
   // The running sum goes through the hosts in their order, which is the order of ranks only if the placement is
   // contiguous.
   std::vector<InterhostStep> chain() const {
-    int last = placement_.hosts() - 1;
-    InterhostStep forth{.staged = true, .act = me() == last ? Act::FoldResult : Act::FoldPartial};
-    if (me() > 0) {
-      forth.receives = {partial(handlers_[me() - 1])};
+    const int me = placement.host, last = placement.hosts() - 1;
+    InterhostStep forth{.staged = true, .act = me == last ? Act::FoldResult : Act::FoldPartial};
+    if (me > 0) {
+      forth.receives = {partial(handlers[me - 1])};
       forth.fold = {{-1, 0}};
     }
-    for (auto source : own_sources()) forth.fold.push_back(source);
-    if (me() == last) {
-      forth.sends = {result(handlers_[last - 1])};
+    add_own(forth);
+    if (me == last) {
+      forth.sends = {result(handlers[last - 1])};
       return {forth};
     }
-    forth.sends = {partial(handlers_[me() + 1])};
-    InterhostStep back{.receives = {result(handlers_[me() + 1])}, .act = Act::Spread};
-    if (me() > 0) back.sends = {result(handlers_[me() - 1])};
+    forth.sends = {partial(handlers[me + 1])};
+    InterhostStep back{.receives = {result(handlers[me + 1])}, .act = Act::Spread};
+    if (me > 0) back.sends = {result(handlers[me - 1])};
     return {forth, back};
   }
-
-  const Placement& placement_;
-  uint32_t cell_;
-  int home_;
-  std::vector<int> handlers_;
-  bool distributes_;
 };
 
-std::vector<int> stripe_handlers(const Placement& placement, int stripe) {
-  std::vector<int> handlers;
-  for (int host = 0; host < placement.hosts(); ++host) handlers.push_back(placement.handler(host, stripe));
-  return handlers;
-}
-
 void plan_all_reduce(const Placement& placement, const InterhostChunk& chunk, std::vector<InterhostCell>& cells) {
-  bool chain = chunk.way == Way::Chain;
-  int homes = chain ? 1 : placement.hosts();
+  const int homes = chunk.way == Way::Chain ? 1 : placement.hosts();
   for (int stripe = 0; stripe < placement.stripes; ++stripe) {
     if (placement.handler(placement.host, stripe) != placement.rank) continue;
+    std::vector<int> handlers;
+    for (int host = 0; host < placement.hosts(); ++host) handlers.push_back(placement.handler(host, stripe));
     auto [begin, end] = slice(chunk.length, placement.stripes, stripe);
     for (int part = 0; part < homes; ++part) {
       auto [first, past] = slice(end - begin, homes, part);
       if (first == past) continue;
-      ReductionPlanner reduction(placement, stripe * homes + part, part, stripe_handlers(placement, stripe), true);
+      const ReductionPlanner reduction{placement, stripe * homes + part, part, handlers, true};
       cells.push_back({.slot = begin + first,
                        .input = chunk.begin + begin + first,
                        .output = chunk.begin + begin + first,
@@ -132,7 +138,7 @@ void plan_reduce_scatter(const Placement& placement, const InterhostChunk& chunk
     std::vector<int> handlers;
     for (int host = 0; host < placement.hosts(); ++host) handlers.push_back(part_handler(placement, host, destination));
     if (handlers[placement.host] != placement.rank) continue;
-    ReductionPlanner reduction(placement, destination, placement.host_of[destination], handlers, false);
+    const ReductionPlanner reduction{placement, destination, placement.host_of[destination], handlers, false};
     cells.push_back({.slot = destination * chunk.length,
                      .input = destination * chunk.block + chunk.begin,
                      .output = chunk.begin,
@@ -211,13 +217,46 @@ void plan_barrier(const Placement& placement, std::vector<InterhostCell>& cells)
 
 }  // namespace
 
-std::pair<size_t, size_t> stripes_of(const Placement& placement, size_t length, int rank) {
-  int host = placement.host_of[rank], first = placement.stripes, last = -1;
-  for (int stripe = 0; stripe < placement.stripes; ++stripe) {
-    if (placement.handler(host, stripe) != rank) continue;
-    first = std::min(first, stripe);
-    last = stripe;
+InterhostChoice choose_interhost(const Placement& placement, HostAlgorithm algorithm, size_t chunk_bytes) {
+  InterhostChoice choice;
+  if (algorithm == HostAlgorithm::Exchange) return choice;
+  const bool always = algorithm == HostAlgorithm::Chain;
+  choice.chain = always && placement.contiguous ? 0 : chain_from(placement, chunk_bytes, 1);
+  choice.chain_half = always && placement.contiguous ? 0 : chain_from(placement, chunk_bytes, 2);
+  if (placement.hosts() > 2) choice.relay = always ? 0 : 2 * chunk_bytes;
+  return choice;
+}
+
+Way choose_way(const InterhostChoice& choice, const Operation& operation) {
+  if (operation.numerics == Numerics::Ring) return Way::Exchange;
+  if (operation.numerics == Numerics::Fast) return Way::Sums;
+  size_t from = kernels::is_half(operation.dtype) ? choice.chain_half : choice.chain;
+  bool chain = operation.collective == Collective::AllReduce && operation.input.bytes() >= from;
+  return chain ? Way::Chain : Way::Exchange;
+}
+
+Way way_of_tree(const Placement& placement, const std::vector<uint8_t>& merges) {
+  if (placement.stripes == 1 || !placement.contiguous) return Way::Exchange;
+  for (const auto& ranks : placement.members) {
+    int sums = 0;  // sums of this host's own nodes that are on the stack
+    for (int rank : ranks) {
+      sums += 1 - merges[rank];
+      if (sums < 1 && rank != ranks.back()) return Way::Exchange;
+    }
+    if (sums > 1) return Way::Exchange;
   }
+  return Way::Sums;
+}
+
+std::string describe(const InterhostChoice& choice) {
+  return "all_reduce by chain " + size_text(choice.chain) + " (16-bit " + size_text(choice.chain_half) +
+         "), broadcast by relay " + size_text(choice.relay);
+}
+
+std::pair<size_t, size_t> stripes_of(const Placement& placement, size_t length, int rank) {
+  int host = placement.host_of[rank], first = 0, last = placement.stripes - 1;
+  while (placement.handler(host, first) != rank) ++first;
+  while (placement.handler(host, last) != rank) --last;
   return {slice(length, placement.stripes, first).first, slice(length, placement.stripes, last).second};
 }
 
@@ -233,11 +272,9 @@ std::vector<int> counterparts(const Placement& placement) {
     if (host == placement.host) continue;
     for (int stripe = 0; stripe < placement.stripes; ++stripe)
       if (placement.handler(placement.host, stripe) == placement.rank) ranks.insert(placement.handler(host, stripe));
-    for (int destination = 0; destination < placement.size; ++destination) {
-      int here = part_handler(placement, placement.host, destination);
-      int there = part_handler(placement, host, destination);
-      if (here == placement.rank) ranks.insert(there);
-    }
+    for (int destination = 0; destination < placement.size; ++destination)
+      if (part_handler(placement, placement.host, destination) == placement.rank)
+        ranks.insert(part_handler(placement, host, destination));
   }
   return {ranks.begin(), ranks.end()};
 }
@@ -292,18 +329,13 @@ void plan_inside(const Placement& placement, const Chunk& chunk, ChunkPlan& plan
       }
       return;
     case Collective::Broadcast: {
-      bool at_root = placement.host_of[chunk.root] == placement.host;
-      if (direct || alone) {
-        plan.peers_read_user = at_root && direct && !alone;
-        if (at_root && chunk.rank != chunk.root)
-          plan.pull.push_back({placement.local_index(chunk.root), chunk.begin, chunk.begin, chunk.length});
-        return;
-      }
-      if (chunk.rank == chunk.root)
+      const bool is_root = chunk.rank == chunk.root, at_root = placement.host_of[chunk.root] == placement.host;
+      plan.peers_read_user = at_root && direct && !alone;
+      if (at_root && !is_root)
+        plan.pull.push_back({placement.local_index(chunk.root), direct ? chunk.begin : 0, chunk.begin, chunk.length});
+      else if (is_root && !direct && !alone)
         plan.stage.push_back({chunk.begin, 0, chunk.length});
-      else if (at_root)
-        plan.pull.push_back({placement.local_index(chunk.root), 0, chunk.begin, chunk.length});
-      else
+      else if (!is_root && !direct)
         others([&](size_t begin, size_t bytes) { plan.pull.push_back({own, begin, chunk.begin + begin, bytes}); });
       return;
     }

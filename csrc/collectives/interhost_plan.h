@@ -4,6 +4,8 @@
 // A chunk is cut into cells: ranges of elements that travel between hosts independently. One rank of each host handles
 // a cell for all of them. It talks only to the handlers of the same cell on other hosts, so each byte crosses once per
 // host.
+//
+// Ownership: plain data, pure functions: the same on all ranks that were given the same. Failure: none.
 #pragma once
 
 #include <cstddef>
@@ -16,10 +18,6 @@
 #include "collectives/plan.h"
 
 namespace syncengine {
-
-// The way a collective takes between hosts: the one that is quicker over links of any speed. No bits depend on it.
-//
-// Ownership: plain data, pure functions: the same on all ranks that were given the same. Failure: none.
 
 // How contributions from several hosts become one sum. Exchange and Chain give the same bits.
 enum class Way : uint8_t {
@@ -34,7 +32,8 @@ enum class HostAlgorithm : uint8_t {
   Chain,     // from host to host wherever that is possible, at any size
 };
 
-// Sizes in bytes from which on a collective takes another way.
+// Sizes in bytes from which on a collective takes another way: the one that is quicker over links of any speed. No bits
+// depend on it.
 struct InterhostChoice {
   static constexpr size_t kNever = ~size_t{0};
   size_t chain = kNever;       // all-reduce in rank order takes Chain
@@ -65,7 +64,7 @@ enum class Content : uint8_t {
 struct Envelope {
   int peer;
   Content content;
-  int rank;     // Raw: whose contribution
+  int rank;     // Raw: whose contribution; Partial: -1
   uint32_t id;  // the same on both sides, unique within the chunk
 };
 

@@ -82,13 +82,13 @@ struct Nonfinite {
     uint64_t first;  // the number of the element
     size_t valid;    // this many elements from there on belong to the ranks
   };
-  // Returns which elements the bytes [byte, byte + bytes) of the input are. These bytes lie in at most one of `parts`.
-  Place locate(size_t byte, size_t bytes, size_t element_bytes) const {
-    if (parts.empty()) return {begin + byte / element_bytes, bytes / element_bytes};
+  // Returns which elements `count` elements of the input from this byte on are. They lie in at most one of `parts`.
+  Place locate(size_t byte, size_t count, size_t element_bytes) const {
+    if (parts.empty()) return {begin + byte / element_bytes, count};
     for (const Copy& part : parts) {
       if (byte < part.slot || part.slot + part.bytes <= byte) continue;
       const size_t skip = byte - part.slot;
-      return {begin + (part.user + skip) / element_bytes, std::min(bytes, part.bytes - skip) / element_bytes};
+      return {begin + (part.user + skip) / element_bytes, std::min(count, (part.bytes - skip) / element_bytes)};
     }
     return {0, 0};
   }

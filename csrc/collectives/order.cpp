@@ -9,13 +9,8 @@
 
 namespace syncengine {
 
-namespace {
-
-constexpr size_t kGlooSegment = 1 << 20;
-
-}  // namespace
-
 RingCut ring_cut(size_t bytes, size_t element, int world) {
+  constexpr size_t kGlooSegment = 1 << 20;
   size_t ranks = static_cast<size_t>(world);
   size_t segments = round_up(std::max((bytes + kGlooSegment - 1) / kGlooSegment, 2 * ranks), ranks);
   size_t segment = round_up((bytes + segments - 1) / segments, element);

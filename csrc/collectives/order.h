@@ -53,12 +53,11 @@ inline kernels::Rounding rounding_of(Numerics numerics) {
   return hops ? kernels::Rounding::EveryHop : kernels::Rounding::Once;
 }
 
-// Which ranks of a communicator live on which host, and which rank of a host works for the whole host.
+// Which ranks of a communicator live on which host, and which rank of a host works for the whole host. Hosts are
+// numbered by their lowest ranks. Work that a whole host does is cut into stripes, as many as the largest host has
+// ranks: the same global ranges of elements on every host, so that hosts of different sizes fit each other.
 //
 // Ownership: plain data. Thread-safety: constant after construction. Failure: none.
-
-// Hosts are numbered by their lowest ranks. Work that a whole host does is cut into stripes, as many as the largest
-// host has ranks: the same global ranges of elements on every host, so that hosts of different sizes fit each other.
 struct Placement {
   // `labels` are by rank, equal for two ranks if and only if they share memory.
   Placement(int own_rank, const std::vector<int>& labels);

@@ -9,44 +9,32 @@ namespace {
 void plan_one_shot(const Chunk& chunk, ChunkPlan& plan) {
   plan.stage.push_back({chunk.begin, 0, chunk.length});
   plan.reduces = true;
-  plan.reduce = {
-      .slot = 0, .input = chunk.begin, .output = chunk.begin, .bytes = chunk.length, .own_from_slot = chunk.stage_all};
+  plan.reduce = {.input = chunk.begin, .output = chunk.begin, .bytes = chunk.length, .own_from_slot = chunk.stage_all};
 }
 
-// Plans a staged all-reduce. Step 0: stage what others reduce. Step 1: reduce the own slice, from the own tensor and
-// the peers' slots, into both. Step 2: pull the other slices out of the own slot.
+// Plans an all-reduce. Step 0: stage what others reduce. Step 1: reduce the own slice, from the own tensor and the
+// peers' slots, into both. Step 2: pull the other slices out of the own slot. On the direct path tensors serve as
+// slots: nothing is staged or pulled, two passes over memory in all.
 //
-// Nothing leaves the cache. The owner pushes its result, since a core writes a line that it has just read three times
+// Slots stay in the cache. The owner pushes its result, since a core writes a line that it has just read three times
 // faster than it reads a line of its own that a peer has read meanwhile.
-void plan_staged_all_reduce(const Chunk& chunk, ChunkPlan& plan) {
-  auto [own_begin, own_end] = slice(chunk.length, chunk.world, chunk.rank);
-  if (chunk.stage_all) {
-    plan.stage.push_back({chunk.begin, 0, chunk.length});
-  } else {
-    if (own_begin > 0) plan.stage.push_back({chunk.begin, 0, own_begin});
-    if (own_end < chunk.length) plan.stage.push_back({chunk.begin + own_end, own_end, chunk.length - own_end});
-  }
-  plan.reduces = plan.pulls = true;
-  plan.reduce = {.slot = own_begin,
-                 .input = chunk.begin + own_begin,
-                 .output = chunk.begin + own_begin,
-                 .bytes = own_end - own_begin,
-                 .own_from_slot = chunk.stage_all,
-                 .into_peers = true};
-  if (own_begin > 0) plan.pull.push_back({chunk.rank, 0, chunk.begin, own_begin});
-  if (own_end < chunk.length) plan.pull.push_back({chunk.rank, own_end, chunk.begin + own_end, chunk.length - own_end});
-}
-
-// Plans a direct all-reduce: the owner reads its slice of all tensors and writes the result into all of them, two
-// passes over memory in all.
-void plan_direct_all_reduce(const Chunk& chunk, ChunkPlan& plan) {
+void plan_all_reduce(const Chunk& chunk, ChunkPlan& plan) {
+  const bool direct = chunk.path == Path::Direct;
   auto [begin, end] = slice(chunk.length, chunk.world, chunk.rank);
-  plan.reduces = plan.pulls = true;  // pulls nothing, but waits until the peers have written their slices here
-  plan.reduce = {.slot = chunk.begin + begin,
+  plan.reduces = plan.pulls = true;  // direct: pulls nothing, but waits until the peers have written their slices here
+  plan.reduce = {.slot = direct ? chunk.begin + begin : begin,
                  .input = chunk.begin + begin,
                  .output = chunk.begin + begin,
                  .bytes = end - begin,
+                 .own_from_slot = chunk.stage_all,
                  .into_peers = true};
+  if (direct) return;
+  if (chunk.stage_all) plan.stage.push_back({chunk.begin, 0, chunk.length});
+  for (auto [first, past] : {std::pair{size_t{0}, begin}, std::pair{end, chunk.length}}) {
+    if (first == past) continue;
+    if (!chunk.stage_all) plan.stage.push_back({chunk.begin + first, first, past - first});
+    plan.pull.push_back({chunk.rank, first, chunk.begin + first, past - first});
+  }
 }
 
 // Changes an all-reduce's plan. Step 1: reduce as above, but leave the result with the owner. Step 2: pull each peer's
@@ -91,13 +79,12 @@ void plan_all_gather(const Chunk& chunk, ChunkPlan& plan) {
 
 void plan_broadcast(const Chunk& chunk, ChunkPlan& plan) {
   bool direct = chunk.path == Path::Direct;
-  if (chunk.rank == chunk.root) {
-    if (!direct) plan.stage.push_back({chunk.begin, 0, chunk.length});
-  } else {
-    plan.pulls = true;
+  plan.pulls = chunk.rank != chunk.root;
+  if (plan.pulls)
     plan.pull.push_back({chunk.root, direct ? chunk.begin : 0, chunk.begin, chunk.length});
-  }
-  plan.peers_read_user = direct && chunk.rank == chunk.root;
+  else if (!direct)
+    plan.stage.push_back({chunk.begin, 0, chunk.length});
+  plan.peers_read_user = direct && !plan.pulls;
 }
 
 }  // namespace
@@ -125,7 +112,7 @@ void plan_chunk(const Chunk& chunk, ChunkPlan& plan) {
   switch (chunk.collective) {
     case Collective::AllReduce:
       if (chunk.path == Path::OneShot) return plan_one_shot(chunk, plan);
-      chunk.path == Path::Direct ? plan_direct_all_reduce(chunk, plan) : plan_staged_all_reduce(chunk, plan);
+      plan_all_reduce(chunk, plan);
       if (chunk.pull_results) pull_instead_of_push(chunk, plan);
       return;
     case Collective::ReduceScatter: return plan_reduce_scatter(chunk, plan);

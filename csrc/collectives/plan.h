@@ -25,9 +25,8 @@ struct Chunk {
   int rank;
   int world;
   int root;
-  size_t element;  // size of one element
-  size_t block;    // bytes of the operation's block (see block_bytes)
-  size_t begin;    // this chunk's part of the block
+  size_t block;  // bytes of the operation's block (see block_bytes)
+  size_t begin;  // this chunk's part of the block
   size_t length;
   bool stage_all;             // contributions are scaled while they are staged, so a rank stages its own slice too
   bool pull_results = false;  // an owner leaves its slice in its own memory, from where the peers pull it: for memory

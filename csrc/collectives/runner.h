@@ -1,6 +1,7 @@
 // Runs the steps of a chunk plan on memory: the one loop over spans, summation orders and kernels.
 //
-// Ownership: none. Thread-safety: one thread per Runner. Aliasing: as in Operation. Failure: none.
+// Ownership: none. Thread-safety: one thread per runner. Aliasing: as in Operation; scratch overlaps nothing. Failure:
+// none.
 #pragma once
 
 #include <cstddef>
@@ -65,10 +66,6 @@ class Runner {
 };
 
 // Carries out the acts of an interhost plan on memory: sums over local contributions and what came from other hosts.
-//
-// Ownership: none. Thread-safety: one thread per InterhostRunner. Aliasing: as in Operation; scratch overlaps nothing.
-// Failure: none.
-
 class InterhostRunner {
  public:
   explicit InterhostRunner(const Placement& placement) : placement_(placement) {}
@@ -86,7 +83,6 @@ class InterhostRunner {
   // The contribution of local rank `rank` as one piece of memory: copied to room() if it lies in several pieces. room()
   // gives cell.bytes bytes, which outlive the transfers.
   const std::byte* contribution(const View& view, int rank, const std::function<std::byte*()>& room) const;
-  std::byte* output(const View& view) const;  // this rank's output, or null if it lies in several pieces
 
   static size_t partial_bytes(const View& view) { return view.wide ? view.cell.bytes * 2 : view.cell.bytes; }
   // `received` has the step's envelopes. The sum goes into `partial`, which has at least partial_bytes(); if that is

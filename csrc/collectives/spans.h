@@ -75,8 +75,7 @@ class SpanList {
   void for_each(size_t offset, size_t bytes, Visit&& visit) const {
     if (bytes == 0) return;
     size_t i = std::upper_bound(starts_.begin(), starts_.end(), offset) - starts_.begin() - 1;
-    size_t done = 0;
-    for (; done < bytes; ++i) {
+    for (size_t done = 0; done < bytes; ++i) {
       size_t skip = offset + done - starts_[i];
       size_t length = std::min(spans_[i].bytes - skip, bytes - done);
       visit(spans_[i].data + skip, done, length);

@@ -131,7 +131,7 @@ SYNCENGINE_BOTH typename Element::Stored finish(typename Element::Value value, d
 }
 
 // One 16-byte vector of each source. All loads come first: `kSources` of them at once if that is not 0.
-template <class Element, class Op, kernels::Rounding kRounding, int kSources>
+template <class Element, class Op, kernels::Rounding kRounding, int kSources, class Args>
 struct PackReduction {
   using Stored = typename Element::Stored;
   using Value = typename Element::Value;
@@ -143,15 +143,15 @@ struct PackReduction {
 
   Pack loaded[kHeld];
 
-  template <class Args>
   SYNCENGINE_BOTH void load(const Args& args, size_t v) {
     SYNCENGINE_UNROLL
     for (int s = 0; s < kHeld; ++s) loaded[s] = in<Pack>(args, s)[v];
   }
-  template <class Args>
   SYNCENGINE_BOTH void finish_into(const Args& args, size_t v) {
     Value values[kLanes];
-    take_first(values, loaded[0]);
+    const Lanes first = kernels::bits_as<Lanes>(loaded[0]);
+    SYNCENGINE_UNROLL
+    for (int i = 0; i < kLanes; ++i) values[i] = Element::widen(first.of[i]);
     SYNCENGINE_UNROLL
     for (int s = 1; s < kHeld; ++s) add(values, loaded[s]);
     if constexpr (kSources == 0)
@@ -163,11 +163,6 @@ struct PackReduction {
   }
 
  private:
-  SYNCENGINE_BOTH static void take_first(Value (&values)[kLanes], Pack pack) {
-    const Lanes lanes = kernels::bits_as<Lanes>(pack);
-    SYNCENGINE_UNROLL
-    for (int i = 0; i < kLanes; ++i) values[i] = Element::widen(lanes.of[i]);
-  }
   SYNCENGINE_BOTH static void add(Value (&values)[kLanes], Pack pack) {
     const Lanes lanes = kernels::bits_as<Lanes>(pack);
     SYNCENGINE_UNROLL
@@ -189,8 +184,7 @@ SYNCENGINE_BOTH typename Element::Stored reduced(const Args& args, size_t i) {
 template <class Element, class Op, kernels::Rounding kRounding, int kSources, class Args>
 SYNCENGINE_BOTH void reduce_share(const Args& args, size_t thread, size_t threads) {
   constexpr size_t kLanes = 16 / sizeof(typename Element::Stored);
-  // This many vectors have enough loads in flight to keep the memory busy from few blocks, and still fit into
-  // registers.
+  // This many vectors have enough loads in flight to keep the memory busy from few blocks, and fit into registers.
   constexpr int kUnroll = kSources == 0 ? 2 : kSources >= 8 ? 1 : 8 / kSources;
   bool packed = true;
   for (int s = 0; s < args.source_count; ++s) packed &= is_packed(in<Pack>(args, s));
@@ -198,14 +192,14 @@ SYNCENGINE_BOTH void reduce_share(const Args& args, size_t thread, size_t thread
   const size_t vectors = packed ? args.count / kLanes : 0;
   size_t v = thread;
   for (; v + (kUnroll - 1) * threads < vectors; v += kUnroll * threads) {
-    PackReduction<Element, Op, kRounding, kSources> packs[kUnroll];
+    PackReduction<Element, Op, kRounding, kSources, Args> packs[kUnroll];
     SYNCENGINE_UNROLL
     for (int u = 0; u < kUnroll; ++u) packs[u].load(args, v + u * threads);
     SYNCENGINE_UNROLL
     for (int u = 0; u < kUnroll; ++u) packs[u].finish_into(args, v + u * threads);
   }
   for (; v < vectors; v += threads) {
-    PackReduction<Element, Op, kRounding, kSources> pack;
+    PackReduction<Element, Op, kRounding, kSources, Args> pack;
     pack.load(args, v);
     pack.finish_into(args, v);
   }
@@ -265,16 +259,12 @@ SYNCENGINE_BOTH void copy_from(void* destination, const Source& source, size_t b
     static_cast<unsigned char*>(destination)[i] = *source(i);
 }
 
-struct Contiguous {
-  const unsigned char* begin;
-  SYNCENGINE_BOTH const unsigned char* operator()(size_t at) const { return begin + at; }
-};
 SYNCENGINE_BOTH void copy_run(void* destination, const void* source, size_t bytes, size_t thread, size_t threads) {
-  copy_from(destination, Contiguous{static_cast<const unsigned char*>(source)}, bytes, thread, threads);
+  auto from = [source](size_t at) { return static_cast<const unsigned char*>(source) + at; };
+  copy_from(destination, from, bytes, thread, threads);
 }
 
-// The choice of the instance of a kernel that reduces a dtype by an op: one table for the device and for the tests that
-// run the bodies.
+// The choice of a kernel's instance for a dtype and an op: one table for the device and for the tests of the bodies.
 
 // Sums of floating dtypes are what training does, so they have all their loads unrolled for the usual numbers of ranks.
 template <class E, kernels::Rounding kR, class Visit>

@@ -4,8 +4,7 @@
 // which can't queue behind a stream that waits.
 //
 // A word of `inbox[set][peer]` has two writers in turn: the peer's stream makes it a fingerprint, this rank's stream
-// makes it 0 again after it has waited for it. Nothing counts, so that a captured graph, in which all values are
-// constants, leaves the words as it found them. sequence.h says what keeps the two writers apart.
+// makes it 0 again after it has waited for it. sequence.h says what keeps the two apart, and why nothing counts.
 #pragma once
 
 #include <atomic>

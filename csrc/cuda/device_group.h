@@ -15,7 +15,6 @@
 #include <utility>
 
 #include "engine/communicator/communicator.h"
-#include "engine/progress/options.h"
 
 struct CUstream_st;  // a cudaStream_t points to it
 
@@ -23,8 +22,7 @@ namespace syncengine::cuda {
 
 class PinnedMemory;
 
-// The interface of all kinds of group. Public calls are virtual, so that a build without CUDA has this class without
-// its implementations.
+// The interface of all kinds of group. Public calls are virtual, so that a build without CUDA need not implement them.
 class DeviceGroup {
  public:
   virtual ~DeviceGroup() = default;

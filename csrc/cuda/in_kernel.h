@@ -52,8 +52,7 @@ struct ByteRun {
   size_t begin, bytes;
 };
 
-// One of `pieces` pieces of `whole`, the same on all ranks whatever their tensors' alignment. The last ones may be
-// empty.
+// One of `pieces` pieces of `whole`, the same on all ranks however tensors are aligned. The last ones may be empty.
 SYNCENGINE_BOTH ByteRun piece_of(ByteRun whole, int index, int pieces) {
   const size_t piece = ((whole.bytes + pieces - 1) / pieces + 15) / 16 * 16;
   const size_t begin = piece * index < whole.bytes ? piece * index : whole.bytes;
@@ -137,23 +136,11 @@ SYNCENGINE_BOTH Stored* out(const SlotsReduction& part, int d) {
   return reinterpret_cast<Stored*>(base + part.begin);
 }
 
-// Where a part's slices are, by the offset in the part.
-struct SlicesOfPeers {
-  const InKernelArgs& args;
-  uint32_t half;
-  size_t begin;    // of the part
-  uint32_t slice;  // bytes of each slice but the last ones
-
-  SYNCENGINE_BOTH const unsigned char* operator()(size_t at) const {
-    return args.areas[static_cast<uint32_t>(at) / slice]->slots[half] + begin + at;
-  }
-};
-
 // This thread's share of taking the slices that all ranks have reduced, its own among them.
 SYNCENGINE_BOTH void take_slices(const InKernelArgs& args, ByteRun part, uint32_t half, size_t thread, size_t threads) {
-  const auto slice = static_cast<uint32_t>(piece_of(part, 0, args.world).bytes);
-  copy_from(static_cast<unsigned char*>(args.output) + part.begin, SlicesOfPeers{args, half, part.begin, slice},
-            part.bytes, thread, threads);
+  const auto slice = static_cast<uint32_t>(piece_of(part, 0, args.world).bytes);  // the last ones may be smaller
+  auto from = [&](size_t at) { return args.areas[static_cast<uint32_t>(at) / slice]->slots[half] + part.begin + at; };
+  copy_from(static_cast<unsigned char*>(args.output) + part.begin, from, part.bytes, thread, threads);
 }
 
 }  // namespace syncengine::cuda

@@ -16,32 +16,23 @@ namespace {
 constexpr size_t kGrain = 64;           // cuts of a ring are rounded to this multiple of two elements of any dtype
 constexpr size_t kRingSlice = 2 << 20;  // up to this size, the ring of `world` slices is cut into exactly these
 
-ProxyPiece all_reduce(size_t begin, size_t bytes) {
+// The piece with [begin, begin + bytes) of the tensor. A broadcast reads it on the root alone, and writes the others'.
+ProxyPiece part_of_tensor(const Operation& operation, int rank, size_t begin, size_t bytes) {
   const std::vector<Copy> copies{{begin, 0, bytes}};
-  return {.in = copies, .out = copies, .input_bytes = bytes, .output_bytes = bytes};
-}
-
-ProxyPiece broadcast(size_t begin, size_t bytes, bool is_root) {
-  ProxyPiece piece = all_reduce(begin, bytes);
-  (is_root ? piece.out : piece.in).clear();
+  ProxyPiece piece{.in = copies, .out = copies, .input_bytes = bytes, .output_bytes = bytes};
+  if (operation.collective == Collective::Broadcast) (rank == operation.root ? piece.out : piece.in).clear();
   return piece;
 }
 
-// The piece with [begin, begin + bytes) of every rank's block.
-ProxyPiece reduce_scatter(size_t block, size_t begin, size_t bytes, size_t world) {
-  ProxyPiece piece{.out = {{begin, world * bytes, bytes}}};
-  for (size_t rank = 0; rank < world; ++rank) piece.in.push_back({rank * block + begin, rank * bytes, bytes});
-  piece.input_bytes = piece.output = world * bytes;
-  piece.output_bytes = bytes;
-  return piece;
-}
-
-ProxyPiece all_gather(size_t block, size_t begin, size_t bytes, size_t world) {
-  ProxyPiece piece{.in = {{begin, 0, bytes}}};
-  for (size_t rank = 0; rank < world; ++rank) piece.out.push_back({rank * block + begin, (rank + 1) * bytes, bytes});
-  piece.input_bytes = piece.output = bytes;
-  piece.output_bytes = world * bytes;
-  return piece;
+// The piece with [begin, begin + bytes) of every rank's block, of a reduce-scatter or an all-gather. The slot has all
+// blocks' bytes, by rank, and then those of the own block.
+ProxyPiece part_of_blocks(bool gathers, size_t block, size_t begin, size_t bytes, size_t world) {
+  const size_t all = world * bytes;
+  const std::vector<Copy> own{{begin, all, bytes}};
+  std::vector<Copy> blocks;
+  for (size_t rank = 0; rank < world; ++rank) blocks.push_back({rank * block + begin, rank * bytes, bytes});
+  if (gathers) return {.in = own, .out = blocks, .input = all, .input_bytes = bytes, .output_bytes = all};
+  return {.in = blocks, .out = own, .input_bytes = all, .output = all, .output_bytes = bytes};
 }
 
 // The piece with the same part of each of the ring's slices, side by side. The piece is a ring of its own, summed in
@@ -60,10 +51,10 @@ ProxyPiece ring_part(size_t total, size_t slice, size_t begin, size_t bytes, siz
 
 std::vector<ProxyPiece> cut(const Operation& operation, int rank, int world, size_t slot_bytes) {
   const auto ranks = static_cast<size_t>(world);
-  const bool whole_blocks =
-      operation.collective == Collective::AllReduce || operation.collective == Collective::Broadcast;
+  const bool gathers = operation.collective == Collective::AllGather;
+  const bool by_blocks = gathers || operation.collective == Collective::ReduceScatter;
   size_t block = operation.collective == Collective::Barrier ? 0 : block_bytes(operation);
-  size_t most = round_down(whole_blocks ? slot_bytes : slot_bytes / (ranks + 1), kGrain);
+  size_t most = round_down(by_blocks ? slot_bytes / (ranks + 1) : slot_bytes, kGrain);
   const bool ring =
       operation.collective == Collective::AllReduce && operation.numerics == Numerics::Ring && block > most;
   if (ring) {
@@ -76,14 +67,10 @@ std::vector<ProxyPiece> cut(const Operation& operation, int rank, int world, siz
     const size_t bytes = std::min(most, block - begin);
     if (ring)
       pieces.push_back(ring_part(operation.input.bytes(), block, begin, round_up(bytes, kGrain), ranks));
-    else if (operation.collective == Collective::ReduceScatter)
-      pieces.push_back(reduce_scatter(block, begin, bytes, ranks));
-    else if (operation.collective == Collective::AllGather)
-      pieces.push_back(all_gather(block, begin, bytes, ranks));
-    else if (operation.collective == Collective::Broadcast)
-      pieces.push_back(broadcast(begin, bytes, rank == operation.root));
+    else if (by_blocks)
+      pieces.push_back(part_of_blocks(gathers, block, begin, bytes, ranks));
     else
-      pieces.push_back(all_reduce(begin, bytes));
+      pieces.push_back(part_of_tensor(operation, rank, begin, bytes));
     begin += bytes;
   } while (begin < block);
   return pieces;
@@ -115,28 +102,24 @@ void Proxy::stop() {
 
 void Proxy::run() {
   begin_thread("syncengine-cuda");
+  // The pieces under way, in the order of posts. One that could not be started has no work.
+  std::deque<std::pair<std::shared_ptr<const Posted>, std::shared_ptr<Work>>> started;
   std::unique_lock lock(mutex_);
   for (;;) {
-    changed_.wait(lock, [this] { return !posted_.empty() || !started_.empty() || stopping_; });
-    if (posted_.empty() && started_.empty()) return;
+    changed_.wait(lock, [&] { return !posted_.empty() || !started.empty() || stopping_; });
+    if (posted_.empty() && started.empty()) return;
     auto posted = std::exchange(posted_, {});
     lock.unlock();
-    for (auto& next : posted) start(std::move(next));
-    finish_oldest();
+    for (auto& next : posted) {
+      std::shared_ptr<Work> work;
+      succeeds([&] { work = own_->submit(next->operation); });
+      started.emplace_back(std::move(next), std::move(work));
+    }
+    const auto& [oldest, work] = started.front();
+    end(*oldest, work && succeeds([&] { own_->wait(work, [this] { parent_->throw_if_failed(); }); }));
+    started.pop_front();
     lock.lock();
   }
-}
-
-void Proxy::start(std::shared_ptr<const Posted> posted) {
-  std::shared_ptr<Work> work;
-  succeeds([&] { work = own_->submit(posted->operation); });
-  started_.push_back({std::move(posted), std::move(work)});
-}
-
-void Proxy::finish_oldest() {
-  const auto [posted, work] = std::move(started_.front());
-  started_.pop_front();
-  end(*posted, work && succeeds([&] { own_->wait(work, [this] { parent_->throw_if_failed(); }); }));
 }
 
 // Runs a step. An error of it fails the parent on all ranks, so that whoever waits for the parent is told.

@@ -25,21 +25,17 @@
 
 namespace syncengine::cuda {
 
-// The cut of a collective into smaller ones that fit a slot of pinned memory and give the same bits: pure functions of
-// rank and size.
-//
-// Ownership: none. Thread-safety: reentrant. Failure: none.
-
-// All offsets are bytes: `user` of a copy counts into the operation's spans, `slot` into the piece's memory. The
-// piece's own input and output lie in that memory, too, in place if their offsets are equal.
+// A part of a collective that is a collective itself, on a slot of pinned memory. All offsets are bytes: `user` of a
+// copy counts into the operation's spans, `slot` into the piece's memory. The piece's own input and output lie in that
+// memory, too, in place if their offsets are equal.
 struct ProxyPiece {
   std::vector<Copy> in, out;  // own memory -> slot before, slot -> own memory after
   size_t input = 0, input_bytes = 0;
   size_t output = 0, output_bytes = 0;
 };
 
-// Returns at least one piece; an operation without bytes is one empty piece. `slot_bytes` is at least 64 for each rank,
-// and 64 more.
+// Cuts a collective into pieces that fit a slot and give the same bits: a pure function. Returns at least one piece; an
+// operation without bytes is one empty piece. `slot_bytes` is at least 64 for each rank, and 64 more.
 std::vector<ProxyPiece> cut(const Operation& operation, int rank, int world, size_t slot_bytes);
 
 class Proxy {
@@ -61,20 +57,12 @@ class Proxy {
   void stop();
 
  private:
-  struct Started {
-    std::shared_ptr<const Posted> posted;
-    std::shared_ptr<Work> work;  // null: could not be started
-  };
-
   void run();
-  void start(std::shared_ptr<const Posted> posted);
-  void finish_oldest();
   template <class Step>
   bool succeeds(Step&& step);
   static void end(const Posted& posted, bool has_result);
 
   std::shared_ptr<Communicator> parent_, own_;
-  std::deque<Started> started_;  // touched by the thread alone
 
   std::mutex mutex_;
   std::condition_variable changed_;

@@ -9,7 +9,7 @@
 // as this rank has waited for that next signal. Exchanges are between all ranks, and two that follow each other never
 // use the same set of words: within a collective they take turns with sets 0 and 1, its last one takes set 2, and each
 // collective has at least two. Therefore between two uses of a word lies an exchange that was waited for. Nothing is
-// counted on the host: a captured graph may be replayed at any time, any number of times, between eager calls.
+// counted on the host, for a captured graph's values are constants: replays and eager calls may follow in any order.
 #pragma once
 
 #include <cstdint>
@@ -78,8 +78,7 @@ struct MemoryRoute {
   uint64_t place = 0;                   // direct only: identifies that memory; must agree between ranks
 };
 
-// A hash of everything that must agree between ranks, which they compare before they use a byte. Has kArrived set, and
-// is never kReleased.
+// A hash of what must agree between ranks, which they compare before they use a byte: with kArrived, never kReleased.
 uint32_t fingerprint(const Operation& operation, Path path, uint64_t place);
 
 // Whether one kernel can do this all-reduce: by one shot on Path::OneShot, by two on Path::Staged.

@@ -1,6 +1,5 @@
 #include "cuda/shared_pages.h"
 
-#include <string>
 #include <utility>
 
 #include "base/checked.h"

@@ -1,7 +1,6 @@
 #include "cuda/watchdog.h"
 
 #include <algorithm>
-#include <utility>
 
 #include "base/say.h"
 #include "base/thread.h"
@@ -40,7 +39,7 @@ std::optional<std::string> CallText::read(uint32_t key) const {
 Watchdog::Watchdog(std::shared_ptr<Communicator> communicator, std::vector<Control*> controls)
     : communicator_(std::move(communicator)),
       controls_(std::move(controls)),
-      names_(communicator_->global_ranks()),
+      names_{communicator_->global_ranks()},
       since_(Clock::now()),
       thread_(start_thread([this] { run(); })) {}
 
@@ -69,7 +68,9 @@ void Watchdog::run() {
   while (!stopping_) {
     lock.unlock();
     if (!has_failed()) look();
-    if (has_failed()) release();  // repeated, since each queued collective resets the words
+    if (has_failed())  // repeated, since each queued collective resets the words
+      for (auto& set : own().inbox)
+        for (uint32_t& word : set) store(word, kReleased);
     lock.lock();
     stopped_.wait_for(lock, has_failed() ? Duration(kRelease) : Duration(kLook), [this] { return stopping_; });
   }
@@ -106,12 +107,21 @@ void Watchdog::check_wait() {
     logged_ = false;
     return;
   }
-  const auto late = missing();
+  const int rank = communicator_->rank();
+  std::vector<int> late;
+  for (int peer = 0; peer < communicator_->size(); ++peer)
+    if (peer != rank && waits_for(rank, peer)) late.push_back(peer);
   if (late.empty()) return;
   const Duration age = Clock::now() - since_;
-  const int rank = communicator_->rank();
   const std::string call = latest_text(rank);
-  check_peers_of_wait(late, age, call);
+  for (int peer : late)
+    if (controls_[peer]->gone.load(std::memory_order_acquire))  // acquire: what the peer did before it left
+      fail(ErrorKind::PeerLost, names_(peer) + " has left while " + names_(rank) + " was in " + call);
+  // Each rank signals before it waits, so two that wait for each other for so long are in different exchanges.
+  for (int peer : late)
+    if (age >= std::min<Duration>(kCrosswise, communicator_->timeout() / 4) && waits_for(peer, rank))
+      fail(ErrorKind::Mismatch,
+           names_(rank) + " waits in " + call + ", " + names_(peer) + " in " + latest_text(peer) + ", for each other");
   const std::string text =
       names_(rank) + " waits for " + names_.all(late) + " since " + seconds_text(age) + " in " + call;
   if (age >= communicator_->timeout())
@@ -120,34 +130,9 @@ void Watchdog::check_wait() {
     say("syncengine: " + text + " (CUDA stream)\n");
 }
 
-void Watchdog::check_peers_of_wait(const std::vector<int>& late, Duration age, const std::string& call) const {
-  const int rank = communicator_->rank();
-  for (int peer : late) {
-    if (controls_[peer]->gone.load(std::memory_order_acquire))  // acquire: what the peer did before it left
-      fail(ErrorKind::PeerLost, names_(peer) + " has left while " + names_(rank) + " was in " + call);
-  }
-  // Each rank signals before it waits, so two that wait for each other for so long are in different exchanges.
-  for (int peer : late)
-    if (age >= std::min<Duration>(kCrosswise, communicator_->timeout() / 4) && waits_for(peer, rank))
-      fail(ErrorKind::Mismatch,
-           names_(rank) + " waits in " + call + ", " + names_(peer) + " in " + latest_text(peer) + ", for each other");
-}
-
 void Watchdog::fail(ErrorKind kind, const std::string& text) const {
   communicator_->abort(kind, text);
   throw Error(kind, text);
-}
-
-void Watchdog::release() {
-  for (auto& set : own().inbox)
-    for (uint32_t& word : set) store(word, kReleased);
-}
-
-std::vector<int> Watchdog::missing() const {
-  std::vector<int> late;
-  for (int peer = 0; peer < communicator_->size(); ++peer)
-    if (peer != communicator_->rank() && waits_for(communicator_->rank(), peer)) late.push_back(peer);
-  return late;
 }
 
 bool Watchdog::waits_for(int rank, int peer) const {

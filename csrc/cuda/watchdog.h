@@ -26,20 +26,16 @@ namespace syncengine::cuda {
 
 class Watchdog {
  public:
-  // `controls` has each rank's words. If a stream waits for longer than Options::log_after, one line on stderr says for
-  // whom.
+  // `controls` has each rank's words. If a stream waits for longer than `log_after`, one line on stderr says for whom.
   Watchdog(std::shared_ptr<Communicator> communicator, std::vector<Control*> controls);
   ~Watchdog() { stop(); }
 
-  // Publishes the text of a call with this fingerprint, for the errors of this rank and its peers. Called before the
-  // call is queued.
+  // Publishes the text of a call, which is queued next, for the errors of this rank and its peers.
   void publish(uint32_t fingerprint, const std::string& text);
 
   // A stream that met a mismatch has ended with NaN; from then on this throws, even if the thread has not looked yet.
   void throw_if_failed() const;
-  bool has_failed() const {
-    return failed_.load(std::memory_order_acquire);
-  }  // acquire: after the communicator's error
+  bool has_failed() const { return failed_.load(std::memory_order_acquire); }  // acquire: the communicator's error
 
   // Ends the thread, so that no stream is released any more. Idempotent.
   void stop();
@@ -50,10 +46,7 @@ class Watchdog {
   void check_mismatch();
   void check_wait();
   [[noreturn]] void fail(ErrorKind kind, const std::string& text) const;
-  void release();
-  std::vector<int> missing() const;
   bool waits_for(int rank, int peer) const;
-  void check_peers_of_wait(const std::vector<int>& late, Duration age, const std::string& call) const;
   std::string latest_text(int rank) const;
   std::string text_of(int rank, uint32_t fingerprint) const;
   Control& own() const { return *controls_[communicator_->rank()]; }

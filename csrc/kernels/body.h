@@ -1,7 +1,5 @@
-// The reduction itself, once for all instruction sets. An instruction set is a struct with
-//   kVectorBytes                 the size of its vectors
-//   from_float16, to_float16     as in half.h
-//   BFloat16Conversions          HalfConversions, or others of the same members
+// The reduction itself, once for all instruction sets. An instruction set is a HalfConversions, some of whose members
+// it may replace, with
 //   load_partial, store_partial  as in half.h
 //   any                          whether a vector of 32-bit words has a bit
 //   any_nonfinite                whether a vector of floats has NaN or an infinity; it may be left out
@@ -17,6 +15,7 @@
 
 #include <type_traits>
 
+#include "kernels/element.h"
 #include "kernels/half.h"
 #include "kernels/isa.h"
 
@@ -112,32 +111,6 @@ struct Float16 : Half<Isa> {
   }
 };
 
-struct Sum {
-  template <class V>
-  SYNCENGINE_INLINE static V apply(V a, V b) {
-    return a + b;
-  }
-};
-struct Product {
-  template <class V>
-  SYNCENGINE_INLINE static V apply(V a, V b) {
-    return a * b;
-  }
-};
-// A NaN on either side wins; of equal values (0.0 and -0.0) the earlier one stays.
-struct Min {
-  template <class V>
-  SYNCENGINE_INLINE static V apply(V a, V b) {
-    return ((b < a) | (b != b)) ? b : a;
-  }
-};
-struct Max {
-  template <class V>
-  SYNCENGINE_INLINE static V apply(V a, V b) {
-    return ((b > a) | (b != b)) ? b : a;
-  }
-};
-
 template <class Op, class V>
 SYNCENGINE_INLINE V combine(V a, V b) {
   return Op::apply(a, b);
@@ -146,25 +119,10 @@ template <class Op, class V>
 SYNCENGINE_INLINE Pair<V> combine(Pair<V> a, Pair<V> b) {
   return {Op::apply(a.low, b.low), Op::apply(a.high, b.high)};
 }
-template <class V, class Scale>
-SYNCENGINE_INLINE V scaled(V x, Scale scale) {
-  return x * scale;
-}
-template <class V, class Scale>
-SYNCENGINE_INLINE Pair<V> scaled(Pair<V> x, Scale scale) {
+template <class V>
+SYNCENGINE_INLINE Pair<V> operator*(Pair<V> x, float scale) {
   return {x.low * scale, x.high * scale};
 }
-
-struct Operands {
-  const void* const* sources;
-  int source_count;
-  void* const* destinations;
-  int destination_count;
-  size_t count;
-  double scale;
-  bool stops = false;
-  const unsigned char* merges = nullptr;
-};
 
 template <class Isa, class Format, class Op, Rounding kRounding, bool kStops = false, bool kTree = false>
 struct Loop {
@@ -185,7 +143,7 @@ struct Loop {
 
   // Returns the number of elements that are done.
   static size_t run(const Operands& operands) {
-    if constexpr (std::is_same_v<Op, Sum>) {
+    if constexpr (std::is_same_v<Op, SumElement>) {
       if (operands.source_count == 2 && operands.destination_count == 2) return run_two(operands);
     }
     return run_any(operands);
@@ -244,8 +202,7 @@ struct Loop {
     }
     Stored stored[kVectors];
     if constexpr (Format::kFloating) {
-      for (int v = 0; v < kVectors; ++v)
-        result[v] = scaled(result[v], static_cast<typename Format::Scale>(operands.scale));
+      for (int v = 0; v < kVectors; ++v) result[v] = result[v] * static_cast<typename Format::Scale>(operands.scale);
     }
     if constexpr (kStops) {
       if (!Format::narrow_finite(result, stored)) return false;
@@ -272,81 +229,55 @@ struct Loop {
 
   template <bool kPartial>
   SYNCENGINE_INLINE static void write(std::byte* destination, Stored value, size_t bytes) {
-    if constexpr (kPartial) {
-      Isa::template store_partial<Stored>(destination, value, bytes);
-    } else {
-      store(destination, value);
-    }
+    if constexpr (kPartial) return Isa::template store_partial<Stored>(destination, value, bytes);
+    store(destination, value);
   }
 };
 
 template <class Isa, class Format, Rounding kRounding = Rounding::Once>
 size_t run_arithmetic(ReduceOp op, const Operands& operands) {
-  if (op == ReduceOp::Product) return Loop<Isa, Format, Product, kRounding>::run(operands);
+  if (op == ReduceOp::Product) return Loop<Isa, Format, ProductElement, kRounding>::run(operands);
   if constexpr (Format::kFloating) {
     if (operands.merges && operands.source_count > 2) {  // of two there is one sum
-      if (operands.stops) return Loop<Isa, Format, Sum, kRounding, /*kStops=*/true, /*kTree=*/true>::run_any(operands);
-      return Loop<Isa, Format, Sum, kRounding, /*kStops=*/false, /*kTree=*/true>::run_any(operands);
+      if (operands.stops)
+        return Loop<Isa, Format, SumElement, kRounding, /*kStops=*/true, /*kTree=*/true>::run_any(operands);
+      return Loop<Isa, Format, SumElement, kRounding, /*kStops=*/false, /*kTree=*/true>::run_any(operands);
     }
-    if (operands.stops) return Loop<Isa, Format, Sum, kRounding, /*kStops=*/true>::run(operands);
+    if (operands.stops) return Loop<Isa, Format, SumElement, kRounding, /*kStops=*/true>::run(operands);
   }
-  return Loop<Isa, Format, Sum, kRounding>::run(operands);
+  return Loop<Isa, Format, SumElement, kRounding>::run(operands);
 }
 
-template <class Isa, class Format>
-size_t run_comparison(ReduceOp op, const Operands& operands) {
-  if (op == ReduceOp::Min) return Loop<Isa, Format, Min, Rounding::Once>::run(operands);
-  return Loop<Isa, Format, Max, Rounding::Once>::run(operands);
-}
-
-constexpr bool is_comparison(ReduceOp op) { return op == ReduceOp::Min || op == ReduceOp::Max; }
-
-template <class Isa, class Format>
-size_t run_floating(ReduceOp op, const Operands& operands) {
-  return is_comparison(op) ? run_comparison<Isa, Format>(op, operands) : run_arithmetic<Isa, Format>(op, operands);
-}
-
-// Min and max only pick one of their operands, so no rounding is needed.
-template <class Isa, class Format>
-size_t run_half(ReduceOp op, Rounding rounding, const Operands& operands) {
-  if (rounding == Rounding::EveryHop && !is_comparison(op))
-    return run_arithmetic<Isa, Format, Rounding::EveryHop>(op, operands);
-  return run_floating<Isa, Format>(op, operands);
-}
-
-// Sums and products of signed integers are computed as unsigned ones, whose overflow is defined.
-template <class Isa, class T>
-size_t run_integer(ReduceOp op, const Operands& operands) {
-  if (is_comparison(op)) return run_comparison<Isa, Native<Isa, T>>(op, operands);
-  return run_arithmetic<Isa, Native<Isa, std::make_unsigned_t<T>>>(op, operands);
+// Min and max only pick one of their operands, so no rounding is needed. Sums and products of signed integers are
+// computed as unsigned ones, whose overflow is defined: in the format Arithmetic.
+template <class Isa, class Format, class Arithmetic = Format>
+size_t run(ReduceOp op, Rounding rounding, const Operands& operands) {
+  if (op == ReduceOp::Min) return Loop<Isa, Format, MinElement, Rounding::Once>::run(operands);
+  if (op == ReduceOp::Max) return Loop<Isa, Format, MaxElement, Rounding::Once>::run(operands);
+  if constexpr (std::is_base_of_v<Half<Isa>, Format>) {
+    if (rounding == Rounding::EveryHop) return run_arithmetic<Isa, Format, Rounding::EveryHop>(op, operands);
+  }
+  return run_arithmetic<Isa, Arithmetic>(op, operands);
 }
 
 template <class Isa>
-size_t reduce(const Reduction& reduction, const void* const* sources, int source_count, void* const* destinations,
-              int destination_count, size_t count) {
-  const Operands operands{sources,
-                          source_count,
-                          destinations,
-                          destination_count,
-                          count,
-                          reduction.scale,
-                          reduction.stops_at_nonfinite,
-                          reduction.merges};
+size_t reduce(const Reduction& reduction, const Operands& operands) {
   const ReduceOp op = reduction.op;
+  const Rounding rounding = reduction.rounding;
   switch (reduction.dtype) {
-    case DType::Float16: return run_half<Isa, Float16<Isa>>(op, reduction.rounding, operands);
-    case DType::BFloat16: return run_half<Isa, BFloat16<Isa>>(op, reduction.rounding, operands);
-    case DType::Float32: return run_floating<Isa, Native<Isa, float>>(op, operands);
-    case DType::Float64: return run_floating<Isa, Native<Isa, double>>(op, operands);
-    case DType::Int8: return run_integer<Isa, int8_t>(op, operands);
-    case DType::Int16: return run_integer<Isa, int16_t>(op, operands);
-    case DType::Int32: return run_integer<Isa, int32_t>(op, operands);
-    case DType::Int64: return run_integer<Isa, int64_t>(op, operands);
-    case DType::UInt8: return run_integer<Isa, uint8_t>(op, operands);
+    case DType::Float16: return run<Isa, Float16<Isa>>(op, rounding, operands);
+    case DType::BFloat16: return run<Isa, BFloat16<Isa>>(op, rounding, operands);
+    case DType::Float32: return run<Isa, Native<Isa, float>>(op, rounding, operands);
+    case DType::Float64: return run<Isa, Native<Isa, double>>(op, rounding, operands);
+    case DType::Int8: return run<Isa, Native<Isa, int8_t>, Native<Isa, uint8_t>>(op, rounding, operands);
+    case DType::Int16: return run<Isa, Native<Isa, int16_t>, Native<Isa, uint16_t>>(op, rounding, operands);
+    case DType::Int32: return run<Isa, Native<Isa, int32_t>, Native<Isa, uint32_t>>(op, rounding, operands);
+    case DType::Int64: return run<Isa, Native<Isa, int64_t>, Native<Isa, uint64_t>>(op, rounding, operands);
+    case DType::UInt8: return run<Isa, Native<Isa, uint8_t>>(op, rounding, operands);
     case DType::Bool:  // of zeros and ones "and" is the least and "or" the greatest
-      return run_comparison<Isa, Native<Isa, uint8_t>>(op == ReduceOp::Max ? op : ReduceOp::Min, operands);
+      return run<Isa, Native<Isa, uint8_t>>(op == ReduceOp::Max ? op : ReduceOp::Min, rounding, operands);
   }
-  return count;
+  return operands.count;
 }
 
 }  // namespace

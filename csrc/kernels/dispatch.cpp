@@ -1,6 +1,7 @@
 // Chooses the instruction set at run time and fixes the floating-point state around each call.
 #include <sys/auxv.h>
 
+#include <algorithm>
 #include <cassert>
 #include <cstdlib>
 #include <cstring>
@@ -60,12 +61,7 @@ bool is_available(Isa isa) {
   }
 }
 
-Isa best_isa() {
-  for (Isa isa : kBestFirst) {
-    if (is_available(isa)) return isa;
-  }
-  return Isa::Scalar;
-}
+Isa best_isa() { return *std::ranges::find_if(kBestFirst, is_available); }
 
 Isa choose_isa(const char* wanted) {
   if (wanted == nullptr || *wanted == '\0') return best_isa();
@@ -92,7 +88,8 @@ size_t reduce(const Reduction& reduction, const void* const* sources, int source
   assert(!reduction.stops_at_nonfinite ||
          (is_floating(reduction.dtype) && (reduction.op == ReduceOp::Sum || reduction.op == ReduceOp::Avg)));
   const DefaultFpState state;
-  return reduce_function(isa)(reduction, sources, source_count, destinations, destination_count, count);
+  return reduce_function(isa)(reduction, {sources, source_count, destinations, destination_count, count,
+                                          reduction.scale, reduction.stops_at_nonfinite, reduction.merges});
 }
 
 void copy_scaled(DType dtype, void* destination, const void* source, size_t count, double scale, Isa isa) {

@@ -1,5 +1,8 @@
-// The arithmetic of one element, for host and device: the same formats and operators as in body.h, written once more
-// for a processor without vectors. The core's tests compare the two bit for bit.
+// The arithmetic of one element, for host and device: the formats of body.h, written once more for a processor without
+// vectors, and the operators, which body.h applies to vectors, too. The core's tests compare the two headers' results
+// bit for bit.
+//
+// Functions are always inlined, since files that are compiled for different instruction sets include this one (half.h).
 //
 // No product ever feeds an addition here, so no compiler can fuse the two, whatever its flags.
 #pragma once
@@ -14,7 +17,7 @@
 #define SYNCENGINE_BOTH __host__ __device__ __forceinline__
 #define SYNCENGINE_UNROLL _Pragma("unroll")
 #else
-#define SYNCENGINE_BOTH inline
+#define SYNCENGINE_BOTH [[gnu::always_inline]] inline
 #define SYNCENGINE_UNROLL
 #endif
 

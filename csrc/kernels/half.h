@@ -61,6 +61,7 @@ struct Pair {
 // memory (byte order) does not matter.
 template <size_t kBytes>
 struct HalfConversions {
+  static constexpr size_t kVectorBytes = kBytes;
   using Floats = Vector<float, kBytes>;
   using Words = Vector<uint32_t, kBytes>;
   using Pair = kernels::Pair<Floats>;

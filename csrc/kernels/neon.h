@@ -10,17 +10,12 @@
 namespace syncengine::kernels {
 namespace {
 
-struct Neon : PartialByCopy {
-  static constexpr size_t kVectorBytes = 16;
-  using Words = Vector<uint32_t, kVectorBytes>;
-  using Floats = Vector<float, kVectorBytes>;
-  using BFloat16Conversions = HalfConversions<kVectorBytes>;
-
-  SYNCENGINE_INLINE static Pair<Floats> from_float16(Words x) {
+struct Neon : HalfConversions<16>, PartialByCopy {
+  SYNCENGINE_INLINE static Pair from_float16(Words x) {
     const float16x8_t halves = vreinterpretq_f16_u32((uint32x4_t)x);
     return {(Floats)vcvt_f32_f16(vget_low_f16(halves)), (Floats)vcvt_high_f32_f16(halves)};
   }
-  SYNCENGINE_INLINE static Words to_float16(Pair<Floats> x) {
+  SYNCENGINE_INLINE static Words to_float16(Pair x) {
     const float16x4_t low = vcvt_f16_f32((float32x4_t)x.low);
     return (Words)vreinterpretq_u32_f16(vcvt_high_f16_f32(low, (float32x4_t)x.high));
   }

@@ -18,17 +18,12 @@
 namespace syncengine::kernels {
 namespace {
 
-struct Avx2 : PartialByCopy {
-  static constexpr size_t kVectorBytes = 32;
-  using Words = Vector<uint32_t, kVectorBytes>;
-  using Floats = Vector<float, kVectorBytes>;
-  using BFloat16Conversions = HalfConversions<kVectorBytes>;
-
-  SYNCENGINE_INLINE static Pair<Floats> from_float16(Words x) {
+struct Avx2 : HalfConversions<32>, PartialByCopy {
+  SYNCENGINE_INLINE static Pair from_float16(Words x) {
     const auto bits = (__m256i)x;
     return {_mm256_cvtph_ps(_mm256_castsi256_si128(bits)), _mm256_cvtph_ps(_mm256_extracti128_si256(bits, 1))};
   }
-  SYNCENGINE_INLINE static Words to_float16(Pair<Floats> x) {
+  SYNCENGINE_INLINE static Words to_float16(Pair x) {
     const __m128i low = _mm256_cvtps_ph(x.low, _MM_FROUND_TO_NEAREST_INT);
     const __m128i high = _mm256_cvtps_ph(x.high, _MM_FROUND_TO_NEAREST_INT);
     return (Words)_mm256_set_m128i(high, low);

@@ -21,17 +21,12 @@
 namespace syncengine::kernels {
 namespace {
 
-struct Avx512 {
-  static constexpr size_t kVectorBytes = 64;
-  using Words = Vector<uint32_t, kVectorBytes>;
-  using Floats = Vector<float, kVectorBytes>;
-  using BFloat16Conversions = HalfConversions<kVectorBytes>;
-
-  SYNCENGINE_INLINE static Pair<Floats> from_float16(Words x) {
+struct Avx512 : HalfConversions<64> {
+  SYNCENGINE_INLINE static Pair from_float16(Words x) {
     const auto bits = (__m512i)x;
     return {_mm512_cvtph_ps(_mm512_castsi512_si256(bits)), _mm512_cvtph_ps(_mm512_extracti64x4_epi64(bits, 1))};
   }
-  SYNCENGINE_INLINE static Words to_float16(Pair<Floats> x) {
+  SYNCENGINE_INLINE static Words to_float16(Pair x) {
     const __m256i low = _mm512_cvtps_ph(x.low, _MM_FROUND_TO_NEAREST_INT);
     const __m256i high = _mm512_cvtps_ph(x.high, _MM_FROUND_TO_NEAREST_INT);
     return (Words)_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);

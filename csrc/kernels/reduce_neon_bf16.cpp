@@ -17,15 +17,15 @@ namespace {
 
 struct NeonBf16 : Neon {
   struct BFloat16Conversions {
-    SYNCENGINE_INLINE static Pair<Floats> from_bfloat16(Words x) {
+    SYNCENGINE_INLINE static Pair from_bfloat16(Words x) {
       const uint16x8_t halves = vreinterpretq_u16_u32((uint32x4_t)x);
       return {(Floats)vshll_n_u16(vget_low_u16(halves), 16), (Floats)vshll_high_n_u16(halves, 16)};
     }
-    SYNCENGINE_INLINE static Words to_bfloat16(Pair<Floats> x) {
+    SYNCENGINE_INLINE static Words to_bfloat16(Pair x) {
       const bfloat16x8_t low = vcvtq_low_bf16_f32((float32x4_t)x.low);
       return (Words)vreinterpretq_u32_bf16(vcvtq_high_bf16_f32(low, (float32x4_t)x.high));
     }
-    SYNCENGINE_INLINE static Words finite_to_bfloat16(Pair<Floats> x) { return to_bfloat16(x); }
+    SYNCENGINE_INLINE static Words finite_to_bfloat16(Pair x) { return to_bfloat16(x); }
   };
 };
 

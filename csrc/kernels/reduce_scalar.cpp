@@ -5,10 +5,7 @@ namespace syncengine::kernels {
 namespace {
 
 struct Scalar : HalfConversions<16>, PartialByCopy {
-  static constexpr size_t kVectorBytes = 16;
-  SYNCENGINE_INLINE static bool any(Vector<uint32_t, kVectorBytes> x, uint32_t bits) {
-    return ((x[0] | x[1] | x[2] | x[3]) & bits) != 0;
-  }
+  SYNCENGINE_INLINE static bool any(Words x, uint32_t bits) { return ((x[0] | x[1] | x[2] | x[3]) & bits) != 0; }
 };
 
 }  // namespace

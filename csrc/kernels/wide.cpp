@@ -13,9 +13,7 @@ namespace syncengine::kernels {
 
 namespace {
 
-#if SYNCENGINE_AARCH64
-constexpr size_t kBlock = 8;  // a vector of 16-bit elements
-#endif
+[[maybe_unused]] constexpr size_t kBlock = 8;  // a vector of 16-bit elements, for ARM
 
 // Not inlined: see fp_state.h. Nor is narrow_all().
 template <class Element>

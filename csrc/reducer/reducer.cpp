@@ -4,14 +4,11 @@
 
 #include <pybind11/pybind11.h>
 
-#include <utility>
+#include <algorithm>
 
 #include "base/error.h"
 #include "base/trace.h"
 #include "reducer/backward/backward.h"
-#include "reducer/torch/graph_tasks.h"
-#include "reducer/torch/hooks.h"
-#include "reducer/torch/python_error.h"
 #include "steps/texts.h"
 
 namespace syncengine {
@@ -25,18 +22,14 @@ void await_end(Model& model, std::unique_lock<std::mutex>& lock) {
   model.let_go_of_gradients(/*keeps=*/false);
 }
 
-bool has_finite_weights(const Parameters& parameters) {
-  for (size_t i = 0; i < parameters.size(); ++i)
-    if (parameters.tensor(i).isfinite().any().item<bool>()) return true;
-  return false;
-}
-
 void say_nonfinite(const std::string& text, Model& model) {
   trace::record_text(trace::Kind::Note, "nonfinite: " + text);
   if (model.options.nonfinite == "raise") throw Error(ErrorKind::NotFinite, text);
   std::string warning = model.record.nonfinite_warnings.next(model.record.statistics.backwards, text);
   if (warning.empty()) return;
-  if (!has_finite_weights(model.parameters))
+  const auto& gradients = model.parameters.gradients();
+  auto is_finite = [](const Gradient& each) { return each.parameter().isfinite().any().item<bool>(); };
+  if (std::none_of(gradients.begin(), gradients.end(), is_finite))
     warning += ". No weight of " + model.parameters.model() + " is finite any more: go back to a checkpoint";
   warn(warning);
 }
@@ -106,8 +99,7 @@ std::vector<at::Tensor> Reducer::prepare_for_backward(const std::vector<at::Tens
   if (recomputing()) return {};
   Forward& forward = model_->coming_forward();
   std::vector<at::Tensor> other_leaves;
-  // A module whose parameters were replaced would train without ever being synchronized, so replacements are looked
-  // for.
+  // Replaced parameters would train without ever being synchronized, so replacements are looked for.
   if (model_->usage.finds_unused() || model_->usage.observes() || life().brought_nothing()) {
     forward.reachable.assign(model_->parameters.size(), false);
     other_leaves = reach(outputs, model_->parameters.accumulators(), forward.reachable);
@@ -134,10 +126,6 @@ void Reducer::expect_backward() {
   life().forward_ended(outputs_hooked);
 }
 
-void Reducer::prepare_for_local_backward(const std::vector<at::Tensor>& outputs, const NodeNumber& began) {
-  for (const auto& output : outputs) hook_output(weak_from_this(), output, nullptr, began);
-}
-
 void Reducer::refuse_forward(const std::string& text) {
   std::lock_guard lock(mutex_);
   switch (life().forward_raised(Facts{*this})) {
@@ -154,7 +142,7 @@ void Reducer::vote_on_forward() {
     await_end(*model_, lock);
     if (!model_->can_refuse()) return;
     life().step_begins();
-    vote = model_->vote(std::make_shared<std::vector<uint8_t>>(1));
+    vote = model_->vote();
   }
   try {
     model_->averaging.communicator->wait(vote, raise_pending_signal);
@@ -271,8 +259,7 @@ void Reducer::finalize() {
 
 std::string Reducer::unfinished() const {
   std::vector<Awaited> awaited;
-  for (size_t i = 0; i < model_->parameters.size(); ++i)
-    if (model_->plan.covers(i)) awaited.push_back({i, model_->parameters.gradients()[i].collected()});
+  for (size_t i : model_->plan->covered()) awaited.push_back({i, model_->parameters.gradients()[i].collected()});
   return unfinished_text(names(), awaited, model_->averaging.rank(), model_->usage.is_static());
 }
 
@@ -316,11 +303,6 @@ void Reducer::lose(const std::string& text, bool keeps) {
   model_->record.interrupt();
   drop_backward();
   life().step_lost();
-}
-
-void Reducer::drop_backward() {
-  model_->forward.reset();
-  model_->backward.reset();
 }
 
 }  // namespace syncengine

@@ -1,5 +1,4 @@
-// Averages the gradients of one model while its backward still runs: receives autograd's events, and acts on them. Its
-// state is the Model.
+// Averages the gradients of one model while its backward still runs: acts on autograd's events. Its state is the Model.
 //
 //     forward    begin_forward -> the model -> prepare_for_backward, or refuse_forward if it raised
 //     backward   on_output, on_gradient for each parameter: collect it; announce its bucket with the last one
@@ -30,7 +29,7 @@
 #include "reducer/backward/model.h"
 #include "reducer/torch/graph_tasks.h"
 #include "reducer/torch/hooks.h"
-#include "reducer/torch/python_objects.h"
+#include "reducer/torch/python_error.h"
 #include "steps/lifecycle.h"
 
 namespace syncengine {
@@ -41,8 +40,6 @@ class Reducer final : public AutogradListener, public std::enable_shared_from_th
   template <class... Arguments>
   explicit Reducer(Arguments&&... arguments) : model_(std::make_unique<Model>(std::forward<Arguments>(arguments)...)) {}
   ~Reducer();
-  Reducer(const Reducer&) = delete;
-  Reducer& operator=(const Reducer&) = delete;
 
   // Called when a forward with gradients enabled begins; `synchronize`: its backward will average. Returns true if a
   // plan must be installed before such a forward runs, see CurrentPlan.
@@ -55,11 +52,12 @@ class Reducer final : public AutogradListener, public std::enable_shared_from_th
   // is unused and is looked for, or if the last backward has brought no gradient: its replacement may be one of them.
   std::vector<at::Tensor> prepare_for_backward(const std::vector<at::Tensor>& outputs, const NodeNumber& began);
   // Called instead for a forward whose backward will not average: it accumulates where a later one does.
-  void prepare_for_local_backward(const std::vector<at::Tensor>& outputs, const NodeNumber& began);
+  void prepare_for_local_backward(const std::vector<at::Tensor>& outputs, const NodeNumber& began) {
+    for (const auto& output : outputs) hook_output(weak_from_this(), output, nullptr, began);
+  }
   // Called when a forward has raised, or is not to be averaged, whose backward would have been.
   void refuse_forward(const std::string& text);
-  // Makes a step of its own after a forward, and before something else that all ranks do there; ranks whose forward
-  // raised refuse that step. Blocks.
+  // Makes a step of its own between a forward and what all ranks do next; those whose forward raised refuse it. Blocks.
   void vote_on_forward();
   // Blocks until it is known what becomes of the gradients that this rank had when it refused a forward, and does that;
   // does nothing once this rank has closed the communicator.
@@ -109,16 +107,15 @@ class Reducer final : public AutogradListener, public std::enable_shared_from_th
     const shm::Pool* pool = model_->pooled.pool();
     return pool ? pool->shortage() : "";
   }
-  // All else that is known of the model at one moment. A snapshot allocates nothing, since a hook of each parameter may
-  // ask for one.
-  struct Snapshot {
-    Statistics statistics;
-    std::shared_ptr<StepTimes> step_times;
-    uint64_t backwards;
-    bool can_refuse, is_undecided, knows_order, graph_is_static;
-    bool has_averaged;  // the user's hooks that run now get averages
-  };
-  Snapshot snapshot();
+  Statistics statistics() { return locked()->record.statistics; }
+  std::shared_ptr<StepTimes> step_times() { return locked()->record.step_times; }
+  uint64_t backwards() { return locked()->backwards; }
+  bool can_refuse() { return locked()->can_refuse(); }
+  bool is_undecided() { return locked()->life.is_undecided(); }
+  bool knows_order() { return locked()->plan.knows_order(); }
+  bool graph_is_static() { return locked()->record.graph_is_static; }
+  // Whether the user's hooks that run now get averages. Allocates nothing, since a hook of each parameter may ask.
+  bool has_averaged() { return locked()->parameters.runs_user_hooks(); }
 
   bool has(Interest interest) const override {
     if (interest == Interest::Awaits) return life().awaits();
@@ -129,7 +126,7 @@ class Reducer final : public AutogradListener, public std::enable_shared_from_th
   void on_backward_end() override;
   void on_backward_failed(const std::string& text) noexcept override;
   void on_task_failed(uint64_t backward, uint64_t forwards) noexcept override;
-  void on_outer_task(TaskRole of_inner) noexcept override;
+  void on_outer_task(bool inner_is_ours) noexcept override;
 
  private:
   // The facts that the concept Sees names, under the lock.
@@ -178,15 +175,17 @@ class Reducer final : public AutogradListener, public std::enable_shared_from_th
   const ModelNames& names() const { return *model_->parameters.names(); }
   // The text for a backward that has begun and waits for gradients that did not come.
   std::string unfinished() const;
-  // Handles an error on this rank, of which the peers are told: the step is lost on all ranks. Called under the lock.
-  // `keeps`: see lose().
+  // Handles an error on this rank, of which the peers are told: all lose the step. Needs the lock. `keeps`: see lose().
   using Where = Lifecycle::Where;
   void give_up(const std::string& text, Where where, bool keeps);
   void give_up(const std::string& text) { give_up(text, Where::Backward, /*keeps=*/false); }
   void give_up_forward(const std::string& text) { give_up(text, Where::Forward, /*keeps=*/true); }
   // Loses the step here, whichever rank has refused it. `keeps`: .grad stays as it is.
   void lose(const std::string& text, bool keeps);
-  void drop_backward();
+  void drop_backward() {
+    model_->forward.reset();
+    model_->backward.reset();
+  }
 
   std::mutex mutex_;
   const std::unique_ptr<Model> model_;

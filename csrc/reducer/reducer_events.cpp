@@ -9,7 +9,6 @@
 #include "base/error.h"
 #include "reducer/backward/backward.h"
 #include "reducer/reducer.h"
-#include "reducer/torch/hooks.h"
 #include "steps/texts.h"
 
 namespace syncengine {
@@ -21,7 +20,7 @@ bool Reducer::Facts::accumulates() const {
 }
 
 bool Reducer::Facts::runs_forwards_graph() const {
-  if (reducer.tasks_.is_new()) tell_of_outer_task(reducer.weak_from_this(), TaskRole::Foreign);
+  if (reducer.tasks_.is_new()) tell_of_outer_task(reducer.weak_from_this(), /*is_ours=*/false);
   return reducer.tasks_.runs_forwards_nodes();
 }
 
@@ -75,7 +74,7 @@ void Reducer::watch_this_backward() {
   queue_backward_end(shared_from_this(), model_->record.statistics.backwards + (life().phase() == Phase::Armed),
                      life().forwards());
   // If on_output watches, the outermost task is known already.
-  if (!life().outputs_hooked()) tell_of_outer_task(weak_from_this(), TaskRole::Ours);
+  if (!life().outputs_hooked()) tell_of_outer_task(weak_from_this(), /*is_ours=*/true);
 }
 
 bool Reducer::takes(size_t index) {
@@ -162,10 +161,10 @@ void Reducer::on_task_failed(uint64_t backward, uint64_t forwards) noexcept {
   }
 }
 
-void Reducer::on_outer_task(TaskRole of_inner) noexcept {
+void Reducer::on_outer_task(bool inner_is_ours) noexcept {
   try {
     std::lock_guard lock(mutex_);
-    switch (life().outer_task(of_inner == TaskRole::Ours, Facts{*this})) {
+    switch (life().outer_task(inner_is_ours, Facts{*this})) {
       case Lifecycle::Outer::Leave: return;
       case Lifecycle::Outer::Watch: return watch_this_backward();
       case Lifecycle::Outer::Fail: return fail_at_task_end(consumed_text(names(), model_->outcome.why_lost()));

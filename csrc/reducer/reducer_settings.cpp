@@ -1,11 +1,7 @@
-// The Reducer's settings and reads, between the events of forward and backward.
-#include <string>
-#include <utility>
-
+// The Reducer's settings, between the events of forward and backward.
 #include "base/error.h"
 #include "reducer/backward/backward.h"
 #include "reducer/reducer.h"
-#include "reducer/torch/python_error.h"
 
 namespace syncengine {
 
@@ -96,18 +92,6 @@ void Reducer::install_futures(const std::vector<TorchFuture>& futures) {
   std::lock_guard lock(mutex_);
   auto& all = model_->coming_backward().futures;
   all.insert(all.end(), futures.begin(), futures.end());
-}
-
-Reducer::Snapshot Reducer::snapshot() {
-  std::lock_guard lock(mutex_);
-  return {.statistics = model_->record.statistics,
-          .step_times = model_->record.step_times,
-          .backwards = model_->backwards,
-          .can_refuse = model_->can_refuse(),
-          .is_undecided = life().is_undecided(),
-          .knows_order = model_->plan.knows_order(),
-          .graph_is_static = model_->record.graph_is_static,
-          .has_averaged = model_->parameters.runs_user_hooks()};
 }
 
 }  // namespace syncengine

@@ -1,8 +1,5 @@
 #include "steps/bucket_plan.h"
 
-#include <algorithm>
-#include <utility>
-
 #include "base/error.h"
 #include "collectives/operation.h"
 #include "transport/shm/pages.h"
@@ -35,21 +32,16 @@ std::shared_ptr<const BucketLayout> make_layout(size_t index, const std::vector<
       fail("the sparse gradient of " + names->parameters[i] + " needs a bucket of its own");
     }
     hash = mix(mix(mix(mix(hash, i), footprint.bytes), static_cast<uint64_t>(*own)), order);
-    if (footprint.bytes < shm::kPage) {
-      small.offsets.push_back(std::exchange(small.bytes, small.bytes + footprint.bytes));
-    } else {
-      small.offsets.push_back(SmallLayout::kLarge);
-    }
+    const bool is_small = footprint.bytes < shm::kPage;
+    small.offsets.push_back(is_small ? std::exchange(small.bytes, small.bytes + footprint.bytes) : SmallLayout::kLarge);
   }
-  auto layout = std::make_shared<BucketLayout>();
-  layout->names = names;
-  layout->index = index;
-  layout->dtype = *dtype;
-  layout->parameters = parameters;
-  layout->sparse = facts[parameters[0]].sparse;
-  layout->small = std::move(small);
-  layout->hash = hash;
-  return layout;
+  return std::make_shared<const BucketLayout>(BucketLayout{.names = names,
+                                                           .index = index,
+                                                           .dtype = *dtype,
+                                                           .parameters = parameters,
+                                                           .sparse = facts[parameters[0]].sparse,
+                                                           .small = std::move(small),
+                                                           .hash = hash});
 }
 
 }  // namespace
@@ -74,11 +66,12 @@ BucketPlan::BucketPlan(const std::vector<std::vector<size_t>>& indices, const st
       places_[layout->parameters[k]] = {static_cast<uint32_t>(b), static_cast<uint32_t>(k), footprint};
       if (!layout->sparse && footprint.bytes >= shm::kPage) pooled_sizes_.insert(footprint.bytes);
     }
-    if (layout->sparse) sparse_.push_back(layout->parameters[0]);
-    parameters_ += layout->parameters.size();
     buckets_.push_back(layout);
   }
-  std::sort(sparse_.begin(), sparse_.end());
+  for (size_t i = 0; i < places_.size(); ++i) {
+    if (covers(i)) covered_.push_back(i);
+    if (covers(i) && facts[i].sparse) sparse_.push_back(i);
+  }
 }
 
 }  // namespace syncengine

@@ -5,6 +5,7 @@
 // several dtypes.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -41,7 +42,7 @@ struct SmallLayout {
 };
 
 // The part of a bucket that is fixed as long as the plan is. Operations share it, and describe themselves by it.
-struct BucketLayout : std::enable_shared_from_this<BucketLayout> {
+struct BucketLayout {
   std::shared_ptr<const ModelNames> names;
   size_t index;
   DType dtype;
@@ -65,7 +66,7 @@ class BucketPlan {
   bool provisional() const { return provisional_; }
 
   bool covers(size_t parameter) const { return places_[parameter].bucket != kNone; }
-  size_t parameters() const { return parameters_; }  // how many it covers
+  const std::vector<size_t>& covered() const { return covered_; }  // in order
   // The place of a parameter that the plan covers.
   size_t bucket_of(size_t parameter) const { return places_[parameter].bucket; }
   size_t position_of(size_t parameter) const { return places_[parameter].position; }
@@ -74,13 +75,9 @@ class BucketPlan {
   bool fits(size_t parameter, const Footprint& now) const { return places_[parameter].footprint == now; }
 
   // Whether this plan covers, as they are now, all parameters that `other` covers and that still require a gradient.
-  template <class S>
-  bool contains(const BucketPlan& other, S&& sees) const {
-    for (size_t i = 0; i < places_.size(); ++i) {
-      if (!other.covers(i) || !sees.is_trained(i)) continue;
-      if (!covers(i) || !fits(i, sees.footprint(i))) return false;
-    }
-    return true;
+  bool contains(const BucketPlan& other, auto&& sees) const {
+    return std::all_of(other.covered_.begin(), other.covered_.end(),
+                       [&](size_t i) { return !sees.is_trained(i) || (covers(i) && fits(i, sees.footprint(i))); });
   }
 
   // Parameters in buckets of sparse layout, in order.
@@ -98,18 +95,15 @@ class BucketPlan {
   std::vector<std::shared_ptr<const BucketLayout>> buckets_;
   bool provisional_;
   std::vector<Place> places_;  // by parameter
-  size_t parameters_ = 0;
-  std::vector<size_t> sparse_;
+  std::vector<size_t> covered_, sparse_;
   std::unordered_set<size_t> pooled_sizes_;
 };
 
-// The bucket plan that a model has, and whether it still does for the parameters as they are now. A backward shares the
-// plan that it goes by.
+// The bucket plan that a model has, shared with its backward, and whether it fits the parameters as they are now.
 //
 // Ownership: the model's. Thread-safety: the reducer's lock. Failure: none.
 class CurrentPlan {
  public:
-  // False until the first plan is installed.
   explicit operator bool() const { return plan_ != nullptr; }
   const BucketPlan& operator*() const { return *plan_; }
   const BucketPlan* operator->() const { return plan_.get(); }
@@ -127,7 +121,8 @@ class CurrentPlan {
       before_frozen_ = std::move(plan_);
     }
     plan_ = std::move(plan);
-    used_ = wanted_ = is_known_ = false;
+    used_ = wanted_ = false;
+    covers_.reset();
   }
   // Called when a backward begins. `shows_order`: it brings gradients in the order in which later ones will.
   std::shared_ptr<const BucketPlan> use(bool shows_order) {
@@ -138,11 +133,9 @@ class CurrentPlan {
   // Whether another plan must be installed before the next backward: the parameters are not those that this plan
   // covers, or the plan is provisional and the order in which gradients become ready is now known. `changed`: some
   // parameter has changed since the last call.
-  template <class S>
-  bool is_outdated(bool changed, S&& sees) {
-    if (changed || !is_known_) covers_ = plan_ && sees.are_covered_by(*plan_);
-    is_known_ = true;
-    wanted_ = !covers_ || knows_order();
+  bool is_outdated(bool changed, auto&& sees) {
+    if (changed || !covers_) covers_ = plan_ && sees.are_covered_by(*plan_);
+    wanted_ = !*covers_ || knows_order();
     return wanted_;
   }
   // Whether the plan is provisional and the order is known now. All ranks give the same answer.
@@ -152,10 +145,9 @@ class CurrentPlan {
 
  private:
   std::shared_ptr<const BucketPlan> plan_, before_frozen_;
-  bool used_ = false;      // there was a backward since it was installed
-  bool wanted_ = false;    // another one
-  bool is_known_ = false;  // whether it covers the parameters, as they are now:
-  bool covers_ = false;
+  bool used_ = false;           // there was a backward since it was installed
+  bool wanted_ = false;         // another one
+  std::optional<bool> covers_;  // the parameters as they are now; none: not known yet
 };
 
 // The buckets of one backward, as their gradients come: which of them is whole, and whose turn it is.
@@ -201,8 +193,7 @@ class Filling {
   bool all() const { return missing_ == 0; }
   std::optional<size_t> vote() const { return vote_; }
 
-  // Buckets in their order, which is the same on all ranks: each one as soon as it and all before it are full, else
-  // none.
+  // Buckets in their order, the same on all ranks: each one as soon as it and all before it are full, else none.
   std::optional<size_t> next_in_order() {
     const bool full = next_ < buckets_.size() && buckets_[next_].state != State::Filling;
     return full ? std::optional(next_++) : std::nullopt;

@@ -49,8 +49,7 @@ class Forwards {
 
   // The plan for a backward, the same on all ranks, asked in its first graph task: the `current` one, unless parameters
   // were frozen or changed for a later forward than the one from which this backward comes.
-  template <class S>
-  std::shared_ptr<const BucketPlan> plan(const std::shared_ptr<const BucketPlan>& current, S&& sees) const {
+  std::shared_ptr<const BucketPlan> plan(const std::shared_ptr<const BucketPlan>& current, auto&& sees) const {
     auto plan = current;
     for (const auto& forward : alive()) {
       if (!forward->plan || forward->plan == plan) continue;
@@ -67,8 +66,7 @@ class Forwards {
 
   // Adds to `all` what each forward says, and, if it `looks_for_unused`, what else the backward reaches. Called in the
   // backward's first graph task. Throws if two forwards say different weights.
-  template <class S>
-  void tell(Forward& all, const ModelNames& names, bool looks_for_unused, S&& sees) const {
+  void tell(Forward& all, const ModelNames& names, bool looks_for_unused, auto&& sees) const {
     auto told = alive();
     auto same = [&](const auto& forward) { return forward->weighting == told[0]->weighting; };
     if (told.size() > 1 && (looks_for_unused || !std::all_of(told.begin(), told.end(), same))) {
@@ -114,13 +112,17 @@ class StaticGraph {
 
   bool observed() const { return observed_; }
   void begin_observation() { fires_.assign(fires_.size(), 0); }
-  void observe(size_t parameter) { ++fires_[parameter]; }
   void end_of_observation() { observed_ = true; }
   bool is_used(size_t parameter) const { return fires_[parameter] > 0; }
 
   void begin_backward() { left_ = fires_; }
   enum class Fire : uint8_t { NotYet, Last, Unexpected };
+  // Counts a firing of the parameter's hook. While the graph is observed, none is known to be the last.
   Fire fire(size_t parameter) {
+    if (!observed_) {
+      ++fires_[parameter];
+      return Fire::NotYet;
+    }
     if (left_[parameter] == 0) return Fire::Unexpected;
     return --left_[parameter] == 0 ? Fire::Last : Fire::NotYet;
   }

@@ -68,8 +68,7 @@ enum class Attribution : uint8_t {
 
 // Asks nothing in Local, Syncing and Finalizing, and in other phases only what still matters: the last question is
 // expensive, see Sees.
-template <class S>
-constexpr Attribution attribute(const Standing& here, size_t parameter, S&& sees) {
+constexpr Attribution attribute(const Standing& here, size_t parameter, auto&& sees) {
   switch (here.phase) {
     case Phase::Local: return Attribution::Local;
     case Phase::Armed:
@@ -118,10 +117,7 @@ class Lifecycle {
   // --- A forward
 
   // Whether this forward is a part of a backward: a checkpoint computes again what it has not kept.
-  template <Sees S>
-  bool is_recomputed(S&& sees) const {
-    return phase_ == Phase::Syncing && sees.in_task();
-  }
+  bool is_recomputed(Sees auto&& sees) const { return phase_ == Phase::Syncing && sees.in_task(); }
   enum class Begin : uint8_t {
     Unfinished,  // an error: a backward still waits for gradients
     Unwatched,   // nothing is to be done: hooks were removed, and its backward is this rank's own
@@ -130,8 +126,7 @@ class Lifecycle {
   };
   // Counts the forward. By that count a task that is dropped later is known not to be of this forward, so it is called
   // when all tasks of earlier ones have ended.
-  template <Sees S>
-  Begin begin_forward(bool synchronize, S&& sees) {
+  Begin begin_forward(bool synchronize, Sees auto&& sees) {
     if (!sees.in_task()) ++forwards_;
     if (phase_ == Phase::Syncing) return Begin::Unfinished;
     if (synchronize) return Begin::Arm;
@@ -151,8 +146,7 @@ class Lifecycle {
     Expected,    // all parameters are frozen: no rank waits for what it would have brought
     GivesUp,     // see raised()
   };
-  template <Sees S>
-  ForwardError forward_raised(S&& sees) const {
+  ForwardError forward_raised(Sees auto&& sees) const {
     if (is_unfinished() || !sees.has_plan()) return ForwardError::Recomputed;
     return sees.all_frozen() ? ForwardError::Expected : ForwardError::GivesUp;
   }
@@ -166,8 +160,7 @@ class Lifecycle {
     Claims,  // it is the one that is expected
   };
   // Called when a backward reaches an output; `own` if that is an output of a forward under no_sync.
-  template <Sees S>
-  Output output(bool own, S&& sees) {
+  Output output(bool own, Sees auto&& sees) {
     if (own) return sees.accumulates() ? Output::Own : Output::Ignore;
     if (!sees.whole_graph()) return Output::Ignore;
     if (phase_ == Phase::Consumed) return Output::Spent;
@@ -175,8 +168,7 @@ class Lifecycle {
     claimed_ = true;
     return Output::Claims;
   }
-  template <Sees S>
-  Attribution gradient(size_t parameter, S&& sees) const {
+  Attribution gradient(size_t parameter, Sees auto&& sees) const {
     return attribute({phase_, claimed_, is_ending(), outputs_hooked_}, parameter, sees);
   }
   void backward_begins() { phase_ = Phase::Syncing; }
@@ -189,8 +181,7 @@ class Lifecycle {
     Lost,  // an error: the step was lost meanwhile, by something outside of this task, which so has not heard of it
     Finalize,
   };
-  template <Sees S>
-  End task_ended(S&& sees) {
+  End task_ended(Sees auto&& sees) {
     brought_nothing_ = phase_ == Phase::Armed;
     if (phase_ == Phase::Armed) claimed_ = false;
     if (phase_ == Phase::Consumed) return lost_ ? End::Lost : End::Join;
@@ -217,8 +208,7 @@ class Lifecycle {
   enum class Outer : uint8_t { Leave, Watch, Fail };
   // Called when an inner task has ended on this thread: it took part in the backward (`ours`), or its gradients
   // belonged to no forward of this model, as far as could be known there.
-  template <Sees S>
-  Outer outer_task(bool ours, S&& sees) const {
+  Outer outer_task(bool ours, Sees auto&& sees) const {
     // If the average has been delivered, the task around may be one that only happens to run a backward inside.
     if (ours) return phase_ == Phase::Syncing || sees.runs_forwards_nodes() ? Outer::Watch : Outer::Leave;
     const bool spent = phase_ == Phase::Consumed && !sees.in_our_task() && sees.runs_forwards_graph();
@@ -252,8 +242,7 @@ class Lifecycle {
     Here,
     BeginsStep,  // the backward has not begun: the step gets its number first, as on the ranks whose backward has
   };
-  template <Sees S>
-  Loss raised(Where where, S&& sees) const {
+  Loss raised(Where where, Sees auto&& sees) const {
     if (where == Where::BehindAverages) return lost_ ? Loss::Nothing : is_unfinished() ? Loss::Aborts : Loss::Here;
     return !is_unfinished() && sees.has_plan() && !sees.has_failed() ? Loss::BeginsStep : Loss::Here;
   }
@@ -263,8 +252,7 @@ class Lifecycle {
     Refuse,  // the step is refused, and all go on
     Abort,   // they wait for more than announced buckets: the communicator fails
   };
-  template <Sees S>
-  Tell tell(S&& sees) const {
+  Tell tell(Sees auto&& sees) const {
     if (sees.has_failed()) return Tell::Nobody;
     if (sees.can_refuse()) return Tell::Refuse;
     return sees.all_frozen() ? Tell::Nobody : Tell::Abort;

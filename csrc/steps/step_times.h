@@ -22,8 +22,7 @@
 
 namespace syncengine {
 
-// Packs four times in microseconds into 16 bits each: 11 of mantissa and 5 of exponent. 0 means that there are no
-// times.
+// Packs four times in microseconds into 16 bits each: 11 of mantissa and 5 of exponent. 0 means no times.
 inline uint64_t pack_stamp(const PhaseClock::Own& own) {
   uint64_t stamp = 0;
   for (size_t phase = 0; phase < own.size(); ++phase) {

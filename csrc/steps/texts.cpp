@@ -92,8 +92,7 @@ std::string hasty_text(const ModelNames& names, size_t index) {
 
 std::string changed_graph_text(const ModelNames& names, size_t index) {
   return "Your training graph has changed in this iteration, e.g., one parameter is unused in first iteration, but "
-         "then "
-         "got used in the second iteration. this is not compatible with static_graph set to True. Parameter " +
+         "then got used in the second iteration. this is not compatible with static_graph set to True. Parameter " +
          of_model(names, index) + " got more gradients than in the first iteration";
 }
 
@@ -116,9 +115,8 @@ std::string two_weights_text(const ModelNames& names) {
 std::string collected_twice_text(const ModelNames& names, size_t index) {
   return "Expected to mark a variable ready only once. Parameter " + std::to_string(index) + " (" +
          names.parameters[index] + ") of " + names.model +
-         " got another gradient when its average was already on its way: it is used " +
-         "outside of the module's forward, or in several reentrant checkpoints (use_reentrant=False or "
-         "static_graph=True helps)";
+         " got another gradient when its average was already on its way: it is used outside of the module's forward, "
+         "or in several reentrant checkpoints (use_reentrant=False or static_graph=True helps)";
 }
 
 std::string consumed_text(const ModelNames& names, const std::string& lost) {

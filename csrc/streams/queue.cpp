@@ -1,6 +1,5 @@
 #include "streams/queue.h"
 
-#include <ATen/core/grad_mode.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/utils/pybind.h>
@@ -8,7 +7,6 @@
 #include <algorithm>
 #include <bit>
 #include <thread>
-#include <tuple>
 #include <utility>
 
 #include "base/error.h"
@@ -20,32 +18,15 @@ namespace syncengine {
 
 namespace {
 
-// Identifies a queue by communicator, device and number: 0 for the communicator's own calls, others for
-// take_own_queue().
-using Key = std::tuple<const Communicator*, int, int>;
+using Queues = std::map<std::pair<int, int>, std::shared_ptr<Queue>>;  // by device and number
 
 struct QueueRegistry {
   std::mutex mutex;
-  std::map<Key, std::shared_ptr<Queue>> queues;
+  std::map<const Communicator*, Queues> queues;
 };
 QueueRegistry& queue_registry() {
   static auto& instance = *new QueueRegistry;  // never destroyed: the CUDA context is gone before static objects are
   return instance;
-}
-
-// Finds a queue, or makes one: that is collective.
-std::shared_ptr<Queue> queue_number(int number, const std::shared_ptr<Communicator>& communicator, c10::Device device,
-                                    const Interrupted& interrupted) {
-  QueueRegistry& registry = queue_registry();
-  const Key key{communicator.get(), device.index(), number};
-  {
-    std::lock_guard lock(registry.mutex);
-    if (auto found = registry.queues.find(key); found != registry.queues.end()) return found->second;
-  }
-  const c10::DeviceGuard use(device);
-  auto queue = std::make_shared<Queue>(cuda::connect(communicator, device.index(), interrupted), device);
-  std::lock_guard lock(registry.mutex);
-  return registry.queues.try_emplace(key, queue).first->second;
 }
 
 // The context of a tensor's memory that Queue::empty has made.
@@ -138,8 +119,18 @@ at::Tensor Queue::empty(const std::vector<int64_t>& sizes, size_t bytes, at::Sca
 }
 
 std::shared_ptr<Queue> queue_of(const std::shared_ptr<Communicator>& communicator, c10::Device device,
-                                const Interrupted& interrupted) {
-  return queue_number(0, communicator, device, interrupted);
+                                const Interrupted& interrupted, int number) {
+  QueueRegistry& registry = queue_registry();
+  const std::pair<int, int> key{device.index(), number};
+  {
+    std::lock_guard lock(registry.mutex);
+    const Queues& queues = registry.queues[communicator.get()];
+    if (auto found = queues.find(key); found != queues.end()) return found->second;
+  }
+  const c10::DeviceGuard use(device);
+  auto queue = std::make_shared<Queue>(cuda::connect(communicator, device.index(), interrupted), device);
+  std::lock_guard lock(registry.mutex);
+  return registry.queues[communicator.get()].try_emplace(key, queue).first->second;
 }
 
 // Ranks drop their queues at different times, so a queue is taken again only if all ranks have dropped it.
@@ -151,9 +142,9 @@ std::shared_ptr<Queue> take_own_queue(const std::shared_ptr<Communicator>& commu
   } mine;
   {
     std::lock_guard lock(queue_registry().mutex);
-    for (const auto& [key, queue] : queue_registry().queues) {
-      const auto& [owner, index, number] = key;
-      if (owner != communicator.get() || index != device.index() || number == 0) continue;
+    for (const auto& [key, queue] : queue_registry().queues[communicator.get()]) {
+      const auto& [index, number] = key;
+      if (index != device.index() || number == 0) continue;
       mine.used = std::max(mine.used, number);
       if (queue.use_count() == 1 && number <= 64) mine.free |= uint64_t{1} << (number - 1);
     }
@@ -162,20 +153,16 @@ std::shared_ptr<Queue> take_own_queue(const std::shared_ptr<Communicator>& commu
     mine.free &= theirs.free;
     mine.used = std::max(mine.used, theirs.used);
   }
-  return queue_number(1 + (mine.free ? std::countr_zero(mine.free) : mine.used), communicator, device, interrupted);
+  return queue_of(communicator, device, interrupted, 1 + (mine.free ? std::countr_zero(mine.free) : mine.used));
 }
 
 void close_devices(const Communicator* communicator) {
-  std::vector<std::shared_ptr<Queue>> closing;
+  Queues closing;
   {
     std::lock_guard lock(queue_registry().mutex);
-    std::erase_if(queue_registry().queues, [&](auto& entry) {
-      if (std::get<0>(entry.first) != communicator) return false;
-      closing.push_back(std::move(entry.second));
-      return true;
-    });
+    if (auto found = queue_registry().queues.extract(communicator)) closing = std::move(found.mapped());
   }
-  for (auto& queue : closing) {
+  for (auto& [key, queue] : closing) {
     const c10::DeviceGuard use(queue->side().device());
     queue->group().close();
   }
@@ -184,9 +171,10 @@ void close_devices(const Communicator* communicator) {
 std::map<std::string, uint64_t> device_counters(const Communicator* communicator) {
   std::map<std::string, uint64_t> counters;
   std::lock_guard lock(queue_registry().mutex);
-  for (auto& [key, queue] : queue_registry().queues)
-    if (std::get<0>(key) == communicator)
-      for (auto& [name, value] : queue->group().counters()) counters["cuda_" + name] += value;
+  const auto found = queue_registry().queues.find(communicator);
+  if (found == queue_registry().queues.end()) return counters;
+  for (auto& [key, queue] : found->second)
+    for (auto& [name, value] : queue->group().counters()) counters["cuda_" + name] += value;
   return counters;
 }
 

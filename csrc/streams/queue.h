@@ -87,9 +87,10 @@ class Queue {
   std::optional<c10::Stream> last_stream_;
 };
 
-// The queue of a communicator's own calls. The first call is collective, and waits for the other ranks.
+// The queue of this number of a communicator: 0 is for its own calls, others are for take_own_queue(). The first call
+// for each is collective, and waits for the other ranks.
 std::shared_ptr<Queue> queue_of(const std::shared_ptr<Communicator>& communicator, c10::Device device,
-                                const Interrupted& interrupted);
+                                const Interrupted& interrupted, int number = 0);
 
 // Takes a queue that nobody else uses, with its own words and staging, so that its collectives need no common order
 // with others. Free again when the pointer is dropped. Always collective, blocks.

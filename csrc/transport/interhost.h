@@ -1,5 +1,4 @@
-// Moves bytes between ranks of different hosts; it never reduces. tcp/ and packets/ (MPI, torch process groups)
-// implement it.
+// Moves bytes between ranks of different hosts; it never reduces. tcp/ and packets/ (MPI, torch) implement it.
 //
 // Ownership: the memory of a transfer is the caller's, and stays where it is (when sending, also unchanged) until the
 // transfer has ended or withdraw() has returned. Messages are copied. Thread-safety: any thread may call anything but

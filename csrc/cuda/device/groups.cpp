@@ -5,12 +5,10 @@
 #include <cstdlib>
 #include <thread>
 #include <utility>
-#include <vector>
 
 #include "base/say.h"
 #include "base/sync_point.h"
 #include "cuda/device/stream.h"
-#include "cuda/sequence.h"
 
 namespace syncengine::cuda {
 
@@ -66,9 +64,8 @@ void DeviceGroup::require_open() const {
   throw_if_failed();
 }
 
-// An exchange is one call of the driver, and one node of a graph. A write comes after all that the stream did before
-// it, for whoever sees the written word (the default of cuStreamWriteValue32); operations of a batch run in their
-// order.
+// An exchange is one call of the driver, and one node of a graph, whose operations run in their order. A write comes
+// after all that the stream did before it, for whoever sees the written word (the default of cuStreamWriteValue32).
 void StreamSteps::exchange(const WordExchange& exchange) {
   const auto& controls = *controls_;
   Control& own = *controls[rank_];
@@ -121,23 +118,21 @@ void PeerGroup::prepare_staging(const std::function<void()>& interrupted) {
   check(cudaMemsetAsync(area, 0, offsetof(InKernelArea, slots), stream.get()), "clearing device memory");
   check(cudaStreamSynchronize(stream.get()), "clearing device memory");  // before a peer is told the address
   peer_staging_ = std::make_unique<PeerMemory>(*communicator_, *staging_, interrupted);
-  if (peer_staging_->unreachable.empty()) {
-    site_.slots = peer_staging_->bases;
-    // A kernel that waits would keep a shared device from the peer that it waits for, until its time slice is over.
-    // A test that forces another way than OneShot wants none of these kernels.
-    const Algorithm algorithm = communicator_->options().algorithm;
-    if (algorithm != Algorithm::OneShot && (algorithm != Algorithm::Auto || peer_staging_->take_turns)) return;
-    if (fakes_arrivals()) return;
-    for (std::byte* base : site_.slots) site_.areas.push_back(reinterpret_cast<InKernelArea*>(base + 2 * kSlotBytes));
+  if (const std::string& why = peer_staging_->unreachable; !why.empty()) {
+    if (site_.rank == 0)
+      say("syncengine: without peer access CUDA tensors go through pinned host memory: " + why + "\n");
+    host_staging_.emplace(share_pages(*communicator_, site_.world * 2 * kSlotBytes, interrupted));
+    for (int rank = 0; rank < site_.world; ++rank)
+      site_.slots.push_back(host_staging_->on_device() + rank * 2 * kSlotBytes);
     return;
   }
-  if (site_.rank == 0)
-    say("syncengine: without peer access CUDA tensors go through pinned host memory: " + peer_staging_->unreachable +
-        "\n");
-  host_staging_.emplace(share_pages(*communicator_, site_.world * 2 * kSlotBytes, interrupted));
-  site_.slots.clear();
-  for (int rank = 0; rank < site_.world; ++rank)
-    site_.slots.push_back(host_staging_->on_device() + rank * 2 * kSlotBytes);
+  site_.slots = peer_staging_->bases;
+  // A kernel that waits would keep a shared device from the peer that it waits for, until its time slice is over.
+  // A test that forces another way than OneShot wants none of these kernels.
+  const Algorithm algorithm = communicator_->options().algorithm;
+  if (algorithm != Algorithm::OneShot && (algorithm != Algorithm::Auto || peer_staging_->take_turns)) return;
+  if (fakes_arrivals()) return;
+  for (std::byte* base : site_.slots) site_.areas.push_back(reinterpret_cast<InKernelArea*>(base + 2 * kSlotBytes));
 }
 
 const char* PeerGroup::enqueue(const Operation& operation, cudaStream_t stream) {
@@ -239,29 +234,25 @@ void PeerGroup::release() {
   peer_staging_.reset();
   for (const auto& segment : segments_) segment->peers.reset();
   words_of(site_.rank).gone.store(1, std::memory_order_release);  // release: after the last use of peers' memory
-  wait_for_peers_to_leave();
-  if (watchdog_) watchdog_->stop();
-  host_staging_.reset();
-  words_.reset();
-  staging_.reset();
-}
-
-// Freeing memory that a peer has mapped is undefined. If a peer takes too long, or has died, this memory stays
-// allocated until the process ends. Tensors that the program still holds are not touched.
-void PeerGroup::wait_for_peers_to_leave() {
+  // Freeing memory that a peer has mapped is undefined. If a peer takes too long, or has died, this memory stays
+  // allocated until the process ends. Tensors that the program still holds are not touched.
   const Deadline deadline = Deadline::after(kPatience);
   auto all_gone = [&] {
     for (int rank = 0; rank < site_.world; ++rank)
       if (!words_of(rank).gone.load(std::memory_order_acquire)) return false;  // acquire: pairs with the release above
     return true;
   };
-  while (!all_gone() && !deadline.passed() && !(watchdog_ && watchdog_->has_failed()))
+  while (!all_gone() && !deadline.passed() && !watchdog_->has_failed())
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   if (all_gone()) {
-    if (staging_) staging_->unshare();
+    staging_->unshare();
     for (const auto& segment : segments_) segment->own->unshare();
   }
   segments_.clear();
+  watchdog_->stop();
+  host_staging_.reset();
+  words_.reset();
+  staging_.reset();
 }
 
 bool is_built() { return true; }

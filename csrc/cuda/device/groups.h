@@ -11,7 +11,6 @@
 #include <string>
 #include <vector>
 
-#include "cuda/body.h"
 #include "cuda/device/memory.h"
 #include "cuda/device_group.h"
 #include "cuda/proxy.h"
@@ -68,7 +67,6 @@ class PeerGroup final : public DeviceGroup {
   MemoryRoute choose(const Operation& operation) const;
   bool find(const Span& span, MemoryRoute& route) const;
   void give_back_dropped(const std::function<void()>& interrupted);
-  void wait_for_peers_to_leave();
   Control& words_of(int rank) const { return reinterpret_cast<Control*>(words_->data())[rank]; }
 
   std::optional<PinnedMemory> words_;         // a Control for each rank
@@ -90,12 +88,10 @@ class ProxyGroup final : public DeviceGroup {
   ~ProxyGroup() override { close(); }
 
  private:
-  struct PinnedSlots;
-
   const char* enqueue(const Operation& operation, cudaStream_t stream) override;
   void release() override;
 
-  std::shared_ptr<PinnedSlots> slots_;
+  std::shared_ptr<PinnedMemory> slots_;  // a word for each, on a cache line of its own, and then the slots
   std::shared_ptr<Proxy> proxy_;
   cudaEvent_t last_ = nullptr;  // the end of what was queued so far
 };

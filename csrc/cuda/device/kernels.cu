@@ -16,11 +16,8 @@ __global__ void __launch_bounds__(kThreads, 1) copy_kernel(const __grid_constant
   const bool open = enter(args.gate);
   const int piece = blockIdx.y;
   if (piece >= args.pieces) return;
-  if (open) {
-    copy_run(args.destinations[piece], args.sources[piece], args.bytes[piece], thread, threads);
-  } else {
-    poison_bytes(args.destinations[piece], args.bytes[piece], thread, threads);
-  }
+  if (!open) return poison_bytes(args.destinations[piece], args.bytes[piece], thread, threads);
+  copy_run(args.destinations[piece], args.sources[piece], args.bytes[piece], thread, threads);
 }
 
 Kernels find(const kernels::Reduction& reduction, int sources) {
@@ -37,8 +34,7 @@ int blocks_for(size_t bytes, int most) {
   return static_cast<int>(std::clamp<size_t>(wanted, 1, std::max(most, 1)));
 }
 
-// Launches without <<<>>>, so that this file is C++ to a compiler to which CUDA's keywords are given
-// (tests/cuda/software).
+// Launches without <<<>>>, so that tests/cuda/software can compile this file as C++.
 template <class Args>
 void launch(void (*kernel)(Args), dim3 grid, const Args& args, cudaStream_t stream, const char* what) {
   void* arguments[] = {const_cast<Args*>(&args)};
@@ -81,10 +77,8 @@ void StreamSteps::in_kernel(const kernels::Reduction& reduction, const InKernelA
 }
 
 void StreamSteps::copy(const CopyArgs& args) {
-  size_t most = 0;
-  for (int piece = 0; piece < args.pieces; ++piece) most = std::max(most, args.bytes[piece]);
   const int rows = std::max(args.pieces, 1);
-  const dim3 grid(blocks_for(most, kBlocks / rows), rows);
+  const dim3 grid(blocks_for(*std::max_element(args.bytes, args.bytes + rows), kBlocks / rows), rows);
   launch(copy_kernel, grid, args, stream_, "launching a copy");
 }
 

@@ -1,16 +1,13 @@
 #include "cuda/device/memory.h"
 
-#include <sys/random.h>
-
 #include <algorithm>
-#include <cerrno>
 #include <cstring>
 #include <map>
-#include <string>
 #include <utility>
 
 #include "cuda/device/stream.h"
 #include "cuda/shared_pages.h"
+#include "transport/tcp/address.h"
 
 namespace syncengine::cuda {
 
@@ -82,20 +79,13 @@ constexpr const char* kProving = "proving peer access";
 
 uint64_t random_number() {
   uint64_t value = 0;
-  if (getrandom(&value, sizeof(value), 0) != sizeof(value))
-    throw_system_error("can't get random bytes", errno, "getrandom");
+  tcp::random_bytes(sizeof(value)).copy(reinterpret_cast<char*>(&value), sizeof(value));
   return value;
 }
 
-// A number that two ranks share only if they are threads of one process. Within a process exported memory can't be
-// opened and need not be.
-uint64_t process_token() {
-  static const uint64_t token = random_number();
-  return token;
-}
-
 struct Offer {
-  uint64_t process, pointer;
+  uint64_t process;  // a number that two ranks share only if they are threads of one process
+  uint64_t pointer;
   uint64_t seed;  // of the pattern, so that this rank's old memory, mapped again, has another one
   int32_t device;
   cudaUUID_t uuid;
@@ -114,12 +104,11 @@ bool same_device(const Offer& a, const Offer& b) { return std::memcmp(&a.uuid, &
 
 ProofArea::Row pattern(uint64_t seed) {
   ProofArea::Row row;
-  for (size_t i = 0; i < std::size(row.words); ++i)
-    row.words[i] = static_cast<uint32_t>((seed + i + 1) * 0x9e3779b97f4a7c15u >> 32);
+  for (size_t i = 0; i < row.size(); ++i) row[i] = static_cast<uint32_t>((seed + i + 1) * 0x9e3779b97f4a7c15u >> 32);
   return row;
 }
 
-// Opens a peer's memory; `memory` stays null on errors.
+// Opens a peer's memory, which within a process can't be done and need not be. `memory` stays null on errors.
 cudaError_t open(const Offer& own, const Offer& theirs, std::shared_ptr<void>& memory) {
   if (theirs.process == own.process) {
     cudaError_t status = same_device(own, theirs) ? cudaSuccess : cudaDeviceEnablePeerAccess(theirs.device, 0);
@@ -178,8 +167,9 @@ std::string text_of(const std::vector<Findings>& all, const std::vector<int>& na
 }  // namespace
 
 PeerMemory::PeerMemory(Communicator& communicator, DeviceMemory& own, const std::function<void()>& interrupted) {
+  static const uint64_t process = random_number();
   const int rank = communicator.rank(), size = communicator.size();
-  Offer offer{.process = process_token(), .pointer = reinterpret_cast<uint64_t>(own.data()), .seed = random_number()};
+  Offer offer{.process = process, .pointer = reinterpret_cast<uint64_t>(own.data()), .seed = random_number()};
   check(cudaGetDevice(&offer.device), "asking for the current device");
   cudaDeviceProp properties;
   check(cudaGetDeviceProperties(&properties, offer.device), "asking for the device's UUID");

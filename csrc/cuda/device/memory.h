@@ -7,6 +7,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <array>
 #include <cstddef>
 #include <functional>
 #include <memory>
@@ -30,8 +31,7 @@ class UseDevice {
   int before_ = -1;
 };
 
-// Memory from cudaMalloc, of the device that was current. It is freed on any thread, whatever device is current there,
-// but not while peers may have it open, which would be undefined.
+// Memory from cudaMalloc, of the device that was current. It is freed on any thread, whatever device is current there.
 class DeviceMemory {
  public:
   explicit DeviceMemory(size_t bytes);
@@ -70,10 +70,7 @@ std::shared_ptr<CUstream_st> make_stream();
 
 // The words in each rank's memory by which ranks prove that they reach each other's memory.
 struct ProofArea {
-  struct Row {
-    uint32_t words[256];
-    bool operator==(const Row&) const = default;
-  };
+  using Row = std::array<uint32_t, 256>;
   Row own;
   Row read[kMaxRanks];     // from each peer's memory, by this rank's kernel
   Row written[kMaxRanks];  // by each peer's kernel
@@ -84,8 +81,7 @@ struct ProofArea {
 struct PeerMemory {
   // Collective: gives `own`, which has room for a ProofArea, to all and takes theirs. The driver's answers about access
   // can be wrong, so each rank's kernels read in each peer's memory what the peer has put there, and write what the
-  // peer then looks for. Overwrites the ProofArea in `own`. Waits for peers on the host, and for no stream of the
-  // program.
+  // peer then looks for. Overwrites the ProofArea in `own`. Waits for peers on the host, for no stream of the program.
   PeerMemory(Communicator& communicator, DeviceMemory& own, const std::function<void()>& interrupted);
 
   // Addresses by rank, this rank's among them; only to be used if all are reached.
@@ -93,8 +89,7 @@ struct PeerMemory {
   std::vector<std::shared_ptr<void>> opened;  // mappings of the bases
   // A text that says which ranks can't use whose memory, and why; the same on all ranks. Empty if all can.
   std::string unreachable;
-  // Whether several processes share a device, told by its UUID, so that their kernels run in turns. The same on all
-  // ranks.
+  // Whether several processes share a device, told by its UUID, so that kernels run in turns. The same on all ranks.
   bool take_turns = false;
 };
 

@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "base/memory.h"
-#include "cuda/control.h"
 #include "cuda/device/stream.h"
 
 namespace syncengine::cuda {
@@ -61,15 +60,6 @@ Operation operation_of(const Operation& whole, const ProxyPiece& piece, size_t n
 
 }  // namespace
 
-struct ProxyGroup::PinnedSlots {
-  PinnedMemory memory{kSlots * (kCacheLine + kPieceBytes)};
-  uint32_t* word(size_t slot) const { return reinterpret_cast<uint32_t*>(memory.data() + slot * kCacheLine); }
-  uint32_t* word_on_device(size_t slot) const {
-    return reinterpret_cast<uint32_t*>(memory.on_device() + slot * kCacheLine);
-  }
-  std::byte* data(size_t slot) const { return memory.data() + kSlots * kCacheLine + slot * kPieceBytes; }
-};
-
 ProxyGroup::ProxyGroup(std::shared_ptr<Communicator> communicator, int device, const std::function<void()>& interrupted)
     : DeviceGroup(std::move(communicator), device) {
   const UseDevice use(device_);
@@ -77,7 +67,7 @@ ProxyGroup::ProxyGroup(std::shared_ptr<Communicator> communicator, int device, c
   std::iota(everybody.begin(), everybody.end(), 0);
   auto own = communicator_->split(everybody, interrupted);
   tell_peers_if_it_fails(*communicator_, [&] {
-    slots_ = std::make_shared<PinnedSlots>();
+    slots_ = std::make_shared<PinnedMemory>(kSlots * (kCacheLine + kPieceBytes));
     check(cudaEventCreateWithFlags(&last_, cudaEventDisableTiming), "making an event");
   });
   proxy_ = std::make_shared<Proxy>(communicator_, std::move(own));
@@ -90,16 +80,17 @@ const char* ProxyGroup::enqueue(const Operation& operation, cudaStream_t stream)
     const bool captured = is_capturing(stream);
     for (size_t i = 0; i < pieces.size() + kSlots; ++i) {
       const size_t slot = i % kSlots;
+      std::byte* data = slots_->data() + kSlots * kCacheLine + slot * kPieceBytes;
       if (i >= kSlots && i - kSlots < pieces.size()) {
-        const uint32_t* word = slots_->word_on_device(slot);
+        auto* word = reinterpret_cast<uint32_t*>(slots_->on_device() + slot * kCacheLine);
         CUstreamBatchMemOpParams steps[] = {wait_for_word(word), write_word(word, 0)};
         check(stream_batch_mem_op()(stream, std::size(steps), steps, 0), "queueing a wait");
-        transfer(operation.output, pieces[i - kSlots].out, slots_->data(slot), cudaMemcpyHostToDevice, stream);
+        transfer(operation.output, pieces[i - kSlots].out, data, cudaMemcpyHostToDevice, stream);
       }
       if (i >= pieces.size()) continue;
-      transfer(operation.input, pieces[i].in, slots_->data(slot), cudaMemcpyDeviceToHost, stream);
-      auto posted = std::make_shared<Proxy::Posted>(operation_of(operation, pieces[i], i, slots_->data(slot), text),
-                                                    slots_->word(slot), slots_);
+      transfer(operation.input, pieces[i].in, data, cudaMemcpyDeviceToHost, stream);
+      auto* word = reinterpret_cast<uint32_t*>(slots_->data() + slot * kCacheLine);
+      auto posted = std::make_shared<Proxy::Posted>(operation_of(operation, pieces[i], i, data, text), word, slots_);
       check(cudaLaunchHostFunc(stream, post, new Submission{proxy_, std::move(posted), captured}),
             "queueing a callback");
     }

@@ -10,28 +10,22 @@ std::string version_text(int version) {
   return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
 }
 
-void require_driver_and_device() {
-  int version = 0;
+StreamBatchMemOp* find_stream_batch_mem_op() {
+  int version = 0, count = 0;
   check(cudaDriverGetVersion(&version), "asking for the driver's version");
   if (version == 0)
     refuse("no driver; install NVIDIA's driver, and in a container pass the devices through (--gpus all)");
-  int count = 0;
-  const cudaError_t status = cudaGetDeviceCount(&count);
+  cudaError_t status = cudaGetDeviceCount(&count);
   if (status == cudaErrorInsufficientDriver)
     refuse("the driver knows CUDA " + version_text(version) + ", this build needs " + version_text(CUDART_VERSION) +
            "; install a newer driver, or build with an older CUDA");
   if (status == cudaErrorNoDevice || (status == cudaSuccess && count == 0))
     refuse("the driver sees no device; look at CUDA_VISIBLE_DEVICES and nvidia-smi");
   check(status, "counting devices");
-}
-
-StreamBatchMemOp* find_stream_batch_mem_op() {
-  require_driver_and_device();
   void* address = nullptr;
   cudaDriverEntryPointQueryResult found{};
   // The version of 11.7 needs no opt-in by a module parameter.
-  const cudaError_t status =
-      cudaGetDriverEntryPointByVersion("cuStreamBatchMemOp", &address, 11070, cudaEnableDefault, &found);
+  status = cudaGetDriverEntryPointByVersion("cuStreamBatchMemOp", &address, 11070, cudaEnableDefault, &found);
   if (status != cudaSuccess || found != cudaDriverEntryPointSuccess || address == nullptr)
     refuse("the driver has no cuStreamBatchMemOp; install a newer one");
   return reinterpret_cast<StreamBatchMemOp*>(address);

@@ -22,16 +22,6 @@ std::shared_ptr<Work> EngineCommunicator::enqueue(Operation operation) {
   return submissions_.add(std::move(operation));
 }
 
-std::shared_ptr<Work> EngineCommunicator::submit(Operation operation) {
-  auto work = enqueue(std::move(operation));
-  engine_->poke(membership_);
-  return work;
-}
-
-void EngineCommunicator::run(Operation operation, const std::function<void()>& interrupted) {
-  wait(enqueue(std::move(operation)), interrupted, {});
-}
-
 std::shared_ptr<Work> EngineCommunicator::post(Message message, bool sends) {
   engine_->throw_if_unusable();
   bool any = !sends && message.peer == Message::kAnySource;
@@ -40,9 +30,7 @@ std::shared_ptr<Work> EngineCommunicator::post(Message message, bool sends) {
                 message.describe() + ": rank " + std::to_string(message.peer) + " is not another one of 0.." +
                     std::to_string(size() - 1) +
                     (message.peer == rank() ? "; what a rank would send to itself, it can copy" : ""));
-  auto work = submissions_.add(std::move(message), sends);
-  engine_->poke(membership_);
-  return work;
+  return begun(submissions_.add(std::move(message), sends));
 }
 
 // Finds slots that are free on all ranks: each rank names its first gap, and all go on from the last one named, until
@@ -84,9 +72,7 @@ std::shared_ptr<Work> EngineCommunicator::announce(std::shared_ptr<const Slots> 
   engine_->throw_if_unusable();
   require_supported(operation);
   const uint64_t slot = slots->first() + index, number = slots->number(step);
-  auto work = submissions_.add(std::move(operation), std::move(slots), slot, number);
-  engine_->poke(membership_);
-  return work;
+  return begun(submissions_.add(std::move(operation), std::move(slots), slot, number));
 }
 
 void EngineCommunicator::refuse(const std::shared_ptr<const Slots>& slots, uint64_t step, const std::string& text) {
@@ -131,10 +117,6 @@ void EngineCommunicator::check_peers() {
   engine_->throw_if_forked();
   engine_->locked([&] { membership_.check_health(); });
   throw_if_failed();
-}
-
-std::string EngineCommunicator::describe_links() const {
-  return members_.interhost ? members_.interhost->describe_links() : "";
 }
 
 std::shared_ptr<void> EngineCommunicator::allocate(size_t bytes) {
@@ -226,23 +208,17 @@ std::shared_ptr<Communicator> EngineCommunicator::split(const std::vector<int>& 
   run(std::move(gather), interrupted);
   if (!mine.members) return nullptr;
 
-  auto name = [&](int rank) { return rank_names(global_ranks(), uint64_t{1} << rank); };
   auto names = [&](uint64_t mask) { return mask == 0 ? "none" : rank_names(global_ranks(), mask); };
-  std::vector<int> members;
-  std::vector<uint64_t> offsets;
   for (int rank = 0; rank < size(); ++rank) {
-    if (!(mine.members >> rank & 1)) continue;
-    if ((*tickets)[rank].members != mine.members) {
-      std::string text = "split: " + name(this->rank()) + " named " + names(mine.members) + ", " + name(rank) +
-                         " named " + names((*tickets)[rank].members);
-      abort(ErrorKind::Mismatch, text);
-      throw Error(ErrorKind::Mismatch, text);
-    }
-    members.push_back(rank);
-    if (!members_.on_other_host(rank)) offsets.push_back(rank == this->rank() ? mine.offset : (*tickets)[rank].offset);
+    if (!(mine.members >> rank & 1) || (*tickets)[rank].members == mine.members) continue;
+    std::string text = "split: " + members_.name() + " named " + names(mine.members) + ", " +
+                       rank_name(global_ranks()[rank]) + " named " + names((*tickets)[rank].members);
+    abort(ErrorKind::Mismatch, text);
+    throw Error(ErrorKind::Mismatch, text);
   }
-  const uint64_t number = (*tickets)[members.front()].number;
-  auto selected = members_.select(*engine_, members, std::move(offsets), number, splits_);
+  const auto offset_of = [&](int rank) { return rank == this->rank() ? mine.offset : (*tickets)[rank].offset; };
+  const uint64_t number = (*tickets)[std::countr_zero(mine.members)].number;
+  auto selected = members_.select(*engine_, mine.members, offset_of, number, splits_);
   return std::make_shared<EngineCommunicator>(engine_, std::move(selected), Membership::Origin::Split);
 }
 

@@ -20,10 +20,12 @@ class EngineCommunicator final : public Communicator {
   bool spans_hosts() const override { return members_.interhost != nullptr; }
   std::vector<int> hosts() const override { return members_.placement.host_of; }
   uint64_t trace_id() const override { return members_.group.id; }
-  std::string describe_links() const override;
+  std::string describe_links() const override { return spans_hosts() ? members_.interhost->describe_links() : ""; }
 
-  std::shared_ptr<Work> submit(Operation operation) override;
-  void run(Operation operation, const std::function<void()>& interrupted) override;
+  std::shared_ptr<Work> submit(Operation operation) override { return begun(enqueue(std::move(operation))); }
+  void run(Operation operation, const std::function<void()>& interrupted) override {
+    wait(enqueue(std::move(operation)), interrupted, {});
+  }
   std::shared_ptr<Work> send(Message message) override { return post(std::move(message), true); }
   std::shared_ptr<Work> receive(Message message) override { return post(std::move(message), false); }
   std::shared_ptr<Work> announce(std::shared_ptr<const Slots> slots, size_t index, uint64_t step,
@@ -49,6 +51,11 @@ class EngineCommunicator final : public Communicator {
  private:
   std::shared_ptr<Work> enqueue(Operation operation);
   std::shared_ptr<Work> post(Message message, bool sends);
+  // Lets the engine begin with a call that no thread waits for yet.
+  std::shared_ptr<Work> begun(std::shared_ptr<Work> work) {
+    engine_->poke(membership_);
+    return work;
+  }
 
   const std::shared_ptr<Engine> engine_;
   const Members members_;

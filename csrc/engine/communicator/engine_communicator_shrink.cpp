@@ -22,8 +22,7 @@ Outlook look_around(Engine& engine, const Members& members, uint64_t without) {
   const Placement& placement = members.placement;
   const Group& group = members.group;
   auto& shared = group.block(0).succession;
-  Outlook sees{
-      .me = placement.rank, .host = static_cast<size_t>(placement.host), .hosts = {}, .others = {}, .gone = without};
+  Outlook sees{.me = placement.rank, .host = static_cast<size_t>(placement.host), .gone = without};
   for (const auto& on_host : placement.members) {
     sees.hosts.push_back(0);
     for (int member : on_host) sees.hosts.back() |= uint64_t{1} << member;
@@ -44,8 +43,7 @@ Outlook look_around(Engine& engine, const Members& members, uint64_t without) {
     if (members.interhost) members.interhost->look_around(sees);
   });
   uint64_t told = 0;
-  for (size_t host = 0; host < sees.others.size(); ++host)
-    if (host != sees.host) told |= sees.others[host].members;
+  for (const HostVerdict& other : sees.others) told |= other.members;
   shared.members.fetch_or(told, std::memory_order_acq_rel);  // before the word says anything of these members
   return sees;
 }
@@ -125,23 +123,17 @@ std::shared_ptr<Communicator> EngineCommunicator::shrink(Duration patience, cons
   try {
     sync_point("arrived");
     const uint64_t members = await_decision(*engine_, members_, patience, interrupted, without);
-    std::vector<int> left;
-    std::vector<uint64_t> offsets;
-    for (int member = 0; member < size(); ++member) {
-      if (!(members >> member & 1)) continue;
-      left.push_back(member);
-      if (members_.on_other_host(member)) continue;
+    const auto offset_of = [&](int member) {
       const auto& succession = members_.group.block(members_.placement.local_index(member)).succession;
-      const uint64_t arrived = succession.arrived.load(std::memory_order_acquire);  // acquire: above
-      offsets.push_back(member == rank() ? offset : arrived);
-    }
+      return member == rank() ? offset : succession.arrived.load(std::memory_order_acquire);  // acquire: above
+    };
     // Only now may the pools of dead members be discarded: all members that are left have ended their operations, which
     // may have read there.
     for (int member = 0; member < members_.group.size; ++member) {
       const bool dead = engine_->locked([&] { return engine_->locals().is_dead(members_.group.local_ranks[member]); });
       if (dead) members_.group.arenas[member]->discard_pool();
     }
-    auto selected = members_.select(*engine_, left, std::move(offsets), number, splits_);
+    auto selected = members_.select(*engine_, members, offset_of, number, splits_);
     auto next = std::make_shared<EngineCommunicator>(engine_, std::move(selected), membership_.origin());
     membership_.hand_on_origin();
     return next;

@@ -1,6 +1,6 @@
 #include "engine/communicator/membership.h"
 
-#include <algorithm>
+#include <bit>
 #include <utility>
 
 #include "base/checked.h"
@@ -32,30 +32,21 @@ bool have_all_others_left(const Members& members) {
   return true;
 }
 
-uint64_t local_ranks(const Group& group, uint64_t locals) {
-  uint64_t local = 0;
-  for (int member = 0; member < group.size; ++member) local |= (locals >> member & 1) << group.local_ranks[member];
-  return local;
-}
-
 // Gives this rank's block back when every member has left the communicator; until then some may still read results from
 // it. Other threads of dead members may run for a moment.
 void give_back_block(Engine& engine, const Group& group, const std::vector<size_t>& fragments) {
-  uint64_t everybody = group.size == 64 ? ~uint64_t{0} : (uint64_t{1} << group.size) - 1;
+  const uint64_t me = uint64_t{1} << group.rank, others = ~uint64_t{0} >> (64 - group.size) & ~me;
+  uint64_t living = others;
   engine.locked([&] {
     for (int member = 0; member < group.size; ++member)
-      if (engine.locals().is_dead(group.local_ranks[member])) everybody &= ~(uint64_t{1} << member);
+      if (engine.locals().is_dead(group.local_ranks[member])) living &= ~(uint64_t{1} << member);
   });
-  const auto settled =
-      Deadline::after(std::chrono::seconds(everybody == (uint64_t{2} << (group.size - 1)) - 1 ? 0 : 1));
-  uint64_t me = uint64_t{1} << group.rank;
+  const auto settled = Deadline::after(std::chrono::seconds(living == others ? 0 : 1));
   for (int member = 0; member < group.size; ++member) {
     if (member != group.rank) group.block(member).gone.fetch_or(me, std::memory_order_release);  // release: our reads
   }
-  auto& gone = group.own().gone;
-  auto unused = [&gone, everybody, me, settled] {
-    return settled.passed() &&
-           ((gone.load(std::memory_order_acquire) | me) & everybody) == everybody;  // acquire: theirs
+  auto unused = [&gone = group.own().gone, living, settled] {
+    return settled.passed() && (living & ~gone.load(std::memory_order_acquire)) == 0;  // acquire: theirs
   };
   for (size_t offset : fragments) group.arena->retire_group(offset, MailboxRoute::kFragmentsBytes, unused);
   group.arena->retire_group(group.offsets[group.rank], sizeof(shm::GroupBlock), unused);
@@ -69,11 +60,8 @@ Members Members::make(Engine& engine, Placement placement, std::vector<int> glob
   Group group{.rank = placement.local_index(placement.rank),
               .size = static_cast<int>(local_ranks.size()),
               .id = trace_id,
-              .global_ranks = {},
               .local_ranks = std::move(local_ranks),
               .offsets = std::move(offsets),
-              .blocks = {},
-              .arenas = {},
               .arena = engine.arena().get(),
               .bell = &engine.bell()};
   for (int member : placement.locals()) group.global_ranks.push_back(global_ranks[member]);
@@ -85,20 +73,24 @@ Members Members::make(Engine& engine, Placement placement, std::vector<int> glob
   return {std::move(placement), std::move(global_ranks), std::move(group), std::move(interhost)};
 }
 
-Members Members::select(Engine& engine, const std::vector<int>& chosen, std::vector<uint64_t> offsets, uint64_t number,
-                        uint64_t splits) const {
+Members Members::select(Engine& engine, uint64_t chosen, const std::function<uint64_t(int member)>& offset_of,
+                        uint64_t number, uint64_t splits) const {
   uint64_t trace_id = mix(group.id, splits);  // all members know both
-  std::vector<int> labels, globals, locals;
-  for (int member : chosen) {
+  std::vector<int> members, labels, globals, locals;
+  std::vector<uint64_t> offsets;
+  for (int member = 0; member < placement.size; ++member) {
+    if (!(chosen >> member & 1)) continue;
     trace_id = mix(trace_id, static_cast<uint64_t>(member));
+    members.push_back(member);
     labels.push_back(placement.host_of[member]);
     globals.push_back(global_ranks[member]);
-    if (!on_other_host(member)) locals.push_back(group.local_ranks[placement.local_index(member)]);
+    if (on_other_host(member)) continue;
+    locals.push_back(group.local_ranks[placement.local_index(member)]);
+    offsets.push_back(offset_of(member));
   }
-  auto own = std::find(chosen.begin(), chosen.end(), placement.rank);
-  Placement next(static_cast<int>(own - chosen.begin()), labels);
+  Placement next(std::popcount(chosen & ((uint64_t{1} << placement.rank) - 1)), labels);
   std::unique_ptr<hosts::InterhostMembers> parts;
-  if (next.hosts() > 1) parts = interhost->split(number, next, chosen, globals);
+  if (next.hosts() > 1) parts = interhost->split(number, next, members, globals);
   return make(engine, std::move(next), std::move(globals), std::move(locals), std::move(offsets), std::move(parts),
               trace_id);
 }
@@ -153,14 +145,11 @@ bool Membership::advance_traffic() {
     return !ended_ && traffic_.advance();
   } catch (const Error& error) {
     fail(error.kind(), error.what());
-    return true;
   } catch (const std::exception& error) {  // such as std::bad_alloc
     fail(ErrorKind::Aborted, group_.name(group_.rank) + ": " + error.what());
-    return true;
   }
+  return true;
 }
-
-uint64_t Membership::interest() const { return ended_ ? 0 : local_ranks(group_, traffic_.interest()); }
 
 void Membership::refuse(const Slots& slots, uint64_t step, const std::string& text) {
   if (ended_) return;
@@ -168,9 +157,6 @@ void Membership::refuse(const Slots& slots, uint64_t step, const std::string& te
   traffic_.schedule().refuse(slots, slots.number(step), text);
   group_.bell->ring_all();
 }
-
-// How the membership ends on this rank: by failure, its own or a peer's, or in good order; and what is done about
-// memory that peers may still use.
 
 void Membership::lose_direct_memory(const Error& cause) {
   for (const ArenaRange& range : traffic_.direct_memory()) {
@@ -224,9 +210,6 @@ void Membership::end(shm::Standing standing, const Error& for_peers, const Error
   engine_.wake_io_loop();
 }
 
-// A communicator's checks about every 50 ms while something waits: deaths, departures and deadlines. They turn a wait
-// that can't end into an error that names ranks.
-
 void Membership::check_health() {
   if (ended_) return;
   check_local_members();
@@ -242,7 +225,7 @@ std::string Membership::what_is_pending() const {
   uint64_t members = members_.interhost ? members_.interhost->blocking_ranks(traffic_) : locals;
   std::string names = rank_names(members_.global_ranks, members & ~(uint64_t{1} << members_.placement.rank));
   std::string who = group_.name(group_.rank) + (names.empty() ? " is not done" : " waits for " + names);
-  std::string crosswise = engine_.sleepers().who_waits_for_me(local_ranks(group_, locals), *this);
+  std::string crosswise = engine_.sleepers().who_waits_for_me(renumbered(locals, group_.local_ranks), *this);
   return who + " since " + seconds_text(Clock::now() - item->since) + " in " + describe(item->operation) +
          (crosswise.empty() ? "" : "; meanwhile " + crosswise);
 }
@@ -289,19 +272,18 @@ void Membership::check_deadline() {
   const Lane::Item* item = traffic_.oldest().item;
   if (!item) return;
   Duration age = Clock::now() - item->since;
-  if (age < std::min(engine_.options().log_after, engine_.options().timeout)) return;
-  if (age >= engine_.options().timeout) {
+  if (age >= engine_.options().timeout)
     return fail(ErrorKind::Timeout, what_is_pending() + ": the timeout is " + seconds_text(engine_.options().timeout) +
                                         "; see what those ranks are doing, or raise " + engine_.options().timeout_call);
-  }
-  if (logged_ == item->since) return;
+  if (age < engine_.options().log_after || logged_ == item->since) return;
   logged_ = item->since;
   engine_.lock().log(what_is_pending());
 }
 
 DeadlockDetector::Wait Membership::wait_of(const Work& work) const {
   uint64_t locals = work.ended() || ended_ ? 0 : traffic_.not_called(work.place);
-  return {group_.offsets[group_.rank], work.place, local_ranks(group_, locals & ~(uint64_t{1} << group_.rank))};
+  locals &= ~(uint64_t{1} << group_.rank);
+  return {group_.offsets[group_.rank], work.place, renumbered(locals, group_.local_ranks)};
 }
 
 bool Membership::has_block(int local_rank, uint64_t offset) const {

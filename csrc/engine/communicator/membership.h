@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -35,9 +36,10 @@ struct Members {
   static Members make(Engine& engine, Placement placement, std::vector<int> global_ranks, std::vector<int> local_ranks,
                       std::vector<uint64_t> offsets, std::unique_ptr<hosts::InterhostMembers> interhost,
                       uint64_t trace_id = 0);
-  // The members of a new communicator: `chosen`, with this rank; `offsets` as above. `number` is the new communicator's
-  // between hosts, from its first member. `splits` counts the splits so far, alike on all members.
-  Members select(Engine& engine, const std::vector<int>& chosen, std::vector<uint64_t> offsets, uint64_t number,
+  // The members of a new communicator: `chosen` is their mask, with this rank; `offset_of` gives the offset, as above,
+  // of a member on this host. `number` is the new communicator's between hosts, from its first member. `splits` counts
+  // the splits so far, alike on all members.
+  Members select(Engine& engine, uint64_t chosen, const std::function<uint64_t(int member)>& offset_of, uint64_t number,
                  uint64_t splits) const;
   std::string name() const { return group.name(group.rank); }  // of this rank, for texts
   bool on_other_host(int member) const { return placement.host_of[member] != placement.host; }
@@ -58,7 +60,7 @@ class Membership final : public Progressable {
   void begin();            // called once, when the communicator is complete: no message comes before, and nothing moves
 
   bool advance() override;
-  uint64_t interest() const override;
+  uint64_t interest() const override { return ended_ ? 0 : renumbered(traffic_.interest(), group_.local_ranks); }
   void check_health() override;
   void lose_direct_memory(const Error& cause) override;
   void fail(ErrorKind kind, const std::string& text) override;

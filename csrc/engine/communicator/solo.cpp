@@ -2,15 +2,9 @@
 
 #include <atomic>
 #include <exception>
-#include <functional>
 #include <limits>
-#include <memory>
 #include <mutex>
-#include <optional>
-#include <string>
 
-#include "base/error.h"
-#include "collectives/operation.h"
 #include "collectives/plan.h"
 #include "collectives/runner.h"
 #include "kernels/reduce.h"

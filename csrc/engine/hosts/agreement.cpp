@@ -12,8 +12,7 @@ Agreement::Agreement(const Links& links, LaneState& lane) : links_(links), lane_
 }
 
 void Agreement::on_opened(uint64_t operation) {
-  Opened opened{.head = {},
-                .lane = static_cast<uint64_t>(lane_.id),
+  Opened opened{.lane = static_cast<uint64_t>(lane_.id),
                 .number = operation,
                 .record = lane_.record(lane_.group.rank, operation)};
   for (int member : links_.counterparts) links_.tell(member, opened);
@@ -61,7 +60,7 @@ bool Agreement::merge_flags(uint64_t operation, LaneState::Active& active, bool 
   if (asked.flag_words == 0) return true;
   Said& said = said_[operation];
   if (complete_here && !std::exchange(said.told, true)) {
-    Flags flags{.head = {}, .lane = static_cast<uint64_t>(lane_.id), .number = operation, .words = {}};
+    Flags flags{.lane = static_cast<uint64_t>(lane_.id), .number = operation};
     std::copy_n(asked.flags, asked.flag_words, flags.words);
     for (int member : links_.counterparts) links_.tell(member, flags);
   }

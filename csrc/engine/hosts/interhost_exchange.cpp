@@ -1,7 +1,6 @@
 #include "engine/hosts/interhost_exchange.h"
 
 #include <algorithm>
-#include <utility>
 
 #include "base/error.h"
 #include "base/memory.h"
@@ -14,38 +13,7 @@ namespace syncengine::hosts {
 
 namespace {
 
-constexpr size_t kBlockBytes = 256 << 10;
-
-}  // namespace
-
-std::byte* Scratch::take(size_t bytes) {
-  bytes = round_up(bytes, kCacheLine);
-  while (block_ < blocks_.size() && blocks_[block_].bytes - used_ < bytes) {
-    ++block_;
-    used_ = 0;
-  }
-  if (block_ == blocks_.size()) {
-    size_t size = std::max(bytes, kBlockBytes);
-    blocks_.push_back({std::make_unique_for_overwrite<std::byte[]>(size), size});
-  }
-  std::byte* piece = blocks_[block_].memory.get() + used_;
-  used_ += bytes;
-  return piece;
-}
-
-void Scratch::clear() { block_ = used_ = 0; }
-
-bool InFlightChunk::arrived() const {
-  return std::all_of(progress.begin(), progress.end(), [](const Progress& cell) { return cell.arrived; });
-}
-
-bool InFlightChunk::quiet() const {
-  for (size_t i = 0; i < cells.size(); ++i)
-    if (progress[i].step < cells[i].steps.size()) return false;
-  return true;
-}
-
-namespace {
+constexpr size_t kBlockBytes = 256 << 10;  // of Scratch
 
 // Slots of chunks between hosts: more and smaller ones than within a host, since a hop takes long. They are the same on
 // all hosts, since a chunk's cells must fit each other whatever its path within a host.
@@ -78,6 +46,31 @@ size_t cell_bytes(size_t bytes, size_t hosts) {
 }
 
 }  // namespace
+
+std::byte* Scratch::take(size_t bytes) {
+  bytes = round_up(bytes, kCacheLine);
+  while (block_ < blocks_.size() && blocks_[block_].bytes - used_ < bytes) {
+    ++block_;
+    used_ = 0;
+  }
+  if (block_ == blocks_.size()) {
+    size_t size = std::max(bytes, kBlockBytes);
+    blocks_.push_back({std::make_unique_for_overwrite<std::byte[]>(size), size});
+  }
+  std::byte* piece = blocks_[block_].memory.get() + used_;
+  used_ += bytes;
+  return piece;
+}
+
+bool InFlightChunk::arrived() const {
+  return std::all_of(progress.begin(), progress.end(), [](const Progress& cell) { return cell.arrived; });
+}
+
+bool InFlightChunk::quiet() const {
+  for (size_t i = 0; i < cells.size(); ++i)
+    if (progress[i].step < cells[i].steps.size()) return false;
+  return true;
+}
 
 InterhostExchange::InterhostExchange(const Links& links, LaneState& lane, Algorithm algorithm)
     : links_(links), lane_(lane), algorithm_(algorithm), runner_(links.placement), agreement_(links, lane) {
@@ -215,8 +208,8 @@ bool InterhostExchange::advance(InFlightChunk& chunk, size_t cell) {
       if (lane_.behind(&shm::LaneProgress::staged, chunk.total + 1, false)) return moved;
       compare(chunk.operation, lane_.at(chunk.operation));
     }
-    act(chunk, cell);
-    post_sends(chunk, cell);
+    act(chunk, cell, step);
+    post_sends(chunk, cell, step);
     progress.acted = true;
     progress.arrived = progress.step + 1 == steps.size();
   }
@@ -227,9 +220,8 @@ bool InterhostExchange::all_ended(const InFlightChunk& chunk, const InFlightChun
   for (const auto& transfer : transfers) {
     if (!transfer->ended()) return false;
     if (transfer->state() == Interhost::Transfer::State::Failed)
-      throw Error(transfer->error().kind(), std::string(transfer->error().what()) + " while " +
-                                                links_.name(links_.placement.rank) + " was in " +
-                                                describe(lane_.at(chunk.operation).item.operation));
+      throw Error(transfer->error().kind(),
+                  transfer->error().what() + links_.while_in(describe(lane_.at(chunk.operation).item.operation)));
   }
   return true;
 }
@@ -279,7 +271,7 @@ void InterhostExchange::post_receives(InFlightChunk& chunk, size_t cell, const I
   for (const Envelope& envelope : step.receives) {
     bool into_output = envelope.content == Content::Result || envelope.content == Content::Block;
     size_t bytes = payload_bytes(chunk, cell, envelope);
-    std::byte* target = into_output ? runner_.output(where) : nullptr;
+    std::byte* target = into_output ? where.operation.output.one_piece(where.cell.output, where.cell.bytes) : nullptr;
     bool in_place = target != nullptr;
     if (!in_place) target = chunk.scratch.take(bytes);
     receives.places.push_back(in_place ? nullptr : target);
@@ -296,10 +288,9 @@ void InterhostExchange::trace_transfers(const InFlightChunk& chunk, size_t cell,
                     payload_bytes(chunk, cell, envelope), trace::text(direction));
 }
 
-void InterhostExchange::act(InFlightChunk& chunk, size_t cell) {
-  auto& progress = chunk.progress[cell];
-  const InterhostStep& step = chunk.cells[cell].steps[progress.step];
+void InterhostExchange::act(InFlightChunk& chunk, size_t cell, const InterhostStep& step) {
   if (step.act == Act::Nothing) return;
+  auto& progress = chunk.progress[cell];
   auto where = view(chunk, cell);
   const auto& received = progress.receives[progress.step].places;
   lane_.moved_bytes += where.cell.bytes;
@@ -314,9 +305,8 @@ void InterhostExchange::act(InFlightChunk& chunk, size_t cell) {
   }
 }
 
-void InterhostExchange::post_sends(InFlightChunk& chunk, size_t cell) {
+void InterhostExchange::post_sends(InFlightChunk& chunk, size_t cell, const InterhostStep& step) {
   auto& progress = chunk.progress[cell];
-  const InterhostStep& step = chunk.cells[cell].steps[progress.step];
   progress.sends.clear();
   progress.posted = trace::is_on() ? trace::now() : 0;
   if (step.sends.empty()) return;

@@ -63,16 +63,11 @@ class Agreement {
   std::map<uint64_t, Said> said_;  // by operation
 };
 
-// One chunk on its way between hosts: its cells, and how far each of them is in its steps.
-//
-// Ownership: owns the scratch memory that its transfers use; may be destroyed only when it is quiet, or its transfers
-// were withdrawn. Thread-safety: under the engine's progress lock.
-
 // Memory that is taken piece by piece and given back all at once; its pieces stay where they are.
 class Scratch {
  public:
   std::byte* take(size_t bytes);
-  void clear();
+  void clear() { block_ = used_ = 0; }
 
  private:
   struct Block {
@@ -83,6 +78,10 @@ class Scratch {
   size_t block_ = 0, used_ = 0;
 };
 
+// One chunk on its way between hosts: its cells, and how far each of them is in its steps.
+//
+// Ownership: owns the scratch memory that its transfers use; may be destroyed only when it is quiet, or its transfers
+// were withdrawn. Thread-safety: under the engine's progress lock.
 struct InFlightChunk {
   uint64_t operation = 0, total = 0;  // as in LaneState::Cursor
   std::vector<InterhostCell> cells = {};
@@ -135,8 +134,8 @@ class InterhostExchange final : public Exchange {
   bool may_move(const InFlightChunk& chunk, size_t cell, const std::vector<Envelope>& envelopes, bool sends);
   bool all_ended(const InFlightChunk& chunk, const InFlightChunk::Transfers& transfers) const;
   void post_receives(InFlightChunk& chunk, size_t cell, const InterhostStep& step);
-  void post_sends(InFlightChunk& chunk, size_t cell);
-  void act(InFlightChunk& chunk, size_t cell);
+  void post_sends(InFlightChunk& chunk, size_t cell, const InterhostStep& step);
+  void act(InFlightChunk& chunk, size_t cell, const InterhostStep& step);
   void trace_transfers(const InFlightChunk& chunk, size_t cell, const std::vector<Envelope>& envelopes, int64_t posted,
                        const char* direction) const;
   InterhostRunner::View view(const InFlightChunk& chunk, size_t cell);

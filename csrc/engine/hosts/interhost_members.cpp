@@ -1,20 +1,12 @@
 #include "engine/hosts/interhost_members.h"
 
 #include <algorithm>
-#include <vector>
 
 #include "base/sync_point.h"
-#include "base/texts.h"
 #include "collectives/interhost_plan.h"
 #include "engine/lanes/mismatch.h"
 
 namespace syncengine::hosts {
-
-namespace {
-
-constexpr auto kLate = std::chrono::milliseconds(100);  // a wait that takes longer is told to the other hosts
-
-}  // namespace
 
 InterhostMembers::InterhostMembers(std::shared_ptr<Network> network, uint32_t group, const Placement& placement,
                                    std::vector<int> job_ranks, std::vector<int> global_ranks)
@@ -23,9 +15,9 @@ InterhostMembers::InterhostMembers(std::shared_ptr<Network> network, uint32_t gr
              .job_ranks = std::move(job_ranks),
              .global_ranks = std::move(global_ranks),
              .counterparts = counterparts(placement),
-             .network = std::move(network),
-             .choice = {}} {
-  for (int member = 0; member < placement.size; ++member) member_of_[links_.job_ranks[member]] = member;
+             .network = std::move(network)} {
+  for (int member = 0; member < placement.size; ++member)
+    if (placement.host_of[member] != placement.host) links_.remotes.push_back(member);
   links_.choice = choose_interhost(placement, links_.network->engine()->options().host_algorithm,
                                    InterhostExchange::all_reduce_chunk(placement));
 }
@@ -55,10 +47,11 @@ void InterhostMembers::enroll(std::function<void(const Error&)> fail) {
 }
 
 void InterhostMembers::hear(int peer, const std::string& message) {
-  auto found = member_of_.find(peer);
-  if (found == member_of_.end() && was_shrunk(links_.group)) return;  // left out by shrink(), it does not know yet
-  if (found == member_of_.end()) throw Error(ErrorKind::PeerLost, "a message came from outside the communicator");
-  int member = found->second;
+  const auto& ranks = links_.job_ranks;
+  const auto found = std::find(ranks.begin(), ranks.end(), peer);
+  if (found == ranks.end() && was_shrunk(links_.group)) return;  // left out by shrink(), it does not know yet
+  if (found == ranks.end()) throw Error(ErrorKind::PeerLost, "a message came from outside the communicator");
+  const int member = static_cast<int>(found - ranks.begin());
   Head head;
   std::memcpy(&head, message.data(), sizeof(head));
   if (ended_ && head.kind != Kind::Shrinks) return;
@@ -69,43 +62,31 @@ void InterhostMembers::hear(int peer, const std::string& message) {
   // Some kinds of message are a head that is followed by more bytes.
   const std::string_view bytes = message;
   const auto head_of = [&](size_t size) { return bytes.substr(0, size); };
-  const auto behind = [&](size_t size) { return std::string(bytes.substr(size)); };
+  const auto behind = [&](size_t size) { return std::string(bytes.substr(std::min(size, bytes.size()))); };
+  const auto damaged = [&] {
+    return Error(ErrorKind::PeerLost, links_.name(member) + " sent a message that can't be" + kDamaged);
+  };
+  const auto sound = [&](const auto& parsed) -> const auto& {
+    if (!parsed) throw damaged();
+    return *parsed;
+  };
+  const auto agree = [&](const auto& said) { exchanges_[said->lane]->agreement().hear(member, said); };
   switch (head.kind) {
-    case Kind::Shrinks:
-      if (auto shrinks = read<Shrinks>(bytes, limits)) return void(verdicts_[member] = (*shrinks)->verdict);
-      break;
-    case Kind::Opened:
-      if (auto opened = read<Opened>(bytes, limits))
-        return exchanges_[(*opened)->lane]->agreement().hear(member, *opened);
-      break;
-    case Kind::Flags:
-      if (auto flags = read<Flags>(bytes, limits)) return exchanges_[(*flags)->lane]->agreement().hear(member, *flags);
-      break;
-    case Kind::Ready:
-      if (auto ready = read<Ready>(bytes, limits)) return schedule_->hear(member, *ready);
-      break;
-    case Kind::Scheduled:
-      if (auto scheduled = read<Scheduled>(bytes, limits)) return schedule_->hear(member, *scheduled);
-      break;
+    case Kind::Shrinks: return void(verdicts_[member] = sound(read<Shrinks>(bytes, limits))->verdict);
+    case Kind::Opened: return agree(sound(read<Opened>(bytes, limits)));
+    case Kind::Flags: return agree(sound(read<Flags>(bytes, limits)));
+    case Kind::Ready: return schedule_->hear(member, sound(read<Ready>(bytes, limits)));
+    case Kind::Scheduled: return schedule_->hear(member, sound(read<Scheduled>(bytes, limits)));
     case Kind::Refused:
-      if (auto refused = read<Refused>(head_of(sizeof(Refused)), limits))
-        return schedule_->hear(member, *refused, behind(sizeof(Refused)));
-      break;
-    case Kind::Late:
-      if (auto late = read<Late>(bytes, limits)) return void(late_[member] = (*late)->members);
-      break;
-    case Kind::Ended:
-      if (auto ended = read<Ended>(bytes, limits)) return hear_ended(member, *ended);
-      break;
+      return schedule_->hear(member, sound(read<Refused>(head_of(sizeof(Refused)), limits)), behind(sizeof(Refused)));
+    case Kind::Late: return void(late_[member] = sound(read<Late>(bytes, limits))->members);
+    case Kind::Ended: return hear_ended(member, sound(read<Ended>(bytes, limits)));
     case Kind::Announced:
-      if (auto announced = read<Announced>(head_of(sizeof(Announced)), limits))
-        return route_->hear(member, *announced, behind(sizeof(Announced)));
-      break;
-    case Kind::Heard:
-      if (auto heard = read<Heard>(bytes, limits)) return route_->hear(member, *heard);
-      break;
+      return route_->hear(member, sound(read<Announced>(head_of(sizeof(Announced)), limits)),
+                          behind(sizeof(Announced)));
+    case Kind::Heard: return route_->hear(member, sound(read<Heard>(bytes, limits)));
   }
-  throw Error(ErrorKind::PeerLost, links_.name(member) + " sent a message that can't be" + kDamaged);
+  throw damaged();
 }
 
 void InterhostMembers::hear_ended(int member, const Checked<Ended>& ended) {
@@ -122,21 +103,18 @@ std::optional<Error> InterhostMembers::check(const Traffic& traffic) {
 
 std::optional<Error> InterhostMembers::check_members(const Traffic& traffic) {
   const Lane::Item* item = traffic.oldest().item;
-  std::string what =
-      item ? " while " + links_.name(links_.placement.rank) + " was in " + describe(item->operation) : "";
+  const std::string what = item ? links_.while_in(describe(item->operation)) : "";
   bool pending[] = {traffic.lane(shm::kUserLane).oldest() != nullptr,
                     traffic.lane(shm::kScheduledLane).oldest() || traffic.schedule().oldest()};
-  for (int member = 0; member < links_.placement.size; ++member) {
-    if (!links_.is_remote(member)) continue;
+  for (int member : links_.remotes) {
     auto error = interhost().failure(links_.job_ranks[member]);
     if (error && !left_.contains(member)) hear_all();  // the member's last words came before the failure
     if (ended_) return {};
     auto left = left_.find(member);
-    const std::string refusal = error || left != left_.end() ? schedule_->remote_refusal_of(member) : "";
     if (left == left_.end()) {
-      if (error && !refusal.empty()) return Error(ErrorKind::Aborted, refusal);
-      if (error) return Error(error->kind(), error->what() + what);
-      continue;
+      if (!error) continue;
+      const std::string refusal = schedule_->remote_refusal_of(member);
+      return refusal.empty() ? Error(error->kind(), error->what() + what) : Error(ErrorKind::Aborted, refusal);
     }
     // Operations that the member has completed need nothing more of it, since it has sent all of its part.
     bool in_vain = route_->waits_for(traffic.messenger(), member, left->second.tally);
@@ -149,48 +127,29 @@ std::optional<Error> InterhostMembers::check_members(const Traffic& traffic) {
   return {};
 }
 
-bool InterhostMembers::have_all_left() const {
-  return left_.size() == links_.placement.size - links_.placement.locals().size();
-}
-
-bool InterhostMembers::has_ended(int member) const {
-  return interhost().end_of(links_.job_ranks[member]) == Interhost::End::Ended;
-}
-
 // Tells other hosts whom this rank waits for on its own host: a wait within the host holds up ranks elsewhere, which
 // can't see it.
 void InterhostMembers::tell_who_is_late(const Traffic& traffic) {
   const Lane::Item* item = traffic.oldest().item;
-  uint64_t members = item && Clock::now() - item->since > kLate ? absent_here(traffic) : 0;
+  uint64_t members = item && Clock::now() - item->since > kLate ? absent_here(traffic, item) : 0;
   if (members == told_late_) return;
   told_late_ = members;
-  for (int member = 0; member < links_.placement.size; ++member)
-    if (links_.is_remote(member)) links_.tell(member, Late{.head = {}, .members = members});
+  for (int member : links_.remotes) links_.tell(member, Late{.members = members});
 }
 
-// Members on this host that have not made the call that is waited for.
-uint64_t InterhostMembers::absent_here(const Traffic& traffic) const {
-  const Lane::Item* item = traffic.oldest().item;
-  return item ? members_of(traffic.not_called(item->work->place)) : 0;
-}
-
-uint64_t InterhostMembers::members_of(uint64_t locals) const {
-  uint64_t members = 0;
-  for (int member : links_.placement.locals()) {
-    members |= (locals & 1) << member;
-    locals >>= 1;
-  }
-  return members;
+// Members on this host that have not made the call of `item`, which is waited for.
+uint64_t InterhostMembers::absent_here(const Traffic& traffic, const Lane::Item* item) const {
+  return item ? renumbered(traffic.not_called(item->work->place), links_.placement.locals()) : 0;
 }
 
 uint64_t InterhostMembers::blocking_ranks(const Traffic& traffic) const {
   auto [item, locals] = traffic.oldest();
   bool is_message = item && item == traffic.messenger().oldest();
-  uint64_t members = absent_here(traffic);
+  uint64_t members = absent_here(traffic, item);
   if (!is_message)
     for (auto [member, others] : late_) members |= others;
   if (members != 0) return members;
-  members = members_of(locals);
+  members = renumbered(locals, links_.placement.locals());
   if (is_message)
     members |= route_->remote_blocking_ranks(traffic.messenger());
   else if (item && item == traffic.schedule().oldest())
@@ -203,15 +162,11 @@ uint64_t InterhostMembers::blocking_ranks(const Traffic& traffic) const {
 void InterhostMembers::end(shm::Standing standing, const Error& for_peers, const Traffic& traffic) {
   ended_ = true;
   links_.network->withdraw(links_.group, links_.job_ranks, for_peers);
-  Ended ended{.head = {},
-              .standing = static_cast<uint32_t>(standing),
+  Ended ended{.standing = static_cast<uint32_t>(standing),
               .error = static_cast<uint32_t>(for_peers.kind()),
-              .completed = {traffic.lane(shm::kUserLane).retired(), traffic.lane(shm::kScheduledLane).retired()},
-              .tally = {},
-              .text = {}};
+              .completed = {traffic.lane(shm::kUserLane).retired(), traffic.lane(shm::kScheduledLane).retired()}};
   std::string(for_peers.what()).copy(ended.text, sizeof(ended.text) - 1);
-  for (int member = 0; member < links_.placement.size; ++member) {
-    if (!links_.is_remote(member)) continue;
+  for (int member : links_.remotes) {
     ended.tally = route_->tally(member);
     links_.tell(member, ended);
   }
@@ -223,11 +178,10 @@ void InterhostMembers::look_around(Outlook& sees) {
   const HostVerdict tells = to_tell(sees.own, sees.host, sees.hosts[sees.host]);
   const bool is_new = tells != told_;
   told_ = tells;
-  for (int member = 0; member < placement.size; ++member) {
-    if (!links_.is_remote(member)) continue;
+  for (int member : links_.remotes) {
     if (is_new) {
       sync_point("telling");
-      links_.tell(member, Shrinks{.head = {}, .verdict = told_});
+      links_.tell(member, Shrinks{.verdict = told_});
     }
     const int peer = links_.job_ranks[member];
     if (interhost().failure(peer)) sees.gone |= uint64_t{1} << member;

@@ -52,8 +52,9 @@ class InterhostSchedule final : public Schedule {
   uint64_t unready(const AnnouncedOperation& waiting) const;
 
   const Links& links_;
-  std::map<uint64_t, uint64_t> reported_;  // by slot: the last step in which all ranks of this host have announced it
-  std::map<uint64_t, std::map<int, uint64_t>> ready_;  // at the job's leader: that step, by slot and leader of a host
+  // By slot and leader of a host: the last step in which all ranks of the host have announced it. Only the job's leader
+  // knows this of other hosts.
+  std::map<uint64_t, std::map<int, uint64_t>> ready_;
   std::map<uint64_t, uint64_t> ordered_;  // at the job's leader, by slot: the last step in which it was scheduled
   std::deque<uint64_t> next_;             // slots in their order, which are not in the log yet
 
@@ -62,6 +63,7 @@ class InterhostSchedule final : public Schedule {
     uint64_t step;
     std::string text, announced;
   };
+  static constexpr int kMostRefused = 64;  // models of which one member may have refused a step that has not ended
   std::map<uint64_t, std::map<int, Refusal>> refused_;  // by the model's first slot
   uint64_t heard_ = 0;                                  // refusals
 };
@@ -81,9 +83,9 @@ class InterhostRoute final : public MessageRoute {
   void hear(int member, const Checked<Announced>& announced, const std::string& content);
   void hear(int member, const Checked<Heard>& heard);
 
-  void send(Post post) override;
+  void send(Post post) override { peers_.at(post.message.peer).waiting.push_back(std::move(post)); }
   void fetch(int source, MessageHeader header, Post receive) override;
-  bool advance(Messenger& messenger, size_t& moved_bytes) override;
+  bool advance(Messenger& messenger) override;
   void visit(const std::function<void(Post&)>& each) override;
   void clear() override;
   uint64_t interhost_bytes() const override { return interhost_bytes_; }
@@ -96,6 +98,7 @@ class InterhostRoute final : public MessageRoute {
 
  private:
   static constexpr uint64_t kWindow = 32;  // headers of a peer that a rank holds before any receive wants them
+  static constexpr size_t kPieces = 8;     // pieces of one message under way at once
 
   struct TransitPiece {
     std::shared_ptr<Interhost::Transfer> transfer;
@@ -131,13 +134,12 @@ class InterhostRoute final : public MessageRoute {
   bool announce(int member, PeerMail& peer, Messenger& messenger);
   bool move(int member, std::list<Transit>& transits, uint64_t& ended, Messenger& messenger);
   bool hear_headers(int member, PeerMail& peer, Messenger& messenger);
-  bool end_pieces(Transit& transit);
-  void post_piece(int member, Transit& transit);
+  bool end_pieces(Transit& transit, Messenger& messenger);
+  void post_piece(int member, Transit& transit, Messenger& messenger);
 
   const Links& links_;
   std::map<int, PeerMail> peers_;  // members of other hosts
   uint64_t interhost_bytes_ = 0;
-  size_t moved_bytes_ = 0;
 };
 
 class InterhostMembers {
@@ -164,8 +166,9 @@ class InterhostMembers {
   // A part of shrink(): tells the others `sees.own`, if it is new, and adds to `sees` what they have told, and which of
   // them are gone.
   void look_around(Outlook& sees);
-  bool have_all_left() const;
-  bool has_ended(int member) const;  // its process, as Interhost::end_of() knows
+  bool have_all_left() const { return left_.size() == links_.remotes.size(); }
+  // Whether the member's process has ended, as far as the transport knows.
+  bool has_ended(int member) const { return interhost().end_of(links_.job_ranks[member]) == Interhost::End::Ended; }
   // Members, on any host, that hold up whatever has waited longest.
   uint64_t blocking_ranks(const Traffic& traffic) const;
 
@@ -192,8 +195,7 @@ class InterhostMembers {
   void hear_ended(int member, const Checked<Ended>& ended);
   std::optional<Error> check_members(const Traffic& traffic);
   void tell_who_is_late(const Traffic& traffic);
-  uint64_t absent_here(const Traffic& traffic) const;
-  uint64_t members_of(uint64_t locals) const;
+  uint64_t absent_here(const Traffic& traffic, const Lane::Item* item) const;
 
   Links links_;
   InterhostExchange* exchanges_[shm::kLanes] = {};  // by lane
@@ -202,10 +204,10 @@ class InterhostMembers {
   std::function<void(const Error&)> fail_;
 
   bool ended_ = false;
-  std::map<int, int> member_of_;  // by rank of the job
   std::map<int, Ended> left_;     // members that left, and the operations that they had completed
   std::map<int, uint64_t> late_;  // by member of another host: the ranks for whom it waits
   uint64_t told_late_ = 0;
+  static constexpr auto kLate = std::chrono::milliseconds(100);  // a wait that takes longer is told to the other hosts
 
   HostVerdict told_;                     // what this rank has told, in shrink()
   std::map<int, HostVerdict> verdicts_;  // what members have told of their hosts

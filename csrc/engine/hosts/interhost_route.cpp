@@ -1,17 +1,10 @@
 #include <algorithm>
-#include <optional>
 
 #include "base/error.h"
 #include "base/sync_point.h"
 #include "engine/hosts/interhost_members.h"
 
 namespace syncengine::hosts {
-
-namespace {
-
-constexpr int kMostRefused = 64;  // models of which one member may have refused a step that has not ended
-
-}  // namespace
 
 void InterhostSchedule::hear(int member, const Checked<Ready>& ready) {
   if (!links_.leads_job() || links_.leader(links_.placement.host_of[member]) != member)
@@ -28,7 +21,7 @@ void InterhostSchedule::hear(int member, const Checked<Scheduled>& scheduled) {
 
 void InterhostSchedule::refuse(const Slots& slots, uint64_t step, const std::string& text) {
   Schedule::refuse(slots, step, text);
-  Refused refused{.head = {}, .first_slot = slots.first(), .step = step, .text = {}};
+  Refused refused{.first_slot = slots.first(), .step = step};
   text.copy(refused.text, sizeof(refused.text));
   std::string announced;
   for (uint64_t slot = slots.first(); slot < slots.end_slot(); ++slot) {
@@ -37,8 +30,7 @@ void InterhostSchedule::refuse(const Slots& slots, uint64_t step, const std::str
     announced.resize(bit / 8 + 1);
     announced.back() = static_cast<char>(announced.back() | 1 << bit % 8);
   }
-  for (int member = 0; member < links_.placement.size; ++member)
-    if (links_.is_remote(member)) links_.tell(member, write(links_.group, refused) + announced);
+  for (int member : links_.remotes) links_.tell(member, write(links_.group, refused) + announced);
 }
 
 void InterhostSchedule::hear(int member, const Checked<Refused>& refused, const std::string& announced) {
@@ -94,14 +86,11 @@ bool InterhostSchedule::append_ready() {
 bool InterhostSchedule::report() {
   bool moved = false;
   for (const AnnouncedOperation& waiting : waiting_) {
-    uint64_t& reported = reported_[waiting.item.key];
+    uint64_t& reported = ready_[waiting.item.key][links_.placement.rank];
     if (reported >= waiting.step || late(waiting.item.key, waiting.step, false)) continue;
     reported = waiting.step;
     moved = true;
-    if (links_.leads_job())
-      ready_[waiting.item.key][0] = waiting.step;
-    else
-      links_.tell(0, Ready{.head = {}, .slot = waiting.item.key, .step = waiting.step});
+    if (!links_.leads_job()) links_.tell(0, Ready{.slot = waiting.item.key, .step = waiting.step});
   }
   return moved;
 }
@@ -111,18 +100,14 @@ bool InterhostSchedule::order() {
   for (const AnnouncedOperation& waiting : waiting_) {
     uint64_t slot = waiting.item.key;
     uint64_t& ordered = ordered_[slot];
-    if (ordered >= waiting.step) continue;
-    if (unready(waiting)) continue;
-    auto is_ordered = [this](const AnnouncedOperation& other) {
-      auto found = ordered_.find(other.item.key);
-      return found != ordered_.end() && found->second >= other.step;
-    };
+    if (ordered >= waiting.step || unready(waiting)) continue;
+    auto is_ordered = [this](const AnnouncedOperation& other) { return ordered_[other.item.key] >= other.step; };
     if (waiting.is_end() && has_more(waiting, is_ordered)) continue;
     ordered = waiting.step;
     moved = true;
     next_.push_back(slot);
     for (int host = 1; host < links_.placement.hosts(); ++host)
-      links_.tell(links_.leader(host), Scheduled{.head = {}, .slot = slot});
+      links_.tell(links_.leader(host), Scheduled{.slot = slot});
   }
   return moved;
 }
@@ -144,15 +129,8 @@ uint64_t InterhostSchedule::remote_blocking_ranks() const {
   return unready(waiting_.front()) & ~uint64_t{1};
 }
 
-namespace {
-
-constexpr size_t kPieces = 8;  // pieces of one message under way at once
-
-}  // namespace
-
 InterhostRoute::InterhostRoute(const Links& links) : links_(links) {
-  for (int member = 0; member < links.placement.size; ++member)
-    if (links.is_remote(member)) peers_[member];
+  for (int member : links.remotes) peers_[member];
 }
 
 void InterhostRoute::hear(int member, const Checked<Announced>& announced, const std::string& content) {
@@ -180,14 +158,11 @@ void InterhostRoute::hear(int member, const Checked<Heard>& heard) {
   peer.taken_in = heard->count;
 }
 
-void InterhostRoute::send(Post post) { peers_.at(post.message.peer).waiting.push_back(std::move(post)); }
-
 void InterhostRoute::fetch(int source, MessageHeader header, Post receive) {
   peers_.at(source).receiving.push_back({std::move(receive), header.number});
 }
 
-bool InterhostRoute::advance(Messenger& messenger, size_t& moved_bytes) {
-  moved_bytes_ = 0;
+bool InterhostRoute::advance(Messenger& messenger) {
   bool moved = false;
   for (auto& [member, peer] : peers_) {
     moved |= announce(member, peer, messenger);
@@ -195,7 +170,6 @@ bool InterhostRoute::advance(Messenger& messenger, size_t& moved_bytes) {
     moved |= move(member, peer.sending, peer.ended.sent, messenger);
     moved |= move(member, peer.receiving, peer.ended.received, messenger);
   }
-  moved_bytes += moved_bytes_;
   return moved;
 }
 
@@ -207,8 +181,7 @@ bool InterhostRoute::announce(int member, PeerMail& peer, Messenger& messenger) 
     const Message& message = post.message;
     size_t bytes = message.memory.bytes();
     bool whole = bytes <= kShortBytes;
-    std::string header = write(links_.group, Announced{.head = {},
-                                                       .channel = message.channel,
+    std::string header = write(links_.group, Announced{.channel = message.channel,
                                                        .tag = message.tag,
                                                        .fingerprint = message.fingerprint,
                                                        .bytes = bytes,
@@ -217,7 +190,7 @@ bool InterhostRoute::announce(int member, PeerMail& peer, Messenger& messenger) 
       size_t head = header.size();
       header.resize(head + bytes);
       message.memory.copy_to(reinterpret_cast<std::byte*>(header.data()) + head, 0, bytes);
-      moved_bytes_ += bytes;
+      messenger.count(bytes);
       interhost_bytes_ += bytes;
     }
     links_.tell(member, header);
@@ -238,7 +211,7 @@ bool InterhostRoute::hear_headers(int member, PeerMail& peer, Messenger& messeng
     peer.headers.pop_front();
     if (++peer.heard - peer.told >= kWindow / 2) {
       peer.told = peer.heard;
-      links_.tell(member, Heard{.head = {}, .count = peer.heard});
+      links_.tell(member, Heard{.count = peer.heard});
     }
     messenger.arrive(member, std::move(header));
   }
@@ -249,9 +222,10 @@ bool InterhostRoute::move(int member, std::list<Transit>& transits, uint64_t& en
   bool moved = false;
   for (auto next = transits.begin(); next != transits.end();) {
     auto transit = next++;
-    moved |= end_pieces(*transit);
+    moved |= end_pieces(*transit, messenger);
     size_t bytes = transit->post.message.memory.bytes();
-    for (; transit->posted < bytes && transit->pieces.size() < kPieces; moved = true) post_piece(member, *transit);
+    for (; transit->posted < bytes && transit->pieces.size() < kPieces; moved = true)
+      post_piece(member, *transit, messenger);
     if (!transit->pieces.empty()) continue;
     ++ended;
     messenger.finish(transit->post);
@@ -261,19 +235,16 @@ bool InterhostRoute::move(int member, std::list<Transit>& transits, uint64_t& en
   return moved;
 }
 
-bool InterhostRoute::end_pieces(Transit& transit) {
+bool InterhostRoute::end_pieces(Transit& transit, Messenger& messenger) {
   bool moved = false;
   for (; !transit.pieces.empty() && transit.pieces.front().transfer->ended(); moved = true) {
     TransitPiece& piece = transit.pieces.front();
     const Message& message = transit.post.message;
-    if (piece.transfer->state() == Interhost::Transfer::State::Failed) {
-      const Error& error = piece.transfer->error();
-      throw Error(error.kind(), std::string(error.what()) + " while " + links_.name(links_.placement.rank) +
-                                    " was in " + message.describe());
-    }
+    if (piece.transfer->state() == Interhost::Transfer::State::Failed)
+      throw Error(piece.transfer->error().kind(), piece.transfer->error().what() + links_.while_in(message.describe()));
     if (piece.copy && !transit.post.sends) {
       message.memory.copy_from(piece.copy.get(), piece.offset, piece.bytes);
-      moved_bytes_ += piece.bytes;
+      messenger.count(piece.bytes);
     }
     transit.pieces.pop_front();
   }
@@ -282,18 +253,18 @@ bool InterhostRoute::end_pieces(Transit& transit) {
 
 // Posts the next piece. Both sides cut a message alike. If a message has more pieces than a tag can count, numbers
 // repeat, long after the first piece of that number has ended.
-void InterhostRoute::post_piece(int member, Transit& transit) {
+void InterhostRoute::post_piece(int member, Transit& transit, Messenger& messenger) {
   const SpanList& memory = transit.post.message.memory;
   size_t offset = transit.posted, bytes = std::min(Interhost::kMaxTransfer, memory.bytes() - offset);
   auto number = static_cast<uint32_t>(offset / Interhost::kMaxTransfer % (uint64_t{1} << kEnvelopeBits));
   uint64_t tag = tag_of(links_.group, shm::kMessages, transit.number, number, bytes);
-  TransitPiece piece{.transfer = {}, .offset = offset, .bytes = bytes, .copy = {}};
+  TransitPiece piece{.offset = offset, .bytes = bytes};
   std::byte* data = memory.one_piece(offset, bytes);
   if (data == nullptr) {
     piece.copy = std::make_unique_for_overwrite<std::byte[]>(bytes);
     data = piece.copy.get();
     if (transit.post.sends) memory.copy_to(data, offset, bytes);
-    moved_bytes_ += transit.post.sends ? bytes : 0;
+    messenger.count(transit.post.sends ? bytes : 0);
   }
   if (transit.post.sends) interhost_bytes_ += bytes;
   piece.transfer =
@@ -302,7 +273,6 @@ void InterhostRoute::post_piece(int member, Transit& transit) {
   transit.pieces.push_back(std::move(piece));
 }
 
-// Posts whose messages had ended there before the member left end here by themselves.
 bool InterhostRoute::waits_for(const Messenger& messenger, int member, const MessageTally& theirs) const {
   const PeerMail& peer = peers_.at(member);
   return ((messenger.awaited() >> member & 1) && peer.headers.empty()) || (!peer.waiting.empty() && !peer.has_room()) ||

@@ -162,11 +162,13 @@ struct Links {
   std::vector<int> job_ranks;     // of each member: its name in the network
   std::vector<int> global_ranks;  // of each member: its name in texts
   std::vector<int> counterparts;  // members
+  std::vector<int> remotes;       // members of other hosts
   std::shared_ptr<Network> network;
   InterhostChoice choice;
 
   std::string name(int member) const { return "rank " + std::to_string(global_ranks[member]); }
-  bool is_remote(int member) const { return placement.host_of[member] != placement.host; }
+  // The end of an error's text, which says in which operation or message this rank was.
+  std::string while_in(const std::string& what) const { return " while " + name(placement.rank) + " was in " + what; }
   // The first rank of each host speaks for the host about the order of announced operations.
   int leader(int host) const { return placement.members[host].front(); }
   bool leads_host() const { return leader(placement.host) == placement.rank; }

@@ -8,14 +8,6 @@
 
 namespace syncengine::hosts {
 
-namespace {
-
-// Bytes of early messages that are kept for one peer. In one communicator a peer may be ahead by the records of both
-// lanes and the headers that it may announce, which take half of these bytes.
-constexpr size_t kMostEarly = 1 << 20;
-
-}  // namespace
-
 Network::Network(std::shared_ptr<Engine> engine, std::unique_ptr<Interhost> interhost)
     : engine_(std::move(engine)), interhost_(std::move(interhost)) {
   expected_.insert(0);  // the job's own communicator is expected
@@ -54,7 +46,6 @@ bool Network::claim() {
   return true;
 }
 
-// Returns when the own thread has left its step, when there is nothing to do, or when it is being woken.
 bool Network::poll(Duration at_most) {
   if (!claimers_.owns_lock()) {
     if (at_most > Duration::zero())
@@ -123,8 +114,6 @@ void Network::enroll(uint32_t group, InterhostMembers* members) {
   for (const auto& message : early.mapped().messages) members->hear(message.peer, message.bytes);
 }
 
-void Network::forget(uint32_t group) { members_.erase(group); }
-
 bool Network::hear_all() {
   bool heard = false;
   while (auto message = interhost_->hear()) {
@@ -139,28 +128,23 @@ bool Network::hear_all() {
   return heard;
 }
 
-size_t Network::early_bytes(int peer) const {
-  size_t bytes = 0;
-  for (const auto& [group, early] : early_)
-    for (const auto& message : early.messages)
-      if (message.peer == peer) bytes += message.bytes.size() + sizeof(message);
-  return bytes;
-}
-
 void Network::deliver(Interhost::Message message) {
   Head head;
   if (message.bytes.size() < sizeof(head)) throw Error(ErrorKind::PeerLost, "a peer sent a message of a wrong size");
   std::memcpy(&head, message.bytes.data(), sizeof(head));
   if (auto found = members_.find(head.group); found != members_.end())
     return found->second->hear(message.peer, message.bytes);
-  if (!expected_.empty()) {
-    if (early_bytes(message.peer) > kMostEarly)
-      throw Error(ErrorKind::PeerLost,
-                  std::string("a peer sent too much for a communicator that is only being made") + kDamaged);
-    Early& early = early_[head.group];
-    early.expected = expectations_;
-    early.messages.push_back(std::move(message));
-  }
+  if (expected_.empty()) return;
+  size_t kept = 0;  // bytes of this peer
+  for (const auto& [group, early] : early_)
+    for (const auto& other : early.messages)
+      if (other.peer == message.peer) kept += other.bytes.size() + sizeof(other);
+  if (kept > kMostEarly)
+    throw Error(ErrorKind::PeerLost,
+                std::string("a peer sent too much for a communicator that is only being made") + kDamaged);
+  Early& early = early_[head.group];
+  early.expected = expectations_;
+  early.messages.push_back(std::move(message));
 }
 
 void Network::withdraw(uint32_t group, const std::vector<int>& members, const Error& error) {

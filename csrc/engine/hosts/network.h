@@ -64,7 +64,7 @@ class Network final : public IoLoop, private Progressable {
   void expect_no_more(uint64_t expected);
   // Makes `members` the recipient of its communicator's messages, and hands over those that came before.
   void enroll(uint32_t group, InterhostMembers* members);
-  void forget(uint32_t group);
+  void forget(uint32_t group) { members_.erase(group); }
 
   bool hear_all();  // hands all received messages to their communicators; true if there were any
   void withdraw(uint32_t group, const std::vector<int>& members, const Error& error);  // ranks of the job
@@ -85,11 +85,13 @@ class Network final : public IoLoop, private Progressable {
   std::shared_ptr<Engine> engine_;
   std::unique_ptr<Interhost> interhost_;
   std::map<uint32_t, InterhostMembers*> members_;
-  size_t early_bytes(int peer) const;
   struct Early {
     uint64_t expected;  // the number of the last expect() when a message came
     std::vector<Interhost::Message> messages;
   };
+  // Bytes of early messages that are kept for one peer. In one communicator a peer may be ahead by the records of both
+  // lanes and the headers that it may announce, which take half of these bytes.
+  static constexpr size_t kMostEarly = 1 << 20;
   std::map<uint32_t, Early> early_;  // by communicators that this rank is about to make, or will never know
   uint32_t founded_ = 0;             // communicators that this rank has founded
   uint64_t expectations_ = 0;        // calls of expect() so far

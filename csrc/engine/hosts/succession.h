@@ -119,13 +119,11 @@ constexpr Succession succeed(const Outlook& sees) {
 
   const uint64_t everybody = members_of(~uint64_t{0}), with = everybody & ~members_of(without);
   const int missing = std::popcount(everybody) - 2 * std::popcount(with);
-  bool may_go_on = missing < 0 || (missing == 0 && (with & 1) != 0);
-  if (!may_go_on) {
-    may_go_on = true;
-    for (size_t host = 0; host < sees.hosts.size(); ++host)
-      if (without >> host & 1) may_go_on &= all_in(sees.ended, host);
-  }
-  if (may_go_on) return {Do::State, without | own_bit};
+  const bool outweighs = missing < 0 || (missing == 0 && (with & 1) != 0);
+  bool all_ended = true;
+  for (size_t host = 0; host < sees.hosts.size(); ++host)
+    if (without >> host & 1) all_ended &= all_in(sees.ended, host);
+  if (outweighs || all_ended) return {Do::State, without | own_bit};
   return {sees.tired ? Do::Few : Do::Look, members_of(without)};
 }
 

@@ -6,8 +6,6 @@
 #include "base/error.h"
 #include "base/resources.h"
 #include "base/sync_point.h"
-#include "base/texts.h"
-#include "bootstrap/host.h"
 #include "engine/communicator/engine_communicator.h"
 #include "engine/communicator/membership.h"
 #include "engine/hosts/interhost_members.h"
@@ -22,55 +20,46 @@ struct LocalBootstrap::RankAddress {
   char host_key[kMostHostKey] = {};                 // equal on ranks that share memory
 };
 
-namespace {
-
-size_t arena_bytes(const Options& options, int ranks) {
-  return options.arena_bytes ? options.arena_bytes : shm::default_arena_bytes(total_memory(), ranks);
-}
-
-LocalBootstrap::RankAddress parse(const std::string& text, int global_rank) {
-  LocalBootstrap::RankAddress address;
-  if (text.size() != sizeof(address) || std::memcmp(text.data(), address.magic, sizeof(address.magic)) != 0)
-    throw Error(ErrorKind::InvalidUsage, rank_name(global_rank) + " gave no address of syncengine's");
-  std::memcpy(&address, text.data(), sizeof(address));
-  return address;
-}
-
-}  // namespace
-
 LocalBootstrap::LocalBootstrap(int rank, int size, Options options, CountCallers count_callers,
                                const std::string& host_id, std::vector<int> global_ranks)
-    : rank_(rank), size_(size), names_(global_ranks), options_(options), host_key_(host_key(host_id)) {
+    : rank_(rank), size_(size), names_{global_ranks}, host_key_(host_key(host_id)) {
   if (size < 2 || size > shm::kMaxLocalRanks || rank < 0 || rank >= size)
     throw Error(ErrorKind::InvalidUsage, "rank " + std::to_string(rank) + " of " + std::to_string(size) +
                                              ": needs 2 to " + std::to_string(shm::kMaxLocalRanks) + " ranks");
   if (!global_ranks.empty() && global_ranks.size() != static_cast<size_t>(size))
     throw Error(ErrorKind::InvalidUsage, "needs one global rank for each of the " + std::to_string(size) + " ranks");
-  arena_ = shm::Arena::create(arena_bytes(options, size));
+  arena_ =
+      shm::Arena::create(options.arena_bytes ? options.arena_bytes : shm::default_arena_bytes(total_memory(), size));
   block_offset_ = arena_->allocate_group(sizeof(shm::GroupBlock));
   engine_ = std::shared_ptr<Engine>(new Engine(arena_, size, options, std::move(count_callers)), &Engine::destroy);
 }
 
 std::string LocalBootstrap::address() const {
-  RankAddress address;
-  address.arena_bytes = arena_->bytes();
-  address.block_offset = block_offset_;
+  RankAddress address{.arena_bytes = arena_->bytes(), .block_offset = block_offset_};
   fd_exchange_.address().copy(address.fd_exchange, sizeof(address.fd_exchange) - 1);
   host_key_.copy(address.host_key, sizeof(address.host_key) - 1);
   return {reinterpret_cast<const char*>(&address), sizeof(address)};
 }
 
+LocalBootstrap::RankAddress LocalBootstrap::parse(const std::vector<std::string>& addresses, int rank) const {
+  const std::string& text = addresses.at(rank);
+  RankAddress address;
+  if (text.size() != sizeof(address) || std::memcmp(text.data(), address.magic, sizeof(address.magic)) != 0)
+    throw Error(ErrorKind::InvalidUsage, names_(rank) + " gave no address of syncengine's");
+  std::memcpy(&address, text.data(), sizeof(address));
+  return address;
+}
+
 std::vector<int> LocalBootstrap::hosts(const std::vector<std::string>& addresses) const {
   std::vector<std::string> keys;
-  for (int rank = 0; rank < size_; ++rank)
-    keys.push_back(checked_text(parse(addresses.at(rank), names_.global(rank)).host_key));
+  for (int rank = 0; rank < size_; ++rank) keys.push_back(checked_text(parse(addresses, rank).host_key));
   return number_hosts(keys);
 }
 
 bool LocalBootstrap::on_one_network(const std::vector<std::string>& addresses) const {
   std::string own = network_of(host_key_);
   for (int rank = 0; rank < size_; ++rank)
-    if (network_of(checked_text(parse(addresses.at(rank), names_.global(rank)).host_key)) != own) return false;
+    if (network_of(checked_text(parse(addresses, rank).host_key)) != own) return false;
   return true;
 }
 
@@ -78,8 +67,7 @@ std::vector<int> LocalBootstrap::unseen(const std::vector<std::string>& addresse
   std::vector<int> unseen, on = hosts(addresses);
   for (int rank = 0; rank < size_; ++rank) {
     if (rank == rank_ || on[rank] != on[rank_]) continue;
-    const auto address = parse(addresses[rank], names_.global(rank));
-    if (!ProcessWatch(FdExchange::process_of(checked_text(address.fd_exchange))).sees())
+    if (!ProcessWatch(FdExchange::process_of(checked_text(parse(addresses, rank).fd_exchange))).sees())
       unseen.push_back(names_.global(rank));
   }
   return unseen;
@@ -92,7 +80,7 @@ std::shared_ptr<Communicator> LocalBootstrap::connect(const std::vector<std::str
   std::vector<std::string> fd_exchanges;
   std::vector<int> on = hosts(addresses);
   for (int rank = 0; rank < size_; ++rank) {
-    parsed.push_back(parse(addresses.at(rank), names_.global(rank)));
+    parsed.push_back(parse(addresses, rank));
     fd_exchanges.push_back(on[rank] == on[rank_] ? checked_text(parsed[rank].fd_exchange) : "");
   }
   // Peers that have this rank's memory already take the communicator for made, so they must be told if it can't be.
@@ -136,10 +124,10 @@ std::map<int, ProcessWatch> LocalBootstrap::watch(const std::vector<RankAddress>
   return watches;
 }
 
-std::shared_ptr<EngineCommunicator> LocalBootstrap::join(const std::vector<UniqueFd>& memories,
-                                                         const std::vector<RankAddress>& addresses,
-                                                         const std::vector<int>& host_of,
-                                                         const MakeInterhost& make_interhost) {
+std::shared_ptr<Communicator> LocalBootstrap::join(const std::vector<UniqueFd>& memories,
+                                                   const std::vector<RankAddress>& addresses,
+                                                   const std::vector<int>& host_of,
+                                                   const MakeInterhost& make_interhost) {
   sync_point("joining");
   Placement placement(rank_, host_of);
   std::vector<std::unique_ptr<shm::PeerArena>> peers;

@@ -19,8 +19,6 @@
 
 namespace syncengine {
 
-class EngineCommunicator;
-
 class LocalBootstrap {
  public:
   // Without `count_callers` nobody knows which threads may still make a call, so ranks that wait for each other time
@@ -47,18 +45,17 @@ class LocalBootstrap {
                                         const std::function<void()>& interrupted = {},
                                         const MakeInterhost& make_interhost = {});
 
+ private:
   struct RankAddress;  // the parts of address()
 
- private:
+  RankAddress parse(const std::vector<std::string>& addresses, int rank) const;
   std::map<int, ProcessWatch> watch(const std::vector<RankAddress>& addresses) const;
   std::unique_ptr<shm::PeerArena> map_peer(int rank, int memory, size_t bytes) const;
-  std::shared_ptr<EngineCommunicator> join(const std::vector<UniqueFd>& memories,
-                                           const std::vector<RankAddress>& addresses, const std::vector<int>& host_of,
-                                           const MakeInterhost& make_interhost);
+  std::shared_ptr<Communicator> join(const std::vector<UniqueFd>& memories, const std::vector<RankAddress>& addresses,
+                                     const std::vector<int>& host_of, const MakeInterhost& make_interhost);
 
   int rank_, size_;
   RankNames names_;
-  Options options_;
   std::string host_key_;
   std::shared_ptr<shm::Arena> arena_;
   std::shared_ptr<Engine> engine_;

@@ -125,18 +125,7 @@ bool Lane::open() {
   std::copy_n(operation.flags, operation.flag_words,
               state_.group.own().lanes[state_.id].flags[state_.opened % shm::kRecords]);
   state_.noted(state_.group.rank, state_.opened).store(0, std::memory_order_relaxed);
-  state_.record(state_.group.rank, state_.opened) = {.key = active.item.key,
-                                                     .bytes = block_bytes(operation),
-                                                     .layout_hash = operation.layout_hash,
-                                                     .spans = spans,
-                                                     .prescale = operation.prescale,
-                                                     .postscale = operation.postscale,
-                                                     .root = operation.root,
-                                                     .collective = static_cast<uint8_t>(operation.collective),
-                                                     .dtype = static_cast<uint8_t>(operation.dtype),
-                                                     .op = static_cast<uint8_t>(operation.op),
-                                                     .numerics = static_cast<uint8_t>(operation.numerics),
-                                                     .flag_words = operation.flag_words};
+  state_.record(state_.group.rank, state_.opened) = record_of(operation, active.item.key, spans);
   if (trace::is_on()) active.opened = trace::now();
   state_.active.push_back(std::move(active));
   state_.own().opened.store(++state_.opened, std::memory_order_release);  // release: the record is complete
@@ -203,7 +192,6 @@ size_t Lane::prepare(const Active& active, const Cursor& cursor) {
               .rank = state_.group.rank,
               .world = state_.group.size,
               .root = operation.root,
-              .element = element_size(operation.dtype),
               .block = block,
               .begin = begin,
               .length = std::min(block - begin, active.chunk_bytes),

@@ -11,7 +11,7 @@
 #include <memory>
 #include <vector>
 
-#include "engine/lanes/lane_steps.h"
+#include "engine/lanes/lane_state.h"
 #include "engine/progress/options.h"
 
 namespace syncengine {
@@ -37,11 +37,10 @@ class Lane {
   // Makes all steps that need no waiting, for about `budget` bytes. Returns whether anything moved.
   bool advance(size_t budget);
 
-  // The steps of the phases, and what each of them waits for.
   const LaneSteps& steps() const { return steps_; }
   const Item* oldest() const {
-    return state_.active.empty() ? (state_.queue.empty() ? nullptr : &state_.queue.front())
-                                 : &state_.active.front().item;
+    if (!state_.active.empty()) return &state_.active.front().item;
+    return state_.queue.empty() ? nullptr : &state_.queue.front();
   }
   // Adds the ranges of this rank's memory that peers may still read or write.
   void add_direct_memory(std::vector<ArenaRange>& ranges) const;

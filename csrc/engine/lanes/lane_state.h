@@ -1,5 +1,5 @@
-// State that the phases of a lane share: its open operations, each phase's progress, and what the peers have published
-// of theirs.
+// State that the phases of a lane share: its open operations, each phase's progress, what the peers have published of
+// theirs; and the conditions of each phase's next step.
 //
 // Ownership: the lane's. Thread-safety: under the engine's progress lock. Failure: compare() throws Mismatch.
 #pragma once
@@ -82,9 +82,7 @@ struct LaneState {
   uint64_t behind(Field field, uint64_t count, bool all) const;
   // Compares the peers' records with this rank's as they come in, and takes over their flags. Returns true once all
   // agree.
-  bool compare(uint64_t operation, Active& active) {
-    return active.verified == peers || compare_more(operation, active);
-  }
+  bool compare(uint64_t operation, Active& active);
   // Whether a peer has failed before this operation had ended there.
   bool is_cut_off(uint64_t operation) const {
     return group.any_failed([&](const shm::EndRecord& end_record) { return end_record.ended[id] <= operation; });
@@ -93,8 +91,7 @@ struct LaneState {
 
   const Group& group;
   const int id;
-  const uint64_t peers =
-      (group.size == 64 ? ~uint64_t{0} : (uint64_t{1} << group.size) - 1) & ~(uint64_t{1} << group.rank);
+  const uint64_t peers = ~uint64_t{0} >> (64 - group.size) & ~(uint64_t{1} << group.rank);
   std::deque<Item> queue;     // not opened yet
   uint64_t opens_after = 0;   // operations that must have ended before the next one opens, as one works on its memory
   std::deque<Active> active;  // operations retired .. opened - 1
@@ -105,9 +102,6 @@ struct LaneState {
   Counters counters;
   size_t slots = shm::kSlots, slot_bytes = shm::kSlotBytes;
   bool always_slots = false;  // a chunk counts as a user of a slot on the direct path, too
-
- private:
-  bool compare_more(uint64_t operation, Active& active);
 };
 
 // Takes the place of a lane's reduce phase if its operations reach over hosts: the chunks on their way between hosts.
@@ -132,6 +126,42 @@ class Exchange {
   virtual bool has_arrived(uint64_t chunk) const = 0;  // results of this chunk of the lane are in this host's memory
   virtual bool uses_own_memory(uint64_t chunk) const = 0;  // envelopes of this chunk still leave this rank's memory
   virtual void drop_all() = 0;                             // called when its transfers have been withdrawn
+};
+
+// The conditions of each phase's next step: for the steps themselves, for sleepers that must know who can wake them,
+// and for errors that name ranks. A view of the lane's state and of its exchange.
+struct LaneSteps {
+  const LaneState& state;
+  const Exchange* exchange;  // null within a host
+
+  // Whether a phase has a next step, as far as this rank alone is concerned.
+  bool has_retire() const { return state.pulled.operation != state.retired; }
+  bool has_pull() const { return state.pulled.total != state.reduced.total; }
+  bool has_reduce() const { return state.reduced.total != state.staged.total; }
+  bool has_stage() const { return state.staged.operation != state.opened && has_slot(); }
+  bool has_open() const {
+    return !state.queue.empty() && state.active.size() != shm::kRecords && state.retired >= state.opens_after;
+  }
+  // Whether this rank has read the last chunk of the slot that the next chunk takes, if that takes one.
+  bool has_slot() const {
+    return state.pulled.total + state.slots > state.staged.total || !state.takes_slot(state.at(state.staged.operation));
+  }
+
+  // The members (one bit per group rank) for whom that step waits, all of them or one; none if the step may be made.
+  // This rank's own bit means that envelopes still leave its memory.
+  uint64_t retire_blockers(bool all) const;
+  uint64_t pull_blockers(bool all) const;
+  uint64_t reduce_blockers(bool all) const;
+  uint64_t stage_blockers(bool all) const;
+  uint64_t open_blockers(bool all) const;
+  uint64_t compare_blockers(bool all) const;  // for the oldest operation
+
+  // Members whose next step this rank needs: all such members, or one for each reason to wait.
+  uint64_t missing(bool all) const;
+  // Members that hold up the oldest chunk. Others may be missing only because they wait for the same members.
+  uint64_t blocking_ranks() const;
+  // Members that have not made the call with this number.
+  uint64_t not_called(uint64_t number) const { return state.behind(&shm::LaneProgress::called, number + 1, true); }
 };
 
 }  // namespace syncengine

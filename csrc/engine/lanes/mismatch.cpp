@@ -1,47 +1,47 @@
 #include "engine/lanes/mismatch.h"
 
 #include "base/error.h"
+#include "collectives/plan.h"
 
 namespace syncengine {
 
 namespace {
 
-std::string describe_barrier(const shm::OpRecord& record) {
-  const auto what = static_cast<ByMessages>(record.layout_hash);
-  std::string text = name(what);
-  if (record.root != kNoRoot)
-    text += std::string(what == ByMessages::Gather ? "(to" : "(from") + " rank " + std::to_string(record.root) +
-            " of the group)";
-  return text;
-}
-
 std::string describe(const shm::OpRecord& record) {
-  auto collective = static_cast<Collective>(record.collective);
-  auto dtype = static_cast<DType>(record.dtype);
-  if (collective == Collective::Barrier) return describe_barrier(record);
-  const bool has_root = record.root != kNoRoot, reduces = collective == Collective::AllReduce;
-  std::string text = has_root && reduces ? "reduce" : name(collective);
-  text += "(";
+  const auto collective = static_cast<Collective>(record.collective);
+  const auto messages = static_cast<ByMessages>(record.layout_hash);  // of a barrier
+  const auto dtype = static_cast<DType>(record.dtype);
+  const bool is_barrier = collective == Collective::Barrier, reduces = collective == Collective::AllReduce;
+  const bool has_root = record.root != kNoRoot;
+  const bool from_root = is_barrier ? messages != ByMessages::Gather : collective == Collective::Broadcast;
+  const std::string root = (from_root ? "from rank " : "to rank ") + std::to_string(record.root) + " of the group";
+  if (is_barrier) return name(messages) + (has_root ? "(" + root + ")" : "");
+  std::string text = has_root && reduces ? "reduce(" : std::string(name(collective)) + "(";
   if (reduces || collective == Collective::ReduceScatter)
     text += std::string(name(static_cast<ReduceOp>(record.op))) + ", ";
-  if (has_root)
-    text += (collective == Collective::Broadcast ? "from rank " : "to rank ") + std::to_string(record.root) +
-            " of the group, ";
+  if (has_root) text += root + ", ";
   return text + name(dtype) + ", " + std::to_string(record.bytes / element_size(dtype)) + " elements)";
 }
 
 }  // namespace
 
 std::string describe(const Operation& operation) {
-  if (operation.describe) return operation.describe();
-  shm::OpRecord record{};
-  record.collective = static_cast<uint8_t>(operation.collective);
-  record.dtype = static_cast<uint8_t>(operation.dtype);
-  record.op = static_cast<uint8_t>(operation.op);
-  record.root = operation.root;
-  record.layout_hash = operation.layout_hash;
-  record.bytes = operation.collective == Collective::AllGather ? operation.input.bytes() : operation.output.bytes();
-  return describe(record);
+  return operation.describe ? operation.describe() : describe(record_of(operation, 0, 0));
+}
+
+shm::OpRecord record_of(const Operation& operation, uint64_t key, int64_t spans) {
+  return {.key = key,
+          .bytes = block_bytes(operation),
+          .layout_hash = operation.layout_hash,
+          .spans = spans,
+          .prescale = operation.prescale,
+          .postscale = operation.postscale,
+          .root = operation.root,
+          .collective = static_cast<uint8_t>(operation.collective),
+          .dtype = static_cast<uint8_t>(operation.dtype),
+          .op = static_cast<uint8_t>(operation.op),
+          .numerics = static_cast<uint8_t>(operation.numerics),
+          .flag_words = operation.flag_words};
 }
 
 Checked<shm::OpRecord> check(const shm::OpRecord& copy, int rank) {

@@ -12,6 +12,9 @@ namespace syncengine {
 // "all_reduce(sum, float32, 1000 elements)", or the operation's own words.
 std::string describe(const Operation& operation);
 
+// The record of this rank's operation, which its peers compare with theirs.
+shm::OpRecord record_of(const Operation& operation, uint64_t key, int64_t spans);
+
 // A copy of a record whose enumerators have been checked. Throws PeerLost, naming the rank that has written the record.
 Checked<shm::OpRecord> check(const shm::OpRecord& copy, int rank);
 

@@ -1,23 +1,14 @@
 #include "engine/lanes/schedule.h"
 
-#include <algorithm>
-#include <array>
-#include <bit>
 #include <cstring>
-#include <utility>
 
+#include "base/checked.h"
 #include "base/error.h"
 #include "base/sync_point.h"
 #include "base/trace.h"
 #include "engine/lanes/slots.h"
 
 namespace syncengine {
-
-namespace {
-
-constexpr uint64_t kLastText = shm::kReadySlots - Slots::kTextWords;
-
-}  // namespace
 
 void Schedule::announce(Lane::Item item) {
   const uint64_t slot = item.key, step = item.work->place.epoch;
@@ -35,11 +26,10 @@ void Schedule::announce(Lane::Item item) {
 // Peers look at the count first, then at the step, then at the text. So they are stored in the opposite order.
 void Schedule::refuse(const Slots& slots, uint64_t step, const std::string& text) {
   shm::GroupBlock& own = group_.own();
-  for (size_t i = 0; i < Slots::kTextWords; ++i) {
-    char word[sizeof(uint64_t)] = {};
-    if (const size_t at = i * sizeof(word); at < text.size()) text.copy(word, sizeof(word), at);
-    own.announced[slots.text_words() + i].store(std::bit_cast<uint64_t>(word), std::memory_order_relaxed);
-  }
+  uint64_t words[Slots::kTextWords] = {};
+  std::memcpy(words, text.data(), std::min(text.size(), sizeof(words)));
+  for (size_t i = 0; i < Slots::kTextWords; ++i)
+    own.announced[slots.text_words() + i].store(words[i], std::memory_order_relaxed);
   // release: the text, and what was announced of the step
   own.announced[slots.refused_word()].store(step, std::memory_order_release);
   own.refusal.store(slots.text_words(), std::memory_order_release);
@@ -47,23 +37,19 @@ void Schedule::refuse(const Slots& slots, uint64_t step, const std::string& text
   sync_point("refused");
 }
 
-std::string Schedule::text_at(int member, const Checked<uint64_t>& text_words) const {
-  std::string text;
-  for (size_t i = 0; i < Slots::kTextWords; ++i) {
-    const uint64_t word = group_.block(member).announced[text_words.get() + i].load(std::memory_order_relaxed);
-    const auto bytes = std::bit_cast<std::array<char, sizeof(word)>>(word);
-    text.append(bytes.data(), strnlen(bytes.data(), bytes.size()));
-    if (text.size() < (i + 1) * sizeof(word)) break;
-  }
-  return text;
+std::string Schedule::text_at(int member, uint64_t text_words) const {
+  const auto first = Checked<uint64_t>::at_most(shm::kReadySlots - Slots::kTextWords, text_words);
+  if (!first) return group_.name(member) + " refused a step" + kDamaged;
+  uint64_t words[Slots::kTextWords] = {};
+  for (size_t i = 0; i < Slots::kTextWords; ++i)
+    words[i] = group_.block(member).announced[first->get() + i].load(std::memory_order_relaxed);
+  const auto* text = reinterpret_cast<const char*>(words);
+  return {text, strnlen(text, sizeof(words))};
 }
 
 std::string Schedule::refusal_of(int member) const {
-  const uint64_t word = group_.block(member).refusal.load(std::memory_order_acquire);  // acquire: the text
-  const auto text_words = Checked<uint64_t>::at_most(kLastText, word);
-  return word == 0    ? ""
-         : text_words ? text_at(member, *text_words)
-                      : group_.name(member) + " refused a step" + kDamaged;
+  const uint64_t text_words = group_.block(member).refusal.load(std::memory_order_acquire);  // acquire: the text
+  return text_words == 0 ? "" : text_at(member, text_words);
 }
 
 std::string Schedule::refusal_met() const {
@@ -101,15 +87,14 @@ bool Schedule::drop_refused() {
 template <class TextOf>
 bool Schedule::drop(const TextOf& text_of) {
   const size_t before = waiting_.size();
-  for (size_t i = 0; i < waiting_.size();) {
-    const std::optional<std::string> text = text_of(waiting_[i]);
-    if (!text) {
-      ++i;
-      continue;
+  for (auto it = waiting_.begin(); it != waiting_.end();) {
+    if (const std::optional<std::string> text = text_of(*it)) {
+      Lane::Item item = std::move(it->item);
+      it = waiting_.erase(it);
+      lane_.fail(std::move(item), std::make_exception_ptr(StepRefused(*text)));
+    } else {
+      ++it;
     }
-    Lane::Item item = std::move(waiting_[i].item);
-    waiting_.erase(waiting_.begin() + static_cast<long>(i));
-    lane_.fail(std::move(item), std::make_exception_ptr(StepRefused(*text)));
   }
   return waiting_.size() < before;
 }
@@ -121,7 +106,7 @@ std::optional<std::string> Schedule::reason_to_drop(const AnnouncedOperation& an
     const auto& said = group_.block(member).announced;
     const uint64_t refused = said[slots.refused_word()].load(std::memory_order_acquire);  // acquire: what came before
     const uint64_t theirs = said[announced.item.key].load(std::memory_order_acquire);
-    const auto text = [&] { return text_at(member, *Checked<uint64_t>::at_most(kLastText, slots.text_words())); };
+    const auto text = [&] { return text_at(member, slots.text_words()); };
     if (is_refused(announced, refused, theirs, text)) return text();
   }
   return {};
@@ -177,8 +162,7 @@ bool Schedule::take_scheduled() {
   bool moved = taken_ < length;
   for (; taken_ < length; ++taken_) {
     uint64_t key = log.slots[taken_ % shm::kLogEntries];
-    auto found =
-        std::find_if(waiting_.begin(), waiting_.end(), [&](const AnnouncedOperation& a) { return a.item.key == key; });
+    auto found = std::ranges::find(waiting_, key, [](const AnnouncedOperation& each) { return each.item.key; });
     if (found == waiting_.end())
       throw Error(ErrorKind::Mismatch, group_.name(0) + " scheduled a bucket that " + group_.name(group_.rank) +
                                            " has not announced: the ranks' models differ");
@@ -224,12 +208,9 @@ void Schedule::withdraw_refusals() {
 uint64_t Schedule::missing(bool all) const {
   uint64_t members = 0;
   for (const AnnouncedOperation& announced : waiting_) {
-    uint64_t others = late(announced.item.key, announced.step, all || group_.rank == 0);
+    const uint64_t others = late(announced.item.key, announced.step, all);
     // Only rank 0 acts on the others' announcements, so all others sleep until rank 0 does.
-    if (group_.rank == 0)
-      members |= all ? others : others & -others;
-    else
-      members |= all && others ? others : 1;
+    members |= group_.rank == 0 || (all && others) ? others : 1;
   }
   return members;
 }
@@ -245,29 +226,26 @@ void Schedule::fail_all() {
   waiting_.clear();
 }
 
-Slots::~Slots() { table_->give_back(first_); }
-
 uint64_t SlotTable::gap(uint64_t from, size_t count) const {
   std::lock_guard lock(mutex_);
   auto next = held_.upper_bound(from);
   if (next != held_.begin()) --next;
-  for (; next != held_.end() && next->first < from + count; ++next) {
-    if (next->second > from) from = next->second;
-  }
+  for (; next != held_.end() && next->first < from + count; ++next) from = std::max(from, next->second);
   return count <= size_ && from <= size_ - count ? from : size_;
 }
 
 std::shared_ptr<const Slots> SlotTable::take(uint64_t first, size_t count, uint64_t base) {
   if (first == size_ || gap(first, count) != first) return nullptr;
-  std::lock_guard lock(mutex_);
-  held_.emplace(first, first + count);
-  end_ = std::max<uint64_t>(end_, first + count);
-  return std::make_shared<const Slots>(shared_from_this(), first, count, base);
-}
-
-void SlotTable::give_back(uint64_t first) {
-  std::lock_guard lock(mutex_);
-  held_.erase(first);
+  {
+    std::lock_guard lock(mutex_);
+    held_.emplace(first, first + count);
+    end_ = std::max<uint64_t>(end_, first + count);
+  }
+  return {new Slots(first, count, base), [table = shared_from_this()](const Slots* slots) {
+            std::lock_guard lock(table->mutex_);
+            table->held_.erase(slots->first());
+            delete slots;
+          }};
 }
 
 }  // namespace syncengine

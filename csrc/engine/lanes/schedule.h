@@ -27,7 +27,6 @@
 #include <utility>
 #include <vector>
 
-#include "base/checked.h"
 #include "engine/lanes/lane.h"
 
 namespace syncengine {
@@ -109,7 +108,7 @@ class Schedule {
   uint64_t taken_ = 0;                       // log entries read
 
  private:
-  std::string text_at(int member, const Checked<uint64_t>& text_words) const;
+  std::string text_at(int member, uint64_t text_words) const;
   bool drop_refused();
   template <class TextOf>
   bool drop(const TextOf& text_of);

@@ -11,8 +11,6 @@
 
 namespace syncengine {
 
-class SlotTable;
-
 // A run of slots. The holder's own come first. The last ones serve steps that a rank refuses: one for the operation
 // that ends such a step, and words that only the refusing member writes.
 class Slots {
@@ -20,11 +18,7 @@ class Slots {
   static constexpr size_t kTextWords = 126;
   static constexpr size_t kBehind = 2 + kTextWords;
 
-  Slots(std::shared_ptr<SlotTable> table, uint64_t first, size_t count, uint64_t base)
-      : table_(std::move(table)), first_(first), behind_(first + count - kBehind), base_(base) {}
-  ~Slots();
-  Slots(const Slots&) = delete;
-  Slots& operator=(const Slots&) = delete;
+  Slots(uint64_t first, size_t count, uint64_t base) : first_(first), behind_(first + count - kBehind), base_(base) {}
 
   uint64_t first() const { return first_; }
   // The slot of the operation that ends a refused step.
@@ -38,7 +32,6 @@ class Slots {
   uint64_t base() const { return base_; }
 
  private:
-  const std::shared_ptr<SlotTable> table_;
   const uint64_t first_, behind_, base_;
 };
 
@@ -58,9 +51,6 @@ class SlotTable : public std::enable_shared_from_this<SlotTable> {
   std::shared_ptr<const Slots> take(uint64_t first, size_t count, uint64_t base = 0);
 
  private:
-  friend Slots;
-  void give_back(uint64_t first);
-
   const uint64_t size_;
   mutable std::mutex mutex_;
   std::map<uint64_t, uint64_t> held_;  // the first slot of each run, and the end of the run

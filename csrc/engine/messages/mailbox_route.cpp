@@ -17,14 +17,11 @@ int MailboxRoute::member_of(int rank) const {
   return found != ranks_.end() && *found == rank ? static_cast<int>(found - ranks_.begin()) : -1;
 }
 
-void MailboxRoute::send(Post post) { outgoing_[member_of(post.message.peer)].waiting.push_back(std::move(post)); }
-
 void MailboxRoute::fetch(int source, MessageHeader header, Post receive) {
   incoming_[member_of(source)].transfers.push_back({std::move(header), std::move(receive)});
 }
 
-bool MailboxRoute::advance(Messenger& messenger, size_t& moved_bytes) {
-  moved_bytes_ = 0;
+bool MailboxRoute::advance(Messenger& messenger) {
   bool moved = false;
   for (int peer = 0; peer < group_.size; ++peer) {
     if (peer == group_.rank) continue;
@@ -33,16 +30,14 @@ bool MailboxRoute::advance(Messenger& messenger, size_t& moved_bytes) {
     moved |= announce(peer, messenger);
     if (messenger.listens()) moved |= hear(peer, messenger);
   }
-  moved_bytes += moved_bytes_;
   return moved;
 }
 
 bool MailboxRoute::announce(int destination, Messenger& messenger) {
   Outgoing& to = outgoing_[destination];
-  if (to.waiting.empty()) return false;
+  if (to.waiting.empty() || !has_room(destination)) return false;
   shm::OutboxWords& box = outbox(group_.rank, destination);
   uint64_t number = box.announced.load(std::memory_order_relaxed);  // relaxed: its only writer
-  if (!has_room(destination)) return false;
   Post post = std::move(to.waiting.front());
   to.waiting.pop_front();
   const Message& message = post.message;
@@ -62,7 +57,6 @@ bool MailboxRoute::announce(int destination, Messenger& messenger) {
   return true;
 }
 
-// Whether the mailbox has room for one more header.
 bool MailboxRoute::has_room(int destination) const {
   uint64_t announced = outbox(group_.rank, destination).announced.load(std::memory_order_relaxed);  // its only writer
   // acquire: the header that is overwritten has been read
@@ -91,19 +85,18 @@ bool MailboxRoute::serve(int destination, Messenger& messenger) {
   size_t bytes = wanted->post.message.memory.bytes();
   bool moved = false;
   shm::OutboxWords& own = outbox(group_.rank, destination);
-  if (to.fragments == nullptr) {
-    size_t offset = group_.arena->allocate_group(kFragmentsBytes);
-    to.fragments = group_.arena->at(offset);
-    to.fragments_offset = offset;
-    own.fragments.store(offset, std::memory_order_relaxed);  // relaxed: before the first `staged`
+  if (to.fragments == 0) {
+    to.fragments = group_.arena->allocate_group(kFragmentsBytes);
+    own.fragments.store(to.fragments, std::memory_order_relaxed);  // relaxed: before the first `staged`
   }
+  std::byte* fragments = group_.arena->at(to.fragments);
   uint64_t staged = own.staged.load(std::memory_order_relaxed);  // relaxed: its only writer
   // acquire: the slot has been read
   while (to.done < bytes && staged - box.emptied.load(std::memory_order_acquire) < shm::kFragments) {
     size_t length = std::min(shm::kFragmentBytes, bytes - to.done);
-    wanted->post.message.memory.copy_to(to.fragments + staged % shm::kFragments * shm::kFragmentBytes, to.done, length);
+    wanted->post.message.memory.copy_to(fragments + staged % shm::kFragments * shm::kFragmentBytes, to.done, length);
     to.done += length;
-    moved_bytes_ += length;
+    messenger.count(length);
     own.staged.store(++staged, std::memory_order_release);  // release: the bytes
     sync_point("staged a fragment");
     moved = true;
@@ -146,7 +139,7 @@ bool MailboxRoute::fetch_next(int source, Messenger& messenger) {
     box.wanted.store(box.wanted.load(std::memory_order_relaxed) + 1, std::memory_order_release);  // release: the number
     sync_point("wanted a message");
   }
-  moved |= fetch_staged(source, transfer);
+  moved |= fetch_staged(source, transfer, messenger);
   if (transfer.done < transfer.header.bytes) return moved;
   if (group_.any_failed([](const shm::EndRecord&) { return true; })) return moved;
   Post post = std::move(transfer.post);
@@ -155,7 +148,7 @@ bool MailboxRoute::fetch_next(int source, Messenger& messenger) {
   return true;
 }
 
-bool MailboxRoute::fetch_staged(int source, StagedTransfer& transfer) {
+bool MailboxRoute::fetch_staged(int source, StagedTransfer& transfer, Messenger& messenger) {
   const shm::OutboxWords& box = outbox(source, group_.rank);
   shm::InboxWords& own = inbox(group_.rank, source);
   uint64_t emptied = own.emptied.load(std::memory_order_relaxed);  // relaxed: its only writer
@@ -168,16 +161,13 @@ bool MailboxRoute::fetch_staged(int source, StagedTransfer& transfer) {
     transfer.post.message.memory.copy_from(fragments + emptied % shm::kFragments * shm::kFragmentBytes, transfer.done,
                                            length);
     transfer.done += length;
-    moved_bytes_ += length;
+    messenger.count(length);
     own.emptied.store(++emptied, std::memory_order_release);  // release: our reads
     sync_point("emptied a fragment");
     moved = true;
   }
   return moved;
 }
-
-// The questions that others ask a mailbox route: for whom it waits, since when, which memory peers may read, and which
-// posts it still has.
 
 // The members of the group among `ranks` of the communicator.
 uint64_t MailboxRoute::among_members(uint64_t ranks) const {
@@ -230,7 +220,7 @@ void MailboxRoute::clear() {
 std::vector<size_t> MailboxRoute::fragments() const {
   std::vector<size_t> offsets;
   for (const Outgoing& to : outgoing_)
-    if (to.fragments != nullptr) offsets.push_back(to.fragments_offset);
+    if (to.fragments != 0) offsets.push_back(to.fragments);
   return offsets;
 }
 

@@ -22,9 +22,9 @@ class MailboxRoute final : public MessageRoute {
 
   bool reaches(int rank) const { return member_of(rank) >= 0; }
 
-  void send(Post post) override;
+  void send(Post post) override { outgoing_[member_of(post.message.peer)].waiting.push_back(std::move(post)); }
   void fetch(int source, MessageHeader header, Post receive) override;
-  bool advance(Messenger& messenger, size_t& moved_bytes) override;
+  bool advance(Messenger& messenger) override;
   void visit(const std::function<void(Post&)>& each) override;
   void clear() override;
 
@@ -46,8 +46,7 @@ class MailboxRoute final : public MessageRoute {
     std::list<AnnouncedPost> announced;  // until the receiver has got them
     uint64_t served = 0;                 // messages that the receiver has wanted and got
     size_t done = 0;                     // bytes staged of the message that it wants now
-    std::byte* fragments = nullptr;      // in this rank's arena
-    size_t fragments_offset = 0;         // of it
+    size_t fragments = 0;                // their offset in this rank's arena; 0 before the first is staged
   };
   struct StagedTransfer {
     MessageHeader header;
@@ -68,7 +67,7 @@ class MailboxRoute final : public MessageRoute {
   bool announce(int destination, Messenger& messenger);
   bool serve(int destination, Messenger& messenger);
   bool fetch_next(int source, Messenger& messenger);
-  bool fetch_staged(int source, StagedTransfer& transfer);
+  bool fetch_staged(int source, StagedTransfer& transfer, Messenger& messenger);
   bool has_room(int destination) const;
   bool can_serve(int destination) const;
 
@@ -76,7 +75,6 @@ class MailboxRoute final : public MessageRoute {
   std::vector<int> ranks_;
   std::vector<Outgoing> outgoing_;  // by member of the group, like the members below
   std::vector<Incoming> incoming_;
-  size_t moved_bytes_ = 0;
 };
 
 }  // namespace syncengine

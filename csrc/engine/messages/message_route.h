@@ -32,6 +32,7 @@ struct MessageHeader {
   uint64_t number;     // with which its route fetches it
   bool whole = false;  // `content` is all of it
   std::vector<std::byte> content = {};
+  uint64_t order = 0;  // among all headers that have arrived here
 };
 
 class Messenger;
@@ -43,8 +44,8 @@ class MessageRoute {
   virtual void send(Post post) = 0;
   // Fetches a message into `receive`, which is for this header, and of the same size.
   virtual void fetch(int source, MessageHeader header, Post receive) = 0;
-  // Does what can be done without waiting, and adds the bytes that it has copied. Returns whether anything moved.
-  virtual bool advance(Messenger& messenger, size_t& moved_bytes) = 0;
+  // Does what can be done without waiting, and counts the bytes that it copies. Returns whether anything moved.
+  virtual bool advance(Messenger& messenger) = 0;
 
   virtual void visit(const std::function<void(Post&)>& each) = 0;  // calls `each` with every post that it has
   virtual void clear() = 0;                                        // drops its posts, and what it knows of its peers'

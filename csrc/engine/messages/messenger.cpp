@@ -34,23 +34,21 @@ void Messenger::post(Post post) {
   fresh_.push_back(std::move(post));
 }
 
-void Messenger::take(Post post) {
-  if (!post.sends) return match_new(std::move(post));
-  route_to(post.message.peer).send(std::move(post));
-}
-
 bool Messenger::advance(size_t budget) {
   if (idle()) return false;
   bool moved = !fresh_.empty(), again = true;
   while (!fresh_.empty()) {
     Post post = std::move(fresh_.front());
     fresh_.pop_front();
-    take(std::move(post));
+    if (post.sends)
+      route_to(post.message.peer).send(std::move(post));
+    else
+      match_new(std::move(post));
   }
-  for (size_t bytes = 0; again && bytes <= budget; moved |= again) {
+  for (moved_bytes_ = 0; again && moved_bytes_ <= budget; moved |= again) {
     again = false;
     for (MessageRoute* route : routes())
-      if (route) again |= route->advance(*this, bytes);
+      if (route) again |= route->advance(*this);
   }
   return moved;
 }
@@ -74,50 +72,50 @@ const Message* Messenger::waits_in_vain() const {
 }
 
 void Messenger::arrive(int source, MessageHeader header) {
-  Arrived arrived{std::move(header), arrivals_++};
+  header.order = arrivals_++;
   auto receive = std::find_if(receives_.begin(), receives_.end(),
-                              [&](const Post& post) { return fits(post.message, source, arrived.header); });
+                              [&](const Post& post) { return fits(post.message, source, header); });
   if (receive == receives_.end()) {
     if (unmatched_[source].size() >= kMostUnmatched)
       throw Error(ErrorKind::Mismatch, name(source) + " has sent " + std::to_string(kMostUnmatched) +
                                            " messages that " + name(rank_) +
                                            " receives none of, while it waits for others");
-    return unmatched_[source].push_back(std::move(arrived));
+    return unmatched_[source].push_back(std::move(header));
   }
   Post matched = std::move(*receive);
   receives_.erase(receive);
-  begin(source, std::move(arrived), std::move(matched));
+  begin(source, std::move(header), std::move(matched));
 }
 
 // Matches a new receive with the first fitting message that has arrived.
 void Messenger::match_new(Post receive) {
   int best_source = -1;
-  std::deque<Arrived>::iterator best;
+  std::deque<MessageHeader>::iterator best;
   for (int source = 0; source < static_cast<int>(unmatched_.size()); ++source) {
     auto& unmatched = unmatched_[source];
     auto first = std::find_if(unmatched.begin(), unmatched.end(),
-                              [&](const Arrived& arrived) { return fits(receive.message, source, arrived.header); });
+                              [&](const MessageHeader& header) { return fits(receive.message, source, header); });
     if (first == unmatched.end() || (best_source >= 0 && best->order < first->order)) continue;
     best_source = source;
     best = first;
   }
   if (best_source < 0) return receives_.push_back(std::move(receive));
-  Arrived arrived = std::move(*best);
+  MessageHeader header = std::move(*best);
   unmatched_[best_source].erase(best);
-  begin(best_source, std::move(arrived), std::move(receive));
+  begin(best_source, std::move(header), std::move(receive));
 }
 
-void Messenger::begin(int source, Arrived arrived, Post receive) {
+void Messenger::begin(int source, MessageHeader header, Post receive) {
   try {
-    require_same(source, arrived.header, receive);
+    require_same(source, header, receive);
   } catch (...) {
     receives_.push_back(std::move(receive));  // fails with everything else
-    unmatched_[source].push_back(std::move(arrived));
+    unmatched_[source].push_back(std::move(header));
     throw;
   }
   if (receive.message.source) receive.message.source->store(source, std::memory_order_relaxed);  // before `work` ends
-  if (!arrived.header.whole) return route_to(source).fetch(source, std::move(arrived.header), std::move(receive));
-  receive.message.memory.copy_from(arrived.header.content.data(), 0, arrived.header.bytes);
+  if (!header.whole) return route_to(source).fetch(source, std::move(header), std::move(receive));
+  receive.message.memory.copy_from(header.content.data(), 0, header.bytes);
   finish(receive);
 }
 

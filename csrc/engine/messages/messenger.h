@@ -48,19 +48,14 @@ class Messenger final {
   uint64_t awaited() const;                            // members whose header such a receive needs
   uint64_t perhaps_awaited() const;                    // and members from whom a receive of any source may come
   void arrive(int source, MessageHeader header);       // may call fetch(); throws Mismatch
+  void count(size_t bytes) { moved_bytes_ += bytes; }  // copied in this pass
   void finish(Post& post);
 
  private:
-  struct Arrived {
-    MessageHeader header;
-    uint64_t order;
-  };
-
   std::array<MessageRoute*, 2> routes() const { return {near_.get(), far_.get()}; }  // null where there is no route
   MessageRoute& route_to(int member) const { return near_->reaches(member) ? *routes()[0] : *far_; }
-  void take(Post post);
   void match_new(Post receive);
-  void begin(int source, Arrived arrived, Post receive);
+  void begin(int source, MessageHeader header, Post receive);
   void require_same(int source, const MessageHeader& header, const Post& receive) const;
   std::string name(int member) const { return "rank " + std::to_string(global_ranks_[member]); }
 
@@ -69,12 +64,13 @@ class Messenger final {
   std::unique_ptr<MailboxRoute> near_;
   std::unique_ptr<MessageRoute> far_;
   Lane::Trash& trash_;
-  std::vector<std::deque<Arrived>> unmatched_;  // by source
-  std::deque<Post> fresh_;                      // not matched yet
-  std::list<Post> receives_;                    // unmatched, in the order of the calls
-  uint64_t posted_ = 0;                         // posts that have not ended
+  std::vector<std::deque<MessageHeader>> unmatched_;  // by source
+  std::deque<Post> fresh_;                            // not matched yet
+  std::list<Post> receives_;                          // unmatched, in the order of the calls
+  uint64_t posted_ = 0;                               // posts that have not ended
   uint64_t arrivals_ = 0;
   uint64_t messages_ = 0;
+  size_t moved_bytes_ = 0;
 };
 
 }  // namespace syncengine

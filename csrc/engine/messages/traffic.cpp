@@ -2,13 +2,6 @@
 
 namespace syncengine {
 
-namespace {
-
-// Bytes of one pass, which limit how long a submitter or another lane waits for the lock.
-constexpr size_t kBudget = 1 << 20;
-
-}  // namespace
-
 Traffic::Traffic(const Group& locals, const Placement& placement, const std::vector<int>& global_ranks,
                  Algorithm algorithm, Lane::Trash& trash, Parts parts)
     : user_lane_(locals, shm::kUserLane, algorithm, trash, parts.exchange),

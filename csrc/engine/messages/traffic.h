@@ -18,7 +18,6 @@
 #include "collectives/operation.h"
 #include "collectives/order.h"
 #include "engine/lanes/lane.h"
-#include "engine/lanes/lane_state.h"
 #include "engine/lanes/schedule.h"
 #include "engine/messages/message_route.h"
 #include "engine/messages/messenger.h"
@@ -75,8 +74,7 @@ class Submissions {
   // Exchanges the collected calls for an empty batch, whose memory is used again.
   void swap(Batch& batch) {
     std::lock_guard lock(mutex_);
-    batch.operations.swap(batch_.operations);
-    batch.posts.swap(batch_.posts);
+    std::swap(batch, batch_);
   }
   Batch end(std::exception_ptr error) {
     std::lock_guard lock(mutex_);
@@ -100,6 +98,14 @@ class Submissions {
   std::exception_ptr error_;
   uint64_t calls_ = 0, highest_step_ = 0;
 };
+
+// The bits of a mask of members on this host, moved to the numbers that these members have elsewhere: bit i becomes bit
+// `numbers[i]`.
+inline uint64_t renumbered(uint64_t locals, const std::vector<int>& numbers) {
+  uint64_t mask = 0;
+  for (size_t i = 0; i < numbers.size(); ++i) mask |= (locals >> i & 1) << numbers[i];
+  return mask;
+}
 
 class Traffic {
  public:
@@ -134,9 +140,11 @@ class Traffic {
   const Schedule& schedule() const { return *schedule_; }
   Schedule& schedule() { return *schedule_; }
   const Messenger& messenger() const { return messenger_; }
-  Messenger& messenger() { return messenger_; }
 
  private:
+  // Bytes of one pass, which limit how long a submitter or another lane waits for the lock.
+  static constexpr size_t kBudget = 1 << 20;
+
   Lane user_lane_, scheduled_lane_;
   std::unique_ptr<Schedule> schedule_;
   Messenger messenger_;

@@ -28,10 +28,8 @@ void DeadlockDetector::publish(const std::vector<Wait>& waits, bool everybody) {
     waits_ = waits;
     everybody_ = everybody;
   }
-  board.looks.fetch_add(1, std::memory_order_seq_cst);  // so that a peer that sees this look begins its next one after
-                                                        // it
-  std::atomic_thread_fence(std::memory_order_seq_cst);  // values that the next look loads (`called`) are no older than
-                                                        // it
+  board.looks.fetch_add(1, std::memory_order_seq_cst);  // a peer that sees this look begins its next one after it
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // what the next look loads (`called`) is no older than it
 }
 
 // Reads the board of `rank`; a board that changes meanwhile is read as one without waits.
@@ -44,12 +42,11 @@ DeadlockDetector::Board DeadlockDetector::read(int rank) const {
   size_t count = std::min<size_t>(board.count.load(std::memory_order_relaxed), shm::kBoardWaits);
   for (size_t i = 0; i < count; ++i) {
     const shm::Waiting& wait = board.waits[i];
-    Wait read;
+    Wait& read = copy.waits.emplace_back();
     read.group = wait.group.load(std::memory_order_relaxed);
     read.place.lane = static_cast<int>(wait.lane.load(std::memory_order_relaxed));
     read.place.number = wait.number.load(std::memory_order_relaxed);
     read.missing = wait.missing.load(std::memory_order_relaxed);
-    copy.waits.push_back(read);
   }
   std::atomic_thread_fence(std::memory_order_acquire);  // the content was read before the version is read again
   bool torn = copy.version % 2 != 0 || board.version.load(std::memory_order_relaxed) != copy.version;
@@ -64,16 +61,11 @@ uint64_t DeadlockDetector::search() {
     if (seen_[rank].everybody && !seen_[rank].waits.empty()) stuck |= uint64_t{1} << rank;
   }
   // A rank with a wait that no stuck rank holds up will go on one day, and so will ranks that wait only for it.
-  for (bool again = true; again;) {
-    again = false;
-    for (uint64_t left = stuck; left != 0; left &= left - 1) {
-      int rank = std::countr_zero(left);
-      const auto& waits = seen_[rank].waits;
-      if (std::all_of(waits.begin(), waits.end(), [&](const Wait& wait) { return (wait.missing & stuck) != 0; }))
-        continue;
-      stuck &= ~(uint64_t{1} << rank);
-      again = true;
-    }
+  const auto goes_on = [&](const Wait& wait) { return (wait.missing & stuck) == 0; };
+  for (uint64_t before = 0; before != stuck;) {
+    before = stuck;
+    for (size_t rank = 0; rank < boards_.size(); ++rank)
+      if (std::ranges::any_of(seen_[rank].waits, goes_on)) stuck &= ~(uint64_t{1} << rank);
   }
   if (!(stuck >> me_ & 1)) return 0;
   bool believed = true, changed = false;
@@ -89,18 +81,22 @@ uint64_t DeadlockDetector::search() {
 std::vector<DeadlockDetector::Link> DeadlockDetector::chain(uint64_t stuck) const {
   std::vector<Link> links;
   uint64_t visited = 0;
-  for (int rank = me_; !(visited >> rank & 1);) {
+  for (int rank = me_; !(visited >> rank & 1); rank = links.back().next) {
     visited |= uint64_t{1} << rank;
     const Wait& wait = seen_[rank].waits.front();
     links.push_back({rank, wait, std::countr_zero(wait.missing & stuck)});
-    rank = links.back().next;
   }
   return links;
 }
 
-std::vector<DeadlockDetector::Wait> DeadlockDetector::waits_for_me(int rank) const {
-  auto waits = read(rank).waits;
-  std::erase_if(waits, [&](const Wait& wait) { return !(wait.missing >> me_ & 1); });
+std::vector<std::pair<int, DeadlockDetector::Wait>> DeadlockDetector::waits_for_me(uint64_t ranks) const {
+  std::vector<std::pair<int, Wait>> waits;
+  for (uint64_t left = ranks & ~(uint64_t{1} << me_); left != 0; left &= left - 1) {
+    const int rank = std::countr_zero(left);
+    const Board board = read(rank);
+    for (const Wait& wait : board.waits)
+      if (wait.missing >> me_ & 1) waits.push_back({rank, wait});
+  }
   return waits;
 }
 

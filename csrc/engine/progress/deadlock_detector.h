@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "engine/progress/work.h"
@@ -42,8 +43,9 @@ class DeadlockDetector {
   };
   std::vector<Link> chain(uint64_t stuck) const;
 
-  // The waits that `rank` has published on its board, and that a call of this rank would end.
-  std::vector<Wait> waits_for_me(int rank) const;
+  // The waits that others of `ranks` have published on their boards, each with its rank, and that a call of this rank
+  // would end.
+  std::vector<std::pair<int, Wait>> waits_for_me(uint64_t ranks) const;
 
  private:
   struct Board {

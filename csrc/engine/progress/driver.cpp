@@ -7,14 +7,6 @@
 
 namespace syncengine {
 
-namespace {
-
-// After a thread of the program was there, the own thread leaves everything to such threads for this long. If one of
-// them is kept from its work for longer (by Python's lock, say), the own thread takes over.
-constexpr auto kGrace = std::chrono::milliseconds(10);
-
-}  // namespace
-
 bool Driver::claim() {
   int none = 0;
   if (!drivers_.compare_exchange_strong(none, 1, std::memory_order_seq_cst)) return false;
@@ -33,6 +25,9 @@ void Driver::stop() {
 }
 
 bool Driver::await_turn() {
+  // After a thread of the program was there, the own thread leaves everything to such threads for this long. If one of
+  // them is kept from its work for longer (by Python's lock, say), the own thread takes over.
+  constexpr auto kGrace = std::chrono::milliseconds(10);
   bool called = false;
   for (ThreadAct act = ThreadAct::Ticket;;) {
     bool answer = false;

@@ -1,19 +1,10 @@
 #include "engine/progress/engine.h"
 
 #include <algorithm>
-#include <utility>
 
-#include "base/error.h"
 #include "base/resources.h"
 
 namespace syncengine {
-
-namespace {
-
-constexpr int kIoPasses = 64;   // of one progress(): limits how long bytes may lie unread
-constexpr int kPokePasses = 4;  // of one poke(): limits how long a hook may take
-
-}  // namespace
 
 Engine::Engine(std::shared_ptr<shm::Arena> arena, int most_watchers, Options options, CountCallers count_callers)
     : arena_(std::move(arena)), watchers_(most_watchers), options_(options), count_callers_(std::move(count_callers)) {
@@ -73,11 +64,8 @@ void Engine::poke(Progressable& owner) {
   bool moved = false;
   driver_.visit();
   if (std::unique_lock lock(lock_, std::try_to_lock); lock) {
-    bool again = true;
-    for (int passes = 0; again && passes < (lazy_ ? kPokePasses : 1); ++passes) {
-      again = progressables_.advance();
-      moved |= again;
-    }
+    int passes = lazy_ ? 4 : 1;  // limits how long a hook may take
+    while (passes-- > 0 && progressables_.advance()) moved = true;
     if (moved) wake_io_loop();
   } else {
     moved = true;  // the pass in progress may have looked too early
@@ -92,12 +80,13 @@ void Engine::poke(Progressable& owner) {
 
 // Makes passes until nothing moves, so that all that the bytes have made possible is sent on before more are awaited.
 bool Engine::progress() {
+  constexpr int kMostPasses = 64;  // limits how long bytes may lie unread
   bool ended = false, moved = true, any = false;
   driver_.visit();
   {
     std::lock_guard lock(lock_);
     uint64_t before = tally_.ended.load(std::memory_order_relaxed);  // relaxed: works end under the lock
-    for (int passes = 0; moved && passes < kIoPasses; ++passes) {
+    for (int passes = 0; moved && passes < kMostPasses; ++passes) {
       if (bell_->anybody_listens()) bell_->listen_for(progressables_.interest());  // the sleepers' needs have changed
       moved = progressables_.advance();
       any |= moved;
@@ -110,18 +99,16 @@ bool Engine::progress() {
 }
 
 void Engine::sever_tensors(const std::vector<ArenaRange>& ranges, const Error& cause) {
+  if (std::ranges::none_of(ranges, &ArenaRange::apart)) return;
   std::exception_ptr refused;
-  bool any = false;
   for (const ArenaRange& range : ranges) {
     if (!range.apart) continue;
-    any = true;
     try {
       arena_->sever_tensor(range.offset, range.bytes, range.readers);
     } catch (const Error&) {
       refused = std::current_exception();
     }
   }
-  if (!any) return;
   for (Progressable* progressable : progressables_) progressable->lose_direct_memory(cause);
   if (refused) std::rethrow_exception(refused);
 }

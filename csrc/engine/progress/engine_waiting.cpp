@@ -23,43 +23,36 @@ constexpr auto kTick = std::chrono::milliseconds(50);  // how late a death, an a
 
 // A short busy wait. If each rank has a core of its own, it mostly pauses, and now and then yields: the scheduler may
 // have put a peer on the same core. If ranks share cores, it always yields.
-class Spin {
- public:
-  explicit Spin(bool cores_to_spare) : cores_to_spare_(cores_to_spare) {}
+struct Spin {
+  bool cores_to_spare;
+  unsigned count = 0;
+  Clock::time_point last = {}, until = {};
 
   bool again() {
-    if (count_++ == 0) until_ = (last_ = Clock::now()) + kSpin;
-    if (cores_to_spare_ && count_ % 16 != 0) {
+    if (count++ == 0) until = (last = Clock::now()) + kSpin;
+    if (cores_to_spare && count % 16 != 0) {
       cpu_pause();
       return true;
     }
     sched_yield();
     const auto now = Clock::now();
-    waited_here() += (now - std::exchange(last_, now)).count();
-    return now < until_;
+    waited_here() += (now - std::exchange(last, now)).count();
+    return now < until;
   }
-  void reset() { count_ = 0; }
-
- private:
-  bool cores_to_spare_;
-  unsigned count_ = 0;
-  Clock::time_point last_, until_;
 };
 
 // Tells loops that make progress, and so never come to rest, when it is time to look around again.
-class Tick {
- public:
+struct Tick {
+  unsigned count = 0;
+  Deadline next = Deadline::never();
+
   bool due() {
-    if (++count_ % 64 != 0) return false;  // seldom enough that the clock costs nothing
-    if (count_ == 64) next_ = Deadline::after(kTick);
-    if (!next_.passed()) return false;
-    next_ = Deadline::after(kTick);
+    if (++count % 64 != 0) return false;  // seldom enough that the clock costs nothing
+    if (count == 64) next = Deadline::after(kTick);
+    if (!next.passed()) return false;
+    next = Deadline::after(kTick);
     return true;
   }
-
- private:
-  unsigned count_ = 0;
-  Deadline next_ = Deadline::never();
 };
 
 std::string describe(int local_rank, const DeadlockDetector::Wait& wait, const Progressable& beside) {
@@ -170,14 +163,14 @@ void Engine::wait(const Work& work, Progressable& owner, const std::function<voi
     }
   };
   const TracedWait traced(*this, work, owner);
-  Spin spin(cores_to_spare_);
+  Spin spin{cores_to_spare_};
   Tick tick;
   std::optional<Deadline> next_look;  // for signals, and for other ranks' waits; most waits end before
   while (!work.ended()) {
     bool drove_io = waiter.io_loop && drive_io(work, *waiter.io_loop, [&] { return spin.again(); });
     bool moved = !drove_io && pass();
     // A thread that waits only for other hosts spins once; then its core is for the thread that moves bytes.
-    if (moved && !(io_thread_ && locked([this] { return progressables_.interest() == 0; }))) spin.reset();
+    if (moved && !(io_thread_ && locked([this] { return progressables_.interest() == 0; }))) spin.count = 0;
     if (drove_io && work.ended()) break;
     bool idle = !drove_io && !moved && !work.ended() && !spin.again();
     if (!drove_io && !idle && !tick.due()) continue;
@@ -204,9 +197,6 @@ void Engine::thread_main(std::promise<void> begun) {
   }
   shm::release_all(arena_->header(), watchers_);
 }
-
-// The engine's checks about every 50 ms while something waits: communicators check themselves and their peers, and
-// waits of ranks that wait for each other are ended.
 
 void Engine::check_health() {
   sync_point("looking");
@@ -240,10 +230,7 @@ void Sleepers::end_deadlock(uint64_t stuck, const Progressables& all) {
   std::vector<Progressable*> failing;
   for (Progressable* progressable : all) {
     bool mine = std::any_of(threads_.begin(), threads_.end(), [&](auto* t) { return &t->owner == progressable; });
-    for (uint64_t left = stuck & ~(uint64_t{1} << locals_.me()); left != 0; left &= left - 1) {
-      int rank = std::countr_zero(left);
-      for (const auto& wait : detector_.waits_for_me(rank)) mine |= progressable->has_block(rank, wait.group);
-    }
+    for (const auto& [rank, wait] : detector_.waits_for_me(stuck)) mine |= progressable->has_block(rank, wait.group);
     if (mine) failing.push_back(progressable);
   }
   for (Progressable* progressable : failing) progressable->fail(ErrorKind::Mismatch, text);
@@ -251,12 +238,9 @@ void Sleepers::end_deadlock(uint64_t stuck, const Progressables& all) {
 
 std::string Sleepers::who_waits_for_me(uint64_t local_ranks, const Progressable& beside) const {
   std::string text;
-  for (uint64_t left = local_ranks & ~(uint64_t{1} << locals_.me()); left != 0; left &= left - 1) {
-    int rank = std::countr_zero(left);
-    for (const auto& wait : detector_.waits_for_me(rank))
-      text += (text.empty() ? "" : ", ") + locals_.name(rank) + " waits in " + describe(rank, wait, beside) + " for " +
-              locals_.name(locals_.me());
-  }
+  for (const auto& [rank, wait] : detector_.waits_for_me(local_ranks))
+    text += (text.empty() ? "" : ", ") + locals_.name(rank) + " waits in " + describe(rank, wait, beside) + " for " +
+            locals_.name(locals_.me());
   return text;
 }
 

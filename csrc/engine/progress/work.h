@@ -19,7 +19,6 @@ class Work {
   Work() = default;
   // Counts itself in `tally`, as outstanding until it has ended.
   explicit Work(Tally& tally) : tally_(&tally) { ++tally.outstanding; }
-  Work(const Work&) = delete;
 
   enum class State : uint8_t { Pending, Done, Failed };
 

@@ -1,15 +1,11 @@
 #include "reducer/backward/backward.h"
 
 #include <algorithm>
-#include <cstring>
 #include <utility>
 
 #include "base/error.h"
 #include "base/trace.h"
-#include "collectives/order.h"
-#include "reducer/gradients/sparse.h"
 #include "reducer/torch/hooks.h"
-#include "reducer/torch/python_error.h"
 #include "steps/texts.h"
 
 namespace syncengine {
@@ -84,16 +80,11 @@ bool Backward::bring(size_t index, const at::Tensor& incoming) {
 }
 
 bool Backward::is_last_fire(size_t index, const at::Tensor& incoming, bool kept) {
-  StaticGraph& graph = *model_.usage.static_graph();
-  const bool observed = graph.observed();
-  const auto fire = observed ? graph.fire(index) : StaticGraph::Fire::NotYet;
+  const auto fire = model_.usage.static_graph()->fire(index);
   if (fire == StaticGraph::Fire::Unexpected) {
     throw Error(ErrorKind::InvalidUsage, changed_graph_text(names(), index));
   }
-  if (!observed) {
-    graph.observe(index);
-    if (model_.parameters.tensor(index).grad().defined()) model_.usage.note(index);
-  }
+  if (model_.usage.observes() && model_.parameters.tensor(index).grad().defined()) model_.usage.note(index);
   gradient(index).note(incoming, kept);
   return fire == StaticGraph::Fire::Last;
 }
@@ -106,8 +97,7 @@ void Backward::collect_missing() {
     throw Error(ErrorKind::InvalidUsage, left_text(names(), *left));
   }
   if (!observed && !model_.usage.finds_unused()) return;
-  for (size_t i = 0; i < model_.parameters.size(); ++i) {
-    if (!plan().covers(i)) continue;
+  for (size_t i : plan().covered()) {
     if (observed ? graph->is_used(i) : told_.reachable[i]) continue;
     gradient(i).collect_unused(model_.record.statistics);
     count_collected(i);
@@ -115,8 +105,7 @@ void Backward::collect_missing() {
 }
 
 void Backward::collect_observed() {
-  for (size_t i = 0; i < model_.parameters.size(); ++i) {
-    if (!plan().covers(i)) continue;
+  for (size_t i : plan().covered()) {
     if (!model_.usage.static_graph()->is_used(i)) {
       gradient(i).collect_unused(model_.record.statistics);
     } else {
@@ -127,8 +116,7 @@ void Backward::collect_observed() {
 }
 
 void Backward::collect_absent() {
-  for (size_t i = 0; i < model_.parameters.size(); ++i) {
-    if (!plan().covers(i)) continue;
+  for (size_t i : plan().covered()) {
     gradient(i).collect_absent();
     model_.record.ready_order.push_back(i);  // as in DDP: without a question, the order of registration
     count_collected(i);
@@ -171,8 +159,7 @@ std::string Backward::finish(std::mutex& mutex) {
   if (model_.options.skip_all_reduce_unused_params) check_skipped();
   std::shared_ptr<Work> vote;
   // Carries the stamps if no bucket does. There are none on devices, of which the host's clock knows little.
-  std::shared_ptr<std::vector<uint8_t>> told;
-  std::vector<uint64_t> stamps(communicator.size());
+  std::shared_ptr<std::vector<uint64_t>> stamps;
   const bool can_refuse = model_.can_refuse();
   {
     std::lock_guard lock(mutex);
@@ -180,22 +167,21 @@ std::string Backward::finish(std::mutex& mutex) {
       model_.route->ready(*begun_, begun_->buckets[*last]);
       vote = begun_->buckets[*last].work;
     } else if (!begun_->buckets.empty() && !model_.flat) {
-      told = std::make_shared<std::vector<uint8_t>>(stamps.size() * sizeof(uint64_t));
-      std::memcpy(told->data() + communicator.rank() * sizeof(uint64_t), &model_.record.stamp, sizeof(uint64_t));
-      vote = model_.vote(told);
+      stamps = std::make_shared<std::vector<uint64_t>>(communicator.size());
+      (*stamps)[communicator.rank()] = model_.record.stamp;
+      vote = model_.vote(stamps);
     } else if (can_refuse) {
-      vote = model_.vote(std::make_shared<std::vector<uint8_t>>(1));
+      vote = model_.vote();
     }
   }
   if (can_refuse) communicator.wait(vote, raise_pending_signal);
   model_.route->finish(*begun_);
-  if (told) {
+  if (stamps) {
     communicator.wait(vote, raise_pending_signal);
-    std::memcpy(stamps.data(), told->data(), told->size());
-    model_.record.step_times->compare(std::move(stamps));
+    model_.record.step_times->compare(std::move(*stamps));
   }
   if (usage_work_) communicator.wait(usage_work_, raise_pending_signal);
-  if (!model_.route->takes_sparse() && !plan().sparse().empty()) average_sparse_gradients();
+  if (!model_.route->takes_sparse() && !plan().sparse().empty()) average_sparse(model_.for_route(), *begun_);
   for (const TorchFuture& future : std::exchange(futures, {})) {
     wait_for_future(future, communicator, [this] { return "a buffer hook's future of " + model_.parameters.model(); });
   }
@@ -205,35 +191,14 @@ std::string Backward::finish(std::mutex& mutex) {
   return watch->agree(model_.averaging, names(), model_.life.step(), model_.record.statistics.backwards);
 }
 
-void Backward::average_sparse_gradients() {
-  std::vector<at::Tensor> gathered;
-  for (size_t i : plan().sparse()) {
-    if (model_.flat) model_.flat->take_over(begun_->buckets[plan().bucket_of(i)], model_.parameters.gradients());
-    gathered.push_back(gradient(i).memory());
-  }
-  LookAtSparse look;
-  if (begun_->watch) {
-    look = [this](size_t k, int rank, const at::Tensor& values) {
-      return begun_->watch->look(plan().sparse()[k], values, rank);
-    };
-  }
-  Communicator& communicator = *model_.averaging.communicator;
-  const auto& tree = begun_->tree;
-  const auto merges = tree ? cut_tree(tree->total, communicator.size()).merges : std::vector<uint8_t>();
-  model_.record.statistics.reduced_bytes +=
-      average_sparse(gathered, communicator, told_.weighting.divisor, model_.parameters.model(), merges, look);
-}
-
 // Checks that all ranks skip the same buckets: a rank that skipped what others reduce would be waited for for ever.
 void Backward::check_skipped() const {
   Communicator& communicator = *model_.averaging.communicator;
   if (usage_work_) communicator.wait(usage_work_, raise_pending_signal);
   for (const auto& bucket : begun_->buckets) {
     if (!begun_->filling.is_skipped(bucket.layout->index)) continue;
-    for (size_t i : bucket.layout->parameters) {
-      if (!model_.usage.anywhere(i)) continue;
-      throw Error(ErrorKind::Mismatch, skipped_text(names(), i));
-    }
+    for (size_t i : bucket.layout->parameters)
+      if (model_.usage.anywhere(i)) throw Error(ErrorKind::Mismatch, skipped_text(names(), i));
   }
 }
 
@@ -250,12 +215,6 @@ void Backward::deliver(std::vector<size_t>& written) {
   }
   usage.clear();
   model_.parameters.end_accumulation();
-}
-
-void Backward::drop() {
-  if (!begun_) return;
-  begun_->is_over = true;
-  model_.route->drop(*begun_);
 }
 
 }  // namespace syncengine

@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "reducer/backward/model.h"
-#include "reducer/torch/python_objects.h"
+#include "reducer/torch/python_error.h"
 #include "steps/bucket_plan.h"
 #include "steps/forwards.h"
 
@@ -70,14 +70,17 @@ class Backward {
     if (begun_) model_.route->stand_in(*begun_);
   }
   // Ends the backward when it is given up, as long as its gradients are there.
-  void drop();
+  void drop() {
+    if (!begun_) return;
+    begun_->is_over = true;
+    model_.route->drop(*begun_);
+  }
 
  private:
   bool is_last_fire(size_t index, const at::Tensor& incoming, bool kept);
   void count_collected(size_t index);
   bool skips(const BucketLayout& layout) const;
   void check_skipped() const;
-  void average_sparse_gradients();
   const BucketPlan& plan() const { return *begun_->plan; }
   Gradient& gradient(size_t index) const { return model_.parameters.gradients()[index]; }
   const ModelNames& names() const { return *model_.parameters.names(); }

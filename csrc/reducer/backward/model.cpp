@@ -1,6 +1,5 @@
 #include "reducer/backward/model.h"
 
-#include <string>
 #include <utility>
 
 #include "reducer/backward/backward.h"
@@ -37,45 +36,11 @@ Backward& Model::coming_backward() {
   return *backward;
 }
 
-bool Model::end_step() {
-  const bool completed = step && step->begun;
-  step.reset();
-  if (!completed) usage.clear();
-  return completed;
-}
-
 bool Model::wants_plan(bool changed) {
   const bool wanted = plan.is_wanted();
   if (!plan.is_outdated(changed, parameters)) return false;
   if (!wanted && plan) keep_gradients();
   return true;
-}
-
-// DDP makes buckets at wrapping and when it makes them anew, and moves existing gradients into them.
-void Model::keep_gradients() {
-  if (averaging.scaling != Scaling::DivideViewed) return;
-  for (Gradient& gradient : parameters.gradients()) gradient.keep();
-}
-
-void Model::install(std::shared_ptr<const BucketPlan> another) {
-  plan.install(std::move(another));
-  pooled.install(*plan);
-  route->install(*plan);
-}
-
-void Model::install(std::unique_ptr<Route> another) {
-  route = std::move(another);
-  if (plan) route->install(*plan);
-}
-
-std::shared_ptr<Work> Model::announce(size_t slot, std::shared_ptr<std::vector<uint8_t>> bytes,
-                                      const char* what) const {
-  return averaging.announce(slot, life.step(), std::move(bytes), DType::UInt8, ReduceOp::Max,
-                            [names = parameters.names(), what] { return what + std::string(" of ") + names->model; });
-}
-
-std::shared_ptr<Work> Model::vote(std::shared_ptr<std::vector<uint8_t>> bytes) const {
-  return announce(averaging.vote_slot(), std::move(bytes), "the last of a step");
 }
 
 void Model::let_go_of_gradients(bool keeps) {
@@ -85,11 +50,6 @@ void Model::let_go_of_gradients(bool keeps) {
     keeps ? gradient.forget() : gradient.discard();
   }
   if (!keeps) usage.clear();
-}
-
-void Model::pool_gradients() {
-  if (!plan || plan.all_frozen()) return;
-  pooled.use_in_this_task(parameters.tensor(plan->buckets()[0]->parameters[0]).grad().defined());
 }
 
 }  // namespace syncengine

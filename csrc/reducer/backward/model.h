@@ -1,5 +1,4 @@
-// A model as the reducer sees it: what it is, how its gradients are averaged, what is known of its backwards. Each part
-// has a lifetime of its own.
+// A model as the reducer sees it: its settings, and its parts, each of which has a lifetime of its own.
 //
 // Ownership: the reducer's; the address stays. Thread-safety: the reducer's lock, unless a part says otherwise.
 // Failure: throws Error(InvalidUsage) for settings that are not possible, or not now.
@@ -11,14 +10,13 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "engine/communicator/communicator.h"
 #include "reducer/backward/outcome.h"
-#include "reducer/backward/record.h"
 #include "reducer/backward/route.h"
 #include "reducer/buckets/averaging.h"
-#include "reducer/buckets/bucket.h"
 #include "reducer/buckets/bucket_lane.h"
 #include "reducer/buckets/flat_buckets.h"
 #include "reducer/gradients/gradient_memory.h"
@@ -26,7 +24,7 @@
 #include "steps/bucket_plan.h"
 #include "steps/forwards.h"
 #include "steps/lifecycle.h"
-#include "steps/statistics.h"
+#include "steps/record.h"
 
 namespace syncengine {
 
@@ -38,8 +36,6 @@ struct Model {
   // device; null for CPUs.
   Model(std::vector<at::Tensor> tensors, ModelNames names, const std::shared_ptr<Communicator>& communicator,
         const std::vector<bool>& sparse, const ReducerOptions& asked, std::unique_ptr<BucketLane> lane);
-  Model(const Model&) = delete;
-  Model& operator=(const Model&) = delete;
 
   const ReducerOptions options;
 
@@ -69,12 +65,24 @@ struct Model {
   Backward& coming_backward();
 
   // Forgets the step if a backward has completed it, and returns whether one has.
-  bool end_step();
+  bool end_step() {
+    const bool completed = step && step->begun;
+    step.reset();
+    if (!completed) usage.clear();
+    return completed;
+  }
 
   // Called before a forward, for which parameters have `changed`: see CurrentPlan.
   bool wants_plan(bool changed);
-  void install(std::shared_ptr<const BucketPlan> another);
-  void install(std::unique_ptr<Route> another);
+  void install(std::shared_ptr<const BucketPlan> another) {
+    plan.install(std::move(another));
+    pooled.install(*plan);
+    route->install(*plan);
+  }
+  void install(std::unique_ptr<Route> another) {
+    route = std::move(another);
+    if (plan) route->install(*plan);
+  }
   // Called when a gradient that is to be averaged has come. If all parameters were frozen for the last forward, the
   // gradient is from another graph, and uses the plan from before.
   void thaw() {
@@ -87,20 +95,33 @@ struct Model {
     if (options.waits_in_between || (flat && options.skip_all_reduce_unused_params)) return false;
     return plan && !plan.all_frozen() && route->can_be_refused();
   }
-  // Announces that this rank's step ends with these bytes, as announce() does; the caller waits for the work.
-  std::shared_ptr<Work> vote(std::shared_ptr<std::vector<uint8_t>> bytes) const;
-  // Announces bytes that are no gradients, which become their maximum over all ranks.
-  std::shared_ptr<Work> announce(size_t slot, std::shared_ptr<std::vector<uint8_t>> bytes, const char* what) const;
-  // Drops what a backward has collected, or was to collect: .grad stays as it is, or becomes None. Called under the
-  // GIL.
+  // Announces words that are no gradients, whose bytes become their maximum over all ranks.
+  template <class Word>
+  std::shared_ptr<Work> announce(size_t slot, std::shared_ptr<std::vector<Word>> words, const char* what) const {
+    return averaging.announce(slot, life.step(), std::move(words), DType::UInt8, ReduceOp::Max,
+                              [names = parameters.names(), what] { return what + std::string(" of ") + names->model; });
+  }
+  // Announces in the same way that this rank's step ends, with these words or nothing; the caller waits for the work.
+  template <class Word = uint8_t>
+  std::shared_ptr<Work> vote(std::shared_ptr<std::vector<Word>> words = std::make_shared<std::vector<Word>>(1)) const {
+    return announce(averaging.vote_slot(), std::move(words), "the last of a step");
+  }
+  // Drops what a backward has collected, or was to collect: .grad stays as it is, or becomes None. Needs the GIL.
   void let_go_of_gradients(bool keeps);
 
   // Called when the graph task on this thread brings gradients.
-  void pool_gradients();
+  void pool_gradients() {
+    if (!plan || plan.all_frozen()) return;
+    pooled.use_in_this_task(parameters.tensor(plan->buckets()[0]->parameters[0]).grad().defined());
+  }
   RouteParts for_route() { return {averaging, parameters.gradients(), life, record, pooled, flat.get()}; }
 
  private:
-  void keep_gradients();
+  // DDP makes buckets at wrapping and when it makes them anew, and moves existing gradients into them.
+  void keep_gradients() {
+    if (averaging.scaling != Scaling::DivideViewed) return;
+    for (Gradient& gradient : parameters.gradients()) gradient.keep();
+  }
 };
 
 }  // namespace syncengine

@@ -8,7 +8,6 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <utility>
 
@@ -51,8 +50,8 @@ class Outcome {
   void end(bool raised_in_forward = false) {
     auto loses_gradients = std::make_shared<uint8_t>(!raised_in_forward);
     try {
-      auto work = averaging_.communicator->end_refused(averaging_.slots, life_.step(), loses_gradients);
-      end_.emplace(RefusalEnd{std::move(work), std::move(loses_gradients)});
+      end_ = averaging_.communicator->end_refused(averaging_.slots, life_.step(), loses_gradients);
+      loses_gradients_ = std::move(loses_gradients);
       life_.refusal_ends(/*undecided=*/raised_in_forward);
     } catch (const Error&) {
     }
@@ -60,16 +59,15 @@ class Outcome {
   // Blocks until that step has ended on all ranks, so that another one may begin. Returns whether gradients that this
   // rank has kept must become None, as some rank could not keep its own.
   bool await_end(std::unique_lock<std::mutex>& lock) {
-    while (end_) {
-      const RefusalEnd end = *end_;
+    while (const std::shared_ptr<Work> end = end_) {
       lock.unlock();
-      averaging_.communicator->wait(end.work, raise_pending_signal);
+      averaging_.communicator->wait(end, raise_pending_signal);
       lock.lock();
-      if (!end_ || end_->work != end.work) continue;  // another thread has waited, too; a later step may have ended
+      if (end_ != end) continue;  // another thread has waited, too; a later step may have ended
       end_.reset();
       const bool undecided = life_.is_undecided();
       life_.refusal_ended();
-      return undecided && *end.loses_gradients != 0;
+      return undecided && *loses_gradients_ != 0;
     }
     return false;
   }
@@ -77,12 +75,8 @@ class Outcome {
  private:
   const Averaging& averaging_;
   Lifecycle& life_;
-
-  struct RefusalEnd {
-    std::shared_ptr<Work> work;
-    std::shared_ptr<uint8_t> loses_gradients;  // on this rank; when the work has ended, on any
-  };
-  std::optional<RefusalEnd> end_;
+  std::shared_ptr<Work> end_;                 // of a refused step, until it is awaited
+  std::shared_ptr<uint8_t> loses_gradients_;  // on this rank; when the work has ended, on any
 };
 
 }  // namespace syncengine

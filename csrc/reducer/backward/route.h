@@ -1,6 +1,6 @@
 // The way in which the gradients of a bucket become averages, once all of them are there: reduced in place, through
 // flat memory of a device, or by a communication hook. All buckets of a model have one route, except that sparse
-// gradients, unless a hook takes them, are gathered together at the end of backward (sparse.h).
+// gradients, unless a hook takes them, are gathered together at the end of backward.
 //
 // Ownership: the model's; memory that a route keeps over backwards is its own. Thread-safety: all calls but finish()
 // and proceed() under the reducer's lock; these two without it, by one thread at a time, since they may block or run
@@ -18,7 +18,6 @@
 #include <vector>
 
 #include "base/trace.h"
-#include "reducer/backward/record.h"
 #include "reducer/buckets/averaging.h"
 #include "reducer/buckets/bucket.h"
 #include "reducer/buckets/flat_buckets.h"
@@ -28,10 +27,10 @@
 #include "reducer/gradients/tree_sums.h"
 #include "steps/bucket_plan.h"
 #include "steps/lifecycle.h"
+#include "steps/record.h"
 
 namespace syncengine {
 
-// The parts of a model that routes use.
 struct RouteParts {
   const Averaging& averaging;
   const std::vector<Gradient>& gradients;
@@ -130,5 +129,10 @@ class Route {
 std::unique_ptr<Route> make_in_place_route(const RouteParts& model);
 std::unique_ptr<Route> make_flat_route(const RouteParts& model);
 std::unique_ptr<Route> make_comm_hook_route(const RouteParts& model, std::unique_ptr<c10d::CommHookInterface> hook);
+
+// Averages sparse gradients: every rank's indices and values are gathered, and summed here in the order of ranks, or as
+// a tree. A device's gradients are copied to the host and back, for which the host waits, on the current stream. Every
+// rank must call it at the same place. Makes two all-gathers for all gradients together: the sizes, then the rest.
+void average_sparse(const RouteParts& model, const BackwardBuckets& backward);
 
 }  // namespace syncengine

@@ -19,10 +19,10 @@
 #include "base/error.h"
 #include "collectives/operation.h"
 #include "engine/communicator/communicator.h"
-#include "reducer/buckets/bucket.h"
 #include "reducer/gradients/gradient.h"
 #include "reducer/gradients/tree_sums.h"
 #include "reducer/torch/tensors.h"
+#include "steps/bucket_plan.h"
 #include "steps/texts.h"
 
 namespace syncengine {
@@ -66,8 +66,7 @@ struct Averaging {
   std::shared_ptr<const Slots> slots = {};  // one for each bucket there may be, then these; from the first plan on
 
   int rank() const { return communicator->global_ranks()[communicator->rank()]; }  // of this process, in the whole job
-  // Ends the communicator, since the peers wait for gradients that this rank will not bring, and there is no step to be
-  // refused.
+  // Ends the communicator: peers wait for gradients that this rank will not bring, and there is no step to be refused.
   void tell_peers(const std::string& text, ErrorKind kind = ErrorKind::Aborted) const {
     communicator->abort(kind, said_by(rank(), text));
   }
@@ -76,19 +75,16 @@ struct Averaging {
   size_t vote_slot() const { return parameters + 1; }
   size_t nonfinite_slot() const { return parameters + 2; }
   // An operation without memory yet. With a `tree`, it is added up in the order of that step's sums.
-  Operation operation_of(const BucketLayout& layout, const std::optional<TreeStep>& tree) const {
-    Operation operation;
-    operation.dtype = travels_as ? *gradient_dtype(*travels_as) : layout.dtype;
-    operation.op = ReduceOp::Avg;
-    operation.numerics = communicator->numerics();
-    operation.layout_hash = layout.hash;
-    operation.describe = [shared = layout.shared_from_this()] { return shared->describe(); };
+  Operation operation_of(const std::shared_ptr<const BucketLayout>& layout, const std::optional<TreeStep>& tree) const {
+    Operation operation{.dtype = travels_as ? *gradient_dtype(*travels_as) : layout->dtype, .op = ReduceOp::Avg};
+    operation.numerics = tree ? Numerics::Tree : communicator->numerics();
+    operation.layout_hash = layout->hash;
+    operation.describe = [layout] { return layout->describe(); };
     if (!tree) return operation;
-    operation.numerics = Numerics::Tree;
     operation.leaves = tree->total;
-    operation.layout_hash = mix(mix(layout.hash, tree->total), tree->number);
-    operation.describe = [shared = layout.shared_from_this(), total = tree->total, number = tree->number] {
-      return shared->describe() + ", in step " + std::to_string(number) +
+    operation.layout_hash = mix(mix(layout->hash, tree->total), tree->number);
+    operation.describe = [layout, total = tree->total, number = tree->number] {
+      return layout->describe() + ", in step " + std::to_string(number) +
              " of micro_batches(total=" + std::to_string(total) + ")";
     };
     return operation;

@@ -12,18 +12,16 @@
 #include "engine/progress/work.h"
 #include "reducer/torch/profile.h"
 #include "steps/bucket_plan.h"
-#include "steps/statistics.h"
+#include "steps/record.h"
 #include "transport/shm/pool.h"
 
 namespace syncengine {
 
 // Gradients of less than a page share pages with other tensors, which peers must not access: they are copied to a block
-// of the pool while they are still in the cache, and reduced there. So a bucket of small gradients is one contiguous
-// block.
+// of the pool, one for each bucket, while they are still in the cache, and reduced there.
 //
 // Ownership: holds the block. Aliasing: the gradients outlive it. Thread-safety: none. Failure: none; where there is no
 // room, nothing is copied and they are staged.
-
 class SmallGradients {
  public:
   SmallGradients() = default;
@@ -58,8 +56,7 @@ class SmallGradients {
   std::vector<Piece> pieces_;
 };
 
-// The memory that the engine works on. It may hold this longer than the bucket exists, whose step may have been
-// refused.
+// The memory that the engine works on, perhaps for longer than the bucket exists, whose step may have been refused.
 struct BucketMemory {
   std::vector<at::Tensor> gradients;  // in the layout's order, those in `small` left out
   SmallGradients small;

@@ -1,11 +1,7 @@
-
 #include "reducer/buckets/bucket_lane.h"
 
 #include <ATen/ops/empty.h>
 
-#include <utility>
-
-#include "reducer/torch/python_error.h"
 #include "streams/queue.h"
 
 namespace syncengine {

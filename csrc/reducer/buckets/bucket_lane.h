@@ -45,8 +45,7 @@ class BucketLane {
 
   // Whether its own stream, or the current one, is being captured into a graph.
   virtual bool is_captured() const { return false; }
-  // Memory in which this lane's operations note which rank has brought NaN or infinity; see Nonfinite. Blocks as
-  // wait().
+  // Memory in which this lane's operations note who has brought NaN or infinity; see Nonfinite. Blocks as wait().
   virtual Nonfinite words_for_nonfinite() = 0;
   // Blocks the host until all that is queued on its own stream now is done.
   virtual void wait() = 0;
@@ -62,7 +61,6 @@ inline Nonfinite host_words_for_nonfinite(int world) {
 std::unique_ptr<BucketLane> make_device_lane(const std::shared_ptr<Communicator>& communicator, c10::Device device);
 
 // A BucketLane of host memory: for tests of all that is the same on every device.
-
 class HostMemoryLane final : public BucketLane {
  public:
   explicit HostMemoryLane(std::shared_ptr<Communicator> communicator) : communicator_(std::move(communicator)) {}

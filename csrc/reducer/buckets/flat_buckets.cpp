@@ -6,7 +6,6 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
-#include <utility>
 
 #include "base/memory.h"
 
@@ -64,20 +63,6 @@ void FlatBuckets::lay_out(const BucketPlan& plan, const std::vector<Gradient>& g
   }
 }
 
-void FlatBuckets::lay_out_nothing(size_t buckets) {
-  flats_.assign(buckets, {});
-  memory_.reset();
-}
-
-bool FlatBuckets::current_changed() {
-  const c10::Stream now = lane_->current();
-  return std::exchange(seen_, now) != now;
-}
-
-void FlatBuckets::begin() {
-  for (Flat& flat : flats_) flat.streams.clear();
-}
-
 void FlatBuckets::note(size_t bucket) {
   auto& streams = flats_[bucket].streams;
   const c10::Stream stream = lane_->current();
@@ -92,11 +77,6 @@ void FlatBuckets::fill(const Bucket& bucket, const std::vector<Gradient>& gradie
   at::_foreach_copy_(flat.views, memories(bucket, gradients));
 }
 
-SpanList FlatBuckets::span(size_t bucket) const {
-  const at::Tensor& bytes = flats_[bucket].bytes;
-  return {bytes.mutable_data_ptr(), bytes.nbytes()};
-}
-
 void FlatBuckets::all_reduce(Operation operation) {
   operation.keepalive = std::make_shared<c10::Storage>(memory_.storage());
   lane_->all_reduce(std::move(operation));
@@ -105,8 +85,7 @@ void FlatBuckets::all_reduce(Operation operation) {
 void FlatBuckets::finish(const std::vector<Bucket>& buckets, const Filling& filling,
                          const std::vector<Gradient>& gradients) {
   lane_->finish();
-  // Backward may have queued kernels that still read memory that is overwritten here. All of them are ordered before
-  // the current stream.
+  // Kernels of backward may still read memory that is overwritten here. All are ordered before the current stream.
   const c10::Stream current = lane_->current();
   lane_->order(current, lane_->own());
   {
@@ -154,10 +133,6 @@ void FlatBuckets::keep(const at::Tensor& tensor) {
   if (!tensor.is_sparse()) return lane_->keep_for(current, tensor);
   lane_->keep_for(current, tensor._indices());
   lane_->keep_for(current, tensor._values());
-}
-
-void FlatBuckets::join() {
-  if (written_on_) lane_->order(*written_on_, lane_->current());
 }
 
 }  // namespace syncengine

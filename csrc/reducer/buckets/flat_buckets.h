@@ -31,19 +31,27 @@ class FlatBuckets {
   // unless the existing memory is enough, as it is for any buckets of the same parameters.
   void lay_out(const BucketPlan& plan, const std::vector<Gradient>& gradients, std::optional<at::ScalarType> type);
   // Makes new buckets, none of which is reduced here, and drops the memory.
-  void lay_out_nothing(size_t buckets);
+  void lay_out_nothing(size_t buckets) {
+    flats_.assign(buckets, {});
+    memory_.reset();
+  }
   size_t buckets() const { return flats_.size(); }  // 0 if there was no memory for them
 
   c10::Stream stream() const { return lane_->own(); }
 
   // Whether the current stream has changed since the last call; true the first time.
-  bool current_changed();
+  bool current_changed() {
+    const c10::Stream now = lane_->current();
+    return std::exchange(seen_, now) != now;
+  }
 
   // Whether what is queued now becomes a part of a graph.
   bool is_captured() const { return lane_->is_captured(); }
 
   // Called when a backward begins.
-  void begin();
+  void begin() {
+    for (Flat& flat : flats_) flat.streams.clear();
+  }
   // Notes that the calling thread's current stream has made a gradient of this bucket.
   void note(size_t bucket);
   // Copies the gradients' memory in, after the streams that have made them.
@@ -51,7 +59,9 @@ class FlatBuckets {
   // The present memory of each gradient of the bucket, to be touched on stream() alone.
   const std::vector<at::Tensor>& views(size_t bucket) const { return flats_[bucket].views; }
   // The memory of the whole bucket.
-  SpanList span(size_t bucket) const;
+  SpanList span(size_t bucket) const {
+    return {flats_[bucket].bytes.mutable_data_ptr(), flats_[bucket].bytes.nbytes()};
+  }
   void all_reduce(Operation operation);
 
   // The words for a backward that begins when no operation of the last one is under way; see BucketLane. Blocks the
@@ -73,7 +83,9 @@ class FlatBuckets {
   // Keeps memory that the current stream reads from being given to others before that, whichever stream has made it.
   void keep(const at::Tensor& tensor);
   // Makes the current stream wait for the one that was current when averages were last written.
-  void join();
+  void join() {
+    if (written_on_) lane_->order(*written_on_, lane_->current());
+  }
 
  private:
   struct Flat {

@@ -97,17 +97,4 @@ size_t NonfiniteWatch::parameter_at(uint64_t element) const {
   return layout.parameters[k];
 }
 
-std::string NonfiniteWarnings::next(uint64_t step, const std::string& text) {
-  ++counted_;
-  if (warned_ != 0 && step - warned_ < kApart) return "";
-  std::string warning = text;
-  if (warned_ != 0) {
-    warning = std::to_string(counted_) + " of the last " + std::to_string(step - warned_) +
-              " steps were not finite; in the last one " + text;
-  }
-  warned_ = step;
-  counted_ = 0;
-  return warning;
-}
-
 }  // namespace syncengine

@@ -58,18 +58,4 @@ class NonfiniteWatch {
   Nonfinite words_;
 };
 
-// Chooses the steps of which a warning is given if many are not finite: the first in full, then one in 100 with the
-// number of those since. Once weights are NaN every step brings NaN, and the first warning is the one that helps.
-class NonfiniteWarnings {
- public:
-  // The warning of `step`, which `text` describes; empty if the step is only counted.
-  std::string next(uint64_t step, const std::string& text);
-
- private:
-  static constexpr uint64_t kApart = 100;
-
-  uint64_t warned_ = 0;   // the last step with a warning, or 0
-  uint64_t counted_ = 0;  // steps since then that were not finite
-};
-
 }  // namespace syncengine

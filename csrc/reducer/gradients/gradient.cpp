@@ -15,8 +15,7 @@ namespace syncengine {
 
 namespace {
 
-// Makes a tensor in the parameter's own layout if that is dense, otherwise contiguous: the order of elements on which
-// all ranks agree.
+// Makes a tensor in the parameter's layout if that is dense, else contiguous: an order on which all ranks agree.
 at::Tensor empty_like_parameter(const at::Tensor& parameter) {
   if (parameter.is_non_overlapping_and_dense()) {
     return at::empty_strided(parameter.sizes(), parameter.strides(), parameter.options());
@@ -90,10 +89,6 @@ void Gradient::collect(const std::string& name, Statistics& statistics) {
   }
 }
 
-void Gradient::collect_unused(Statistics& statistics) {
-  copy_out(Source::Unused, CopyReason::Unused, parameter_.grad(), statistics);
-}
-
 void Gradient::collect_absent() {
   at::NoGradGuard no_grad;
   source_ = Source::Absent;
@@ -142,11 +137,6 @@ bool Gradient::deliver(bool used) {
   return delivers;
 }
 
-void Gradient::keep() {
-  const at::Tensor& grad = parameter_.grad();
-  if (grad.defined() && grad.has_storage()) kept_ = grad.storage().getWeakStorageImpl();
-}
-
 bool Gradient::is_kept() const {
   const at::Tensor& grad = parameter_.grad();
   if (!grad.defined() || !grad.has_storage()) return false;
@@ -154,21 +144,10 @@ bool Gradient::is_kept() const {
   return kept && kept.get() == grad.storage().unsafeGetStorageImpl();
 }
 
-void Gradient::discard() {
-  if (source_ != Source::Absent) parameter_.mutable_grad().reset();
-  forget();
-}
-
 void Gradient::abandon() {
   at::Tensor& grad = parameter_.mutable_grad();
   if (source_ == Source::Own && grad.is_same(memory_) && grad._version() == version_) grad.reset();
   forget();
-}
-
-void Gradient::forget() {
-  shared_ = took_over_ = false;
-  source_ = Source::None;
-  memory_.reset();
 }
 
 }  // namespace syncengine

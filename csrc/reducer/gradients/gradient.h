@@ -1,5 +1,4 @@
-// One parameter's gradient during one synchronized backward: which memory is reduced, and how the average gets into
-// .grad.
+// One parameter's gradient in one synchronized backward: which memory is reduced, and how the average gets into .grad.
 //
 // The average may be written while backward still runs only into memory that nobody else can read: with `x @ w +
 // pos.view(..)`, pos.grad is the tensor from which w.grad is still to be computed. So the memory of .grad is used if
@@ -17,7 +16,7 @@
 
 #include "reducer/gradients/tree_sums.h"
 #include "reducer/torch/tensors.h"
-#include "steps/statistics.h"
+#include "steps/record.h"
 
 namespace syncengine {
 
@@ -44,7 +43,9 @@ class Gradient {
   // Takes what autograd has left in .grad, when all of it has come.
   void collect(const std::string& name, Statistics& statistics);
   // Makes a substitute for a gradient that this rank does not have.
-  void collect_unused(Statistics& statistics);
+  void collect_unused(Statistics& statistics) {
+    copy_out(Source::Unused, CopyReason::Unused, parameter_.grad(), statistics);
+  }
   // Makes a substitute for the gradient of a rank that has no batch: zeros, without touching .grad.
   void collect_absent();
   // Multiplies the collected gradient by a weight; with weight zero nothing is left of it, not even a NaN.
@@ -58,14 +59,24 @@ class Gradient {
   // .grad stays as it is, as does that of a rank without a batch.
   bool deliver(bool used);
   // Makes .grad None, since the average will never be complete.
-  void discard();
+  void discard() {
+    if (source_ != Source::Absent) parameter_.mutable_grad().reset();
+    forget();
+  }
   // Drops the collected memory, and leaves .grad as it is.
-  void forget();
+  void forget() {
+    shared_ = took_over_ = false;
+    source_ = Source::None;
+    memory_.reset();
+  }
   // Drops the collected memory. Makes .grad None if it still is that memory, in which peers may have begun to reduce.
   void abandon();
 
   // keep() remembers .grad's memory; is_kept() tells whether .grad still has it.
-  void keep();
+  void keep() {
+    const at::Tensor& grad = parameter_.grad();
+    if (grad.defined() && grad.has_storage()) kept_ = grad.storage().getWeakStorageImpl();
+  }
   bool is_kept() const;
 
  private:

@@ -1,45 +1,25 @@
-
 #include "reducer/gradients/gradient_memory.h"
 
 #include <c10/core/CPUAllocator.h>
 
-#include <memory>
-#include <mutex>
-#include <utility>
-#include <vector>
-
-#include "reducer/torch/python_objects.h"
 #include "transport/shm/pages.h"
 
-namespace syncengine::gradient_memory {
+namespace syncengine {
 
 namespace {
 
 constexpr int kWrongGuesses = 3;  // after so many, the graph is taken to change each time
 
-}  // namespace
-
-void AllocationHabits::forget(size_t bytes) {
-  std::lock_guard lock(mutex);
-  Habit& habit = habits[bytes];
-  if (habit.temporaries[0] || habit.temporaries[1]) ++habit.wrong;
-  habit.temporaries = {};
-}
-
-namespace {
+// This flag has no destructor, since memory is released even after this thread's other variables are destroyed.
+thread_local bool any_in_use = false;
 
 // The grants of a thread, which may be of several models, or of tasks within tasks.
 struct GrantsInUse {
   std::vector<std::shared_ptr<Grant>> grants;
-  ~GrantsInUse();
+  ~GrantsInUse() { any_in_use = false; }
 };
-
-// This flag has no destructor, since memory is released even after this thread's other variables are destroyed.
-thread_local bool any_in_use = false;
 thread_local GrantsInUse in_use;
 c10::Allocator* previous = nullptr;
-
-GrantsInUse::~GrantsInUse() { any_in_use = false; }
 
 void release_block(void* block) {
   if (block == nullptr) return;
@@ -77,7 +57,41 @@ class PoolAllocator final : public c10::Allocator {
   void copy_data(void* to, const void* from, size_t bytes) const override { previous->copy_data(to, from, bytes); }
 };
 
+// Whether `tensor` is held by that many C++ references and by nothing in Python.
+bool has_holders(const at::TensorBase& tensor, size_t references) {
+  return tensor.use_count() == references ||
+         (tensor.use_count() == references + 1 && python_let_go(*tensor.unsafeGetTensorImpl()));
+}
+
+// Whether the memory is that of a plain tensor: torch's own, or a pool's.
+bool is_tensor_memory(const c10::DataPtr& data) {
+  auto* deleter = data.get_deleter();
+  if (!data.device().is_cpu()) return deleter == c10::GetAllocator(data.device().type())->raw_deleter();
+  if (previous == nullptr) return deleter == c10::GetCPUAllocator()->raw_deleter();
+  return deleter == &release_block || deleter == previous->raw_deleter();
+}
+
+// Whether nothing but `grad` will ever read the memory that it took over from `incoming`: every holder is known, and
+// goes with `incoming`, which the engine is about to drop; and the memory is torch's own (not NumPy's, say).
+bool took_over_exclusively(const at::Tensor& grad, const at::Tensor& incoming, size_t references) {
+  if (!has_holders(incoming, references)) return false;
+  size_t known_holders = 2;
+  if (incoming.is_view()) {  // the weight of every nn.Linear: its gradient is the transpose of a product
+    const at::TensorBase& base = incoming._base();
+    if (has_holders(base, 1) && shares_storage(grad, base)) ++known_holders;
+  }
+  const auto& storage = grad.storage();
+  return storage.use_count() == known_holders && is_tensor_memory(storage.data_ptr());
+}
+
 }  // namespace
+
+void AllocationHabits::forget(size_t bytes) {
+  std::lock_guard lock(mutex);
+  Habit& habit = habits[bytes];
+  if (habit.temporaries[0] || habit.temporaries[1]) ++habit.wrong;
+  habit.temporaries = {};
+}
 
 void* Grant::allocate(size_t bytes) {
   if (pool_.forked()) return nullptr;  // before the lock, which another thread may have held at the fork
@@ -124,7 +138,7 @@ void Grant::learn() {
   if (any_temporary) pool_.trim();  // pages of temporaries will not be needed again
 }
 
-void install() {
+void install_pool_allocator() {
   static std::once_flag once;
   std::call_once(once, [] {
     previous = c10::GetCPUAllocator();
@@ -133,57 +147,18 @@ void install() {
   });
 }
 
-void use(const std::shared_ptr<Grant>& grant) {
+void use_grant(const std::shared_ptr<Grant>& grant) {
   in_use.grants.push_back(grant);
   any_in_use = true;
 }
-
-bool is_tensor_memory(const c10::DataPtr& data) {
-  auto* deleter = data.get_deleter();
-  if (!data.device().is_cpu()) return deleter == c10::GetAllocator(data.device().type())->raw_deleter();
-  if (previous == nullptr) return deleter == c10::GetCPUAllocator()->raw_deleter();
-  return deleter == &release_block || deleter == previous->raw_deleter();
-}
-
-}  // namespace syncengine::gradient_memory
-
-namespace syncengine {
 
 bool shares_storage(const at::TensorBase& a, const at::TensorBase& b) {
   return a.has_storage() && b.defined() && b.has_storage() &&
          a.storage().unsafeGetStorageImpl() == b.storage().unsafeGetStorageImpl();
 }
 
-namespace {
-
-// Whether `tensor` is held by that many C++ references and by nothing in Python.
-bool has_holders(const at::TensorBase& tensor, size_t references) {
-  return tensor.use_count() == references ||
-         (tensor.use_count() == references + 1 && python_let_go(*tensor.unsafeGetTensorImpl()));
-}
-
-// Whether nothing but `grad`, which took over the memory of `incoming`, will ever read that memory: every holder is
-// known, and goes with `incoming`, which the engine is about to drop; and the memory is torch's own (not a numpy
-// array's, say).
-bool took_over_exclusively(const at::Tensor& grad, const at::Tensor& incoming, size_t references) {
-  if (!has_holders(incoming, references)) return false;
-  size_t known_holders = 2;
-  if (incoming.is_view()) {  // the weight of every nn.Linear: its gradient is the transpose of a product
-    const at::TensorBase& base = incoming._base();
-    if (has_holders(base, 1) && shares_storage(grad, base)) ++known_holders;
-  }
-  const auto& storage = grad.storage();
-  return storage.use_count() == known_holders && gradient_memory::is_tensor_memory(storage.data_ptr());
-}
-
-}  // namespace
-
 bool is_shared(const at::Tensor& grad, const at::Tensor& incoming, size_t references) {
   return shares_storage(grad, incoming) && !took_over_exclusively(grad, incoming, references);
-}
-
-void note_incoming(const std::vector<at::Tensor>& parameters) {
-  for (const at::Tensor& parameter : parameters) note_next_gradient(parameter);
 }
 
 bool owns_gradient(const at::Tensor& parameter) {

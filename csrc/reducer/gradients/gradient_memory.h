@@ -26,40 +26,35 @@
 #include "reducer/torch/graph_tasks.h"
 #include "reducer/torch/hooks.h"
 #include "steps/bucket_plan.h"
-#include "steps/statistics.h"
+#include "steps/record.h"
 #include "transport/shm/pool.h"
 
-namespace syncengine::gradient_memory {
-
-// Bytes of the gradients that belong into the pool.
-using Sizes = std::unordered_set<size_t>;
+namespace syncengine {
 
 // Whether each of a backward's allocations of one size is a temporary, in the order of the allocations.
 using Temporaries = std::vector<bool>;
 
 struct AllocationHabits {
-  explicit AllocationHabits(Sizes of) : sizes(std::move(of)) {}
+  explicit AllocationHabits(std::unordered_set<size_t> of) : sizes(std::move(of)) {}
 
   struct Habit {
     std::array<std::shared_ptr<const Temporaries>, 2> temporaries;  // by whether it accumulates; null: not learned yet
     int wrong = 0;                                                  // wrong guesses
   };
 
-  const Sizes sizes;
-  std::mutex mutex;  // guards the members below, and the grants' courses
+  const std::unordered_set<size_t> sizes;  // of gradients that belong into the pool
+  std::mutex mutex;                        // guards the members below, and the grants' courses
   std::unordered_map<size_t, Habit> habits;
 
   // Forgets a wrong guess: a gradient of that size did not get a block of the pool.
   void forget(size_t bytes);
 };
 
-// Puts the gradients that autograd allocates while a synchronized backward runs into a pool, so that they lie where
-// peers reach them.
+// Puts gradients that autograd allocates in synchronized backwards into a pool, where peers reach them.
 //
 // torch's CPU allocator is replaced for good by one that passes everything on, except allocations of a gradient's exact
-// size made by a thread that uses a grant, while that is valid: a backward's own threads, until it ends. Known
-// temporaries among them (AllocationHabits) are passed on, too. So the pool holds gradients, and thus blocks of few
-// sizes, which fit each other's places.
+// size by threads that use a grant, while that is valid: a backward's own threads, until it ends. Known temporaries
+// (AllocationHabits) are passed on, too. So the pool has blocks of few sizes, which fit each other's places.
 
 // One backward's permission to allocate gradients from a pool. Thread-safe.
 class Grant {
@@ -97,28 +92,20 @@ class Grant {
 };
 
 // Idempotent. Called on any thread, while no other thread allocates tensors for the first time.
-void install();
+void install_pool_allocator();
 
 // Makes the calling thread use the grant, until it is revoked.
-void use(const std::shared_ptr<Grant>& grant);
-
-// Whether the memory is that of a plain tensor: torch's own, or a pool's.
-bool is_tensor_memory(const c10::DataPtr& data);
-
-}  // namespace syncengine::gradient_memory
-
-namespace syncengine {
+void use_grant(const std::shared_ptr<Grant>& grant);
 
 // Memory for a model's large gradients on CPUs, in the communicator's pool as far as that has room. Empty on devices,
 // and if the user wants torch's memory. The pool is the communicator's and lives for ever.
 //
 // Thread-safety: the reducer's lock.
-
 class PooledGradients {
  public:
   explicit PooledGradients(shm::Pool* pool) : pool_(pool) {
     if (!pool_) return;
-    gradient_memory::install();
+    install_pool_allocator();
     pool_->join();
   }
   ~PooledGradients() {
@@ -130,14 +117,13 @@ class PooledGradients {
   shm::Pool* pool() const { return pool_; }
   void install(const BucketPlan& plan) {
     if (!pool_ || (habits_ && habits_->sizes == plan.pooled_sizes())) return;
-    habits_ = std::make_shared<gradient_memory::AllocationHabits>(plan.pooled_sizes());
+    habits_ = std::make_shared<AllocationHabits>(plan.pooled_sizes());
   }
-  // Puts the gradients that the graph task on this thread allocates into the pool. `accumulates`: there are gradients
-  // already.
+  // Puts the gradients of the graph task on this thread into the pool. `accumulates`: there are gradients already.
   void use_in_this_task(bool accumulates) {
     if (!pool_ || !habits_ || std::exchange(task_, GraphTasks::current()) == GraphTasks::current()) return;
-    const auto grant = std::make_shared<gradient_memory::Grant>(*pool_, habits_, accumulates);
-    gradient_memory::use(grant);
+    const auto grant = std::make_shared<Grant>(*pool_, habits_, accumulates);
+    use_grant(grant);
     at_task_end(
         [grant] {
           grant->revoke();
@@ -155,26 +141,19 @@ class PooledGradients {
 
  private:
   shm::Pool* const pool_;
-  std::shared_ptr<gradient_memory::AllocationHabits> habits_;  // of backward, with blocks of the planned sizes
-  int task_ = -1;                                              // the last graph task that uses the pool
+  std::shared_ptr<AllocationHabits> habits_;  // of backward, with blocks of the planned sizes
+  int task_ = -1;                             // the last graph task that uses the pool
 };
-
-// Whether nothing else will ever read the memory of .grad. Autograd lets .grad take over a tensor whose memory others
-// may still have to read in the same backward, and two parameters may take over the same memory.
 
 bool shares_storage(const at::TensorBase& a, const at::TensorBase& b);
 
 // Whether anything else may still read the memory that `grad` took over from `incoming`; false if it took over nothing.
-// `references` counts the references of the engine and the caller to `incoming`.
+// Autograd lets .grad take over a tensor whose memory others may still have to read in the same backward, and two
+// parameters may take over the same memory. `references` counts those of the engine and the caller to `incoming`.
 bool is_shared(const at::Tensor& grad, const at::Tensor& incoming, size_t references = 1);
 
-// Makes each of these parameters note the gradient that comes, until somebody clears its hooks (as Tensor.register_hook
-// does). Needed where gradients are found by a post-accumulate hook alone, which is not given that tensor. Not to be
-// called while backward runs.
-void note_incoming(const std::vector<at::Tensor>& parameters);
-
 // Whether nobody else can read or write the memory of the parameter's dense .grad: asked in its post-accumulate hook,
-// or at any time later. A gradient that was not noted counts as somebody else's.
+// or at any time later. A gradient that note_incoming() has not noted counts as somebody else's.
 bool owns_gradient(const at::Tensor& parameter);
 
 }  // namespace syncengine

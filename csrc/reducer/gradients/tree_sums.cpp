@@ -4,10 +4,14 @@
 
 #include <utility>
 
-#include "reducer/gradients/sparse.h"
 #include "reducer/torch/tensors.h"
 
 namespace syncengine {
+
+at::Tensor add_sparse(const at::Tensor& left, const at::Tensor& right) {
+  if (!is_narrow(left)) return (left + right).coalesce();
+  return (left.to(at::kFloat) + right.to(at::kFloat)).coalesce().to(left.scalar_type()).coalesce();
+}
 
 bool TreeSums::take(size_t merges) {
   at::NoGradGuard no_grad;

@@ -2,8 +2,7 @@
 // all micro-batches (collectives/order.h).
 //
 // Ownership: holds the gradients that it has taken out of .grad. Aliasing: writes only into sums that it has made,
-// since other tensors may share the memory of a gradient from autograd. Thread-safety: none. Failure: throws what torch
-// throws.
+// since others may share the memory of autograd's gradients. Thread-safety: none. Failure: throws torch's errors.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -40,6 +39,9 @@ class TreeSums {
   std::vector<at::Tensor> parameters_;
   std::vector<std::vector<WaitingSum>> sums_;  // each has a sum for every parameter
 };
+
+// The sum of two coalesced sparse gradients, which is coalesced, too, and rounded to their dtype.
+at::Tensor add_sparse(const at::Tensor& left, const at::Tensor& right);
 
 // The step that a synchronized backward completes, since it brings this rank's last micro-batch.
 struct TreeStep {

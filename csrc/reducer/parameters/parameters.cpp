@@ -1,6 +1,6 @@
 #include "reducer/parameters/parameters.h"
 
-#include <utility>
+#include <c10/util/ScopeExit.h>
 
 namespace syncengine {
 
@@ -50,33 +50,23 @@ bool Parameters::follow(const std::shared_ptr<AutogradListener>& reducer) {
 
 // A parameter has an AccumulateGrad node when it requires a gradient, and torch may replace the node: when `.data`
 // changes its dtype, say, even if the dtype changes back (model.bfloat16(), model.float()). A node of another size
-// can't be used again. Older graphs still use the old node, so a node that is retired never becomes a parameter's
-// again.
+// can't be used again. Older graphs still use the old node, so a retired one never becomes a parameter's again.
 void Parameters::follow(const std::shared_ptr<AutogradListener>& reducer, size_t index) {
   const at::Tensor& parameter = tensor(index);
   auto& hook = hooks_[index];
   const bool wanted = parameter.requires_grad();
   if (wanted && postpone_user_hooks(reducer, parameter)) any_user_hooks_ = true;
-  if (hook && !hook->fits(parameter)) retire(index);
+  if (hook && !hook->fits(parameter)) {
+    hook->take_node_from(parameter);
+    if (hook->is_alone())
+      unhook(index);
+    else
+      retired_.push_back(std::move(hook));
+  }
   if (wanted && !hook) {
     hook = std::make_unique<GradientHook>(*reducer, index, parameter);
     accumulators_[hook->node()] = index;
   }
-}
-
-void Parameters::retire(size_t index) {
-  hooks_[index]->take_node_from(tensor(index));
-  if (hooks_[index]->is_alone()) return unhook(index);
-  retired_.push_back(std::move(hooks_[index]));
-}
-
-void Parameters::unhook(size_t index) {
-  accumulators_.erase(hooks_[index]->node());
-  hooks_[index].reset();
-}
-
-bool Parameters::is_wanted(size_t index) const {
-  return tensor(index).requires_grad() || (keeps_trained_ && trained_[index]);
 }
 
 std::vector<size_t> Parameters::wanted() const {
@@ -94,31 +84,17 @@ bool Parameters::are_covered_by(const BucketPlan& plan) const {
   return true;
 }
 
-void Parameters::begin_accumulation() {
-  if (std::exchange(accumulates_, true)) return;
-  for (auto& accumulated : accumulated_) accumulated.store(false, std::memory_order_release);
-}
-
-void Parameters::accumulated(size_t index) { accumulated_[index].store(true, std::memory_order_release); }
-
 std::optional<size_t> Parameters::left_by(const BucketPlan& plan) const {
-  if (!accumulates_ || plan.parameters() == 0 || plan.parameters() == size()) return std::nullopt;
+  if (!accumulates_ || plan.covered().empty() || plan.covered().size() == size()) return std::nullopt;
   for (size_t i = 0; i < size(); ++i) {
     if (accumulated_[i].load(std::memory_order_acquire) && !plan.covers(i) && tensor(i).grad().defined()) return i;
   }
   return std::nullopt;
 }
 
-void Parameters::note_trained(const BucketPlan& plan) {
-  for (size_t i = 0; i < trained_.size(); ++i) trained_[i] = trained_[i] || plan.covers(i);
-}
-
 void Parameters::run_user_hooks(const std::vector<size_t>& averaged) {
-  struct Running {
-    explicit Running(std::atomic<bool>& runs) : runs(runs) { runs = true; }
-    ~Running() { runs = false; }
-    std::atomic<bool>& runs;
-  } running(runs_user_hooks_);
+  runs_user_hooks_ = true;
+  const auto running = c10::make_scope_exit([this] { runs_user_hooks_ = false; });
   for (size_t i : averaged) syncengine::run_user_hooks(tensor(i));
 }
 

@@ -1,5 +1,4 @@
-// The parameters of one model, as long as the model lives: how they are followed from forward to forward, and the hooks
-// on them.
+// The parameters of one model, as long as it lives: how they are followed from forward to forward, and their hooks.
 //
 // Ownership: holds the parameters and the hooks. Thread-safety: the reducer's lock. Failure: none.
 #pragma once
@@ -11,9 +10,9 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
-#include "reducer/buckets/bucket.h"
 #include "reducer/gradients/gradient.h"
 #include "reducer/torch/attributes.h"
 #include "reducer/torch/graph_tasks.h"
@@ -35,7 +34,6 @@ class Parameters {
   std::vector<Gradient>& gradients() { return gradients_; }
   const std::vector<Gradient>& gradients() const { return gradients_; }
   const at::Tensor& tensor(size_t index) const { return gradients_[index].parameter(); }
-  // The AccumulateGrad nodes of the parameters that are listened to.
   const Accumulators& accumulators() const { return accumulators_; }
 
   // The parameters as they are now, for BucketPlan and Forwards.
@@ -63,11 +61,16 @@ class Parameters {
   // From now on each parameter is wanted that has ever required a gradient, as under DDP with unused parameters: when
   // the model was wrapped, or in a plan.
   void keep_trained(bool keep) { keeps_trained_ = keep; }
-  void note_trained(const BucketPlan& plan);
+  void note_trained(const BucketPlan& plan) {
+    for (size_t i : plan.covered()) trained_[i] = true;
+  }
   // Called before forwards whose backwards are this rank's own: their gradients are still to be averaged, until the end
   // of a synchronized backward. Any thread calls accumulated() when such a gradient has come.
-  void begin_accumulation();
-  void accumulated(size_t index);
+  void begin_accumulation() {
+    if (std::exchange(accumulates_, true)) return;
+    for (auto& accumulated : accumulated_) accumulated.store(false, std::memory_order_release);
+  }
+  void accumulated(size_t index) { accumulated_[index].store(true, std::memory_order_release); }
   void end_accumulation() { accumulates_ = false; }
   // A parameter with a gradient from such a backward that is in no bucket of `plan`, if any. Ranks may differ.
   std::optional<size_t> left_by(const BucketPlan& plan) const;
@@ -80,8 +83,7 @@ class Parameters {
   bool any_retired() const { return !retired_.empty(); }
   // Whether the user has hooks that run when a gradient is accumulated; they wait for the averages.
   bool any_user_hooks() const { return any_user_hooks_; }
-  // Runs the user's hooks on these parameters, which hold averages now. Called without the lock, like the next
-  // function.
+  // Runs the user's hooks on these parameters, which hold averages now. Called without the lock, like the next one.
   void run_user_hooks(const std::vector<size_t>& averaged);
   // Whether the hooks that run now get averages, not this rank's own gradients.
   bool runs_user_hooks() const { return runs_user_hooks_; }
@@ -93,9 +95,11 @@ class Parameters {
 
  private:
   void follow(const std::shared_ptr<AutogradListener>& reducer, size_t index);
-  void retire(size_t index);
-  void unhook(size_t index);
-  bool is_wanted(size_t index) const;
+  void unhook(size_t index) {
+    accumulators_.erase(hooks_[index]->node());
+    hooks_[index].reset();
+  }
+  bool is_wanted(size_t index) const { return is_trained(index) || (keeps_trained_ && trained_[index]); }
 
   const std::shared_ptr<const ModelNames> names_;
   std::vector<Gradient> gradients_;

@@ -2,31 +2,23 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_foreach_copy.h>
 #include <ATen/ops/empty.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <condition_variable>
-#include <memory>
-#include <mutex>
-#include <optional>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "base/error.h"
 #include "reducer/backward/route.h"
 #include "reducer/torch/python_error.h"
-#include "reducer/torch/python_objects.h"
 #include "reducer/torch/tensors.h"
-#include "steps/texts.h"
 
 namespace syncengine {
 
 namespace {
 
 // Turns pybind11's error_already_set into torch's python_error, which crosses autograd unchanged.
-template <class Call>
-auto keeping_python_errors(Call&& call) {
+auto keeping_python_errors(auto&& call) {
   try {
     return call();
   } catch (pybind11::error_already_set& error) {
@@ -56,9 +48,9 @@ std::string current_error_text() {
 // On a device all of it, the hook included, runs on the stream that is current where start() and finish() are called,
 // as under DDP; the caller has ordered that stream with those that touch the gradients.
 //
-// Ownership: holds the hook, the flat memory and the futures. The hook is called without the GIL and without the
-// reducer's lock, since it may run any code. Failure: what the hook or its future raises, as Python's own exception,
-// after the communicator has been aborted.
+// Ownership: holds the hook, the flat memory and the futures. The hook may run any code, so it is called without the
+// GIL and the reducer's lock. Failure: aborts the communicator, and throws what the hook or its future has raised, as
+// Python's own exception.
 class CommHookRoute final : public Route {
  public:
   CommHookRoute(const RouteParts& model, std::unique_ptr<c10d::CommHookInterface> hook)
@@ -73,8 +65,7 @@ class CommHookRoute final : public Route {
 
   void ready(BackwardBuckets& /*backward*/, Bucket& /*bucket*/) override {}
 
-  // Calls the hook in the order of buckets, which is the same on all ranks, since the hooks' collectives match by
-  // order.
+  // Calls the hook in the order of buckets, the same on all ranks, since hooks' collectives match by order.
   void proceed(BackwardBuckets& backward, std::mutex& mutex) override {
     const auto& gradients = model_.gradients;
     std::unique_lock lock(mutex);
@@ -99,16 +90,17 @@ class CommHookRoute final : public Route {
       const auto layout = bucket->layout;
       runs_ = true;
       lock.unlock();
+      const auto has_run = c10::make_scope_exit([&] {
+        lock.lock();
+        runs_ = false;
+        ran_.notify_all();
+      });
       try {
         start(*layout, std::move(parameters), memory->gradients);
       } catch (...) {
         model_.averaging.tell_peers("the communication hook raised " + current_error_text());
-        lock.lock();
-        has_run();
         throw;
       }
-      lock.lock();
-      has_run();
     }
   }
 
@@ -132,11 +124,6 @@ class CommHookRoute final : public Route {
   void drop(BackwardBuckets& /*backward*/) override { pending_ = std::vector<Pending>(pending_.size()); }
 
  private:
-  void has_run() {
-    runs_ = false;
-    ran_.notify_all();
-  }
-
   struct Pending {
     at::Tensor flat;
     TorchFuture future;
@@ -147,21 +134,19 @@ class CommHookRoute final : public Route {
     Pending& pending = pending_[layout.index];
     std::vector<size_t> offsets, lengths;
     std::vector<c10::IntArrayRef> sizes;
-    {
+    if (layout.sparse) {
+      pending.flat = memory[0];
+    } else {
       at::NoGradGuard no_grad;
-      if (layout.sparse) {
-        pending.flat = memory[0];
-      } else {
-        size_t length = 0;
-        for (const at::Tensor& tensor : memory) {
-          offsets.push_back(length);
-          lengths.push_back(tensor.numel());
-          length += tensor.numel();
-        }
-        for (const at::Tensor& parameter : parameters) sizes.push_back(parameter.sizes());
-        if (!pending.flat.defined()) pending.flat = at::empty({static_cast<int64_t>(length)}, memory[0].options());
-        at::_foreach_copy_(parts_of(pending.flat, layout, memory), memory);
+      size_t length = 0;
+      for (const at::Tensor& tensor : memory) {
+        offsets.push_back(length);
+        lengths.push_back(tensor.numel());
+        length += tensor.numel();
       }
+      for (const at::Tensor& parameter : parameters) sizes.push_back(parameter.sizes());
+      if (!pending.flat.defined()) pending.flat = at::empty({static_cast<int64_t>(length)}, memory[0].options());
+      at::_foreach_copy_(parts_of(pending.flat, layout, memory), memory);
     }
     at::Tensor buffer = pending.flat.is_complex() ? at::view_as_real(pending.flat).view(-1) : pending.flat;  // as DDP
     c10d::GradBucket bucket(layout.index, pending_.size(), std::move(buffer), std::move(offsets), std::move(lengths),

@@ -1,8 +1,6 @@
 #include <c10/core/StreamGuard.h>
 
 #include <exception>
-#include <memory>
-#include <utility>
 
 #include "reducer/backward/route.h"
 
@@ -52,7 +50,7 @@ class FlatRoute final : public Route {
  private:
   Operation operation_of(BackwardBuckets& backward, Bucket& bucket) const {
     const Averaging& averaging = model_.averaging;
-    Operation operation = averaging.operation_of(*bucket.layout, backward.tree);
+    Operation operation = averaging.operation_of(bucket.layout, backward.tree);
     operation.layout_hash =
         operation.layout_hash * 31 + averaging.slots->first();  // of this model: another may look the same
     operation.output = operation.input = model_.flat->span(bucket.layout->index);
@@ -61,8 +59,7 @@ class FlatRoute final : public Route {
     return operation;
   }
 
-  // Scaled as in place, except that contributions that are scaled first are scaled in flat memory, where peers read
-  // them.
+  // Scaled as in place, but contributions that are scaled first are scaled in flat memory, where peers read them.
   bool scales_at_the_end(double divisor) const {
     return !model_.averaging.scales_first && model_.averaging.scales_all_alike(divisor);
   }

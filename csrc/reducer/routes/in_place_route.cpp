@@ -1,12 +1,6 @@
 #include <ATen/core/grad_mode.h>
 
-#include <memory>
-#include <string>
-#include <utility>
-#include <vector>
-
 #include "base/phase_clock.h"
-#include "base/trace.h"
 #include "reducer/backward/route.h"
 #include "reducer/torch/python_error.h"
 #include "reducer/torch/tensors.h"
@@ -15,8 +9,7 @@ namespace syncengine {
 
 namespace {
 
-// Reduces a bucket where autograd has left its gradients, or copies of them in another dtype. Small gradients are
-// reduced as one block.
+// Reduces a bucket where autograd has left its gradients, or copies in another dtype; small gradients as one block.
 class InPlaceRoute final : public Route {
  public:
   using Route::Route;
@@ -26,10 +19,9 @@ class InPlaceRoute final : public Route {
     shm::Pool* pool = model_.pooled.pool();
     if (bucket.layout->sparse) return;
     bucket.memory = std::make_shared<BucketMemory>();
-    if (!pool || averaging.travels_as || averaging.communicator->numerics() == Numerics::Ring) {
-      return;  // staged: the last two scale as they do that
-    }
-    bucket.memory->small = SmallGradients(*pool, bucket.layout->small);
+    // The last two scale while they stage.
+    const bool is_staged = !pool || averaging.travels_as || averaging.communicator->numerics() == Numerics::Ring;
+    if (!is_staged) bucket.memory->small = SmallGradients(*pool, bucket.layout->small);
   }
 
   void ready(BackwardBuckets& backward, Bucket& bucket) override {
@@ -67,7 +59,7 @@ class InPlaceRoute final : public Route {
     Statistics& statistics = model_.record.statistics;
     const BucketLayout& layout = *bucket.layout;
     const double divisor = backward.divisor;
-    Operation operation = averaging.operation_of(layout, backward.tree);
+    Operation operation = averaging.operation_of(bucket.layout, backward.tree);
     follow_strides(layout, operation);
     const auto memory = bucket.memory;
     if (averaging.travels_as) {
@@ -106,8 +98,7 @@ class InPlaceRoute final : public Route {
     trace_bucket(bucket, bucket.work->place);
   }
 
-  // Adds strides to the layout hash if parameters have got other strides, perhaps on one rank alone: ranks must add
-  // elements that belong together.
+  // Adds changed strides, perhaps of one rank alone, to the layout hash: ranks must add elements that belong together.
   void follow_strides(const BucketLayout& layout, Operation& operation) const {
     std::vector<std::pair<size_t, std::vector<int64_t>>> strided;
     for (size_t i : layout.parameters) {

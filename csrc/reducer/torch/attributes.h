@@ -59,8 +59,7 @@ class Attributes {
 
   // The address that a weak pointer holds, which may be gone, so it is only compared. lock() would cost an atomic
   // exchange. This is a weak_intrusive_ptr since torch 2.13, a weak_ptr before; in both the pointer comes first.
-  template <class Weak>
-  static const void* address(const Weak& weak) {
+  static const void* address(const auto& weak) {
     const void* pointer;
     std::memcpy(&pointer, &weak, sizeof pointer);
     return pointer;

@@ -9,7 +9,10 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/record_function.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/utils/grad_layout_contract.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <chrono>
@@ -19,15 +22,14 @@
 #include <deque>
 #include <mutex>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
 namespace syncengine {
 
-// Autograd numbers the nodes that a thread makes, so a number tells whether a node was made before or after some
-// moment.
-
-// A moment on one thread. It tells nothing of other threads' nodes.
+// A moment on one thread. Autograd numbers the nodes that a thread makes, so the next number tells whether one of that
+// thread's nodes was made before or after.
 struct NodeNumber {
   uint64_t next = 0, thread = 0;
 
@@ -70,9 +72,8 @@ class GraphTasks {
   }
   // Whether the graph of the task on this thread has not been judged yet, which happens once.
   bool is_new() const { return judged_ != current(); }
-  // Whether one of the last forwards has made a part of that graph, or the node that runs now. A reentrant checkpoint's
-  // graph has none of a forward's nodes, whatever the graph around it has. A task's first node is known only while it
-  // runs.
+  // Whether one of the last forwards has made a part of that graph, or the node that runs now: a task's first node is
+  // known only while it runs. A reentrant checkpoint's graph has none of a forward's nodes, whatever is around it.
   bool runs_forwards_nodes() {
     if (!is_new()) return forwards_nodes_;
     judged_ = current();
@@ -82,8 +83,7 @@ class GraphTasks {
                       (nodes && std::any_of(nodes->begin(), nodes->end(), [&](auto* node) { return made_it(*node); }));
     return forwards_nodes_;
   }
-  // Called at the end of the task on this thread: whether no task is around it, or one that is older than the last
-  // forward.
+  // Called at the end of the task on this thread: whether no task is around it, or one older than the last forward.
   bool is_outermost() const {
     const auto around = torch::autograd::get_current_node();
     return !around || !(forwards_.back().ended.is_before(*around) || made_it(*around));
@@ -118,19 +118,55 @@ class GraphTasks {
 using Accumulators = std::unordered_map<const torch::autograd::Node*, size_t>;
 
 // Whether the graph task on this thread runs `node`; of the one that it starts from, perhaps not.
-bool is_in_this_task(const void* node);
+inline bool is_in_this_task(const void* node) {
+  const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
+  return nodes != nullptr && nodes->count(static_cast<torch::autograd::Node*>(const_cast<void*>(node))) > 0;
+}
 
 // Marks the parameters behind these outputs in `reachable`. Returns all other leaves that are.
-std::vector<at::Tensor> reach(const std::vector<at::Tensor>& outputs, const Accumulators& accumulators,
-                              std::vector<bool>& reachable);
+inline std::vector<at::Tensor> reach(const std::vector<at::Tensor>& outputs, const Accumulators& accumulators,
+                                     std::vector<bool>& reachable) {
+  using torch::autograd::Node;
+  std::vector<at::Tensor> others;
+  std::unordered_set<const Node*> seen;
+  std::vector<Node*> pending;  // an explicit stack, since graphs are deeper than the thread's stack
+  auto visit = [&](Node* node) {
+    if (node != nullptr && seen.insert(node).second) pending.push_back(node);
+  };
+  for (const auto& output : outputs) {
+    if (output.requires_grad()) visit(torch::autograd::impl::gradient_edge(output).function.get());
+  }
+  while (!pending.empty()) {
+    Node* node = pending.back();
+    pending.pop_back();
+    for (const auto& edge : node->next_edges()) visit(edge.function.get());
+    if (!node->next_edges().empty()) continue;
+    if (auto found = accumulators.find(node); found != accumulators.end()) {
+      reachable[found->second] = true;
+    } else if (auto* leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(node)) {
+      others.push_back(leaf->variable);
+    }
+  }
+  return others;
+}
 
 // Whether the task on this thread accumulates into every leaf: that of backward() without `inputs`, but not those of
 // autograd.grad() and backward(inputs=...).
-bool whole_graph_runs();
+inline bool whole_graph_runs() {
+  const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
+  return chosen == nullptr || chosen->empty();
+}
 // Whether what reaches this AccumulateGrad there goes into .grad.
-bool task_accumulates(const torch::autograd::Node* node);
+inline bool task_accumulates(const torch::autograd::Node* node) {
+  if (whole_graph_runs()) return true;
+  const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
+  const auto found = chosen->find(const_cast<torch::autograd::Node*>(node));
+  return found != chosen->end() && found->second.needed_;
+}
 
 // Whether the strides of `grad` are those that autograd gives a new gradient of `parameter`.
-bool has_expected_layout(const at::Tensor& grad, const at::Tensor& parameter);
+inline bool has_expected_layout(const at::Tensor& grad, const at::Tensor& parameter) {
+  return torch::autograd::utils::obeys_layout_contract(grad, parameter);
+}
 
 }  // namespace syncengine

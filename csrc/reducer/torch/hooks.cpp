@@ -10,11 +10,9 @@
 #include <mutex>
 #include <typeinfo>
 #include <utility>
-#include <vector>
 
 #include "base/error.h"
 #include "reducer/torch/python_error.h"
-#include "reducer/torch/python_objects.h"
 #include "steps/texts.h"
 
 namespace syncengine {
@@ -23,10 +21,8 @@ namespace {
 
 using torch::autograd::variable_list;
 
-// Calls the listener in a backward that averages. If it throws, the backward's gradients are dropped before anyone
-// learns of the error.
-template <class Call>
-void call_in_backward(AutogradListener& listener, Call&& call) {
+// Calls the listener in a backward that averages. If it throws, gradients are dropped before anyone knows of the error.
+void call_in_backward(AutogradListener& listener, auto&& call) {
   try {
     call();
   } catch (...) {
@@ -163,15 +159,12 @@ GradientHook::GradientHook(AutogradListener& listener, size_t index, const at::T
       node_(torch::autograd::impl::grad_accumulator(parameter)),
       key_(node_->add_post_hook(std::make_unique<AfterAccumulate>(listener, index))) {}
 
-GradientHook::~GradientHook() { node_->del_post_hook(key_); }
-
 bool GradientHook::fits(const at::Tensor& parameter) const {
   return node_ == torch::autograd::impl::try_get_grad_accumulator(parameter) &&
          node_->input_metadata(0).is_same_shape(parameter);
 }
 
-// Detaches the node as torch does when `.data` changes the dtype: a graph, or another reducer's hook, may still hold
-// it.
+// Detaches the node as torch does when `.data` changes the dtype: a graph or another reducer's hook may hold it.
 void GradientHook::take_node_from(const at::Tensor& parameter) const {
   if (node_ != torch::autograd::impl::try_get_grad_accumulator(parameter)) return;
   auto* meta = torch::autograd::impl::get_autograd_meta(parameter);
@@ -239,11 +232,11 @@ void queue_backward_end(std::shared_ptr<AutogradListener> listener, uint64_t bac
       });
 }
 
-void tell_of_outer_task(std::weak_ptr<AutogradListener> listener, TaskRole role) {
+void tell_of_outer_task(std::weak_ptr<AutogradListener> listener, bool is_ours) {
   at_task_end([] {},
-              [listener, role](bool) {
+              [listener, is_ours](bool) {
                 if (!GraphTasks::inside()) return;
-                if (auto alive = listener.lock()) alive->on_outer_task(role);
+                if (auto alive = listener.lock()) alive->on_outer_task(is_ours);
               });
 }
 
@@ -282,14 +275,15 @@ void run_user_hooks(const at::Tensor& parameter) {
 void restore_user_hooks(const AutogradListener& listener, const at::Tensor& parameter) {
   auto* hooks = postponed_hooks(parameter);
   if (hooks == nullptr || !hooks->remove(listener)) return;
-  auto users = hooks->release();
-  torch::autograd::impl::post_acc_grad_hooks(parameter) = std::move(users);
+  torch::autograd::impl::post_acc_grad_hooks(parameter) = hooks->release();
 }
 
-void note_next_gradient(const at::Tensor& parameter) {
-  if (find_note(parameter) != nullptr) return;
-  torch::autograd::impl::materialize_autograd_meta(parameter);
-  torch::autograd::impl::hooks(parameter).push_back(std::make_unique<IncomingNote>());  // add_hook() takes only one
+void note_incoming(const std::vector<at::Tensor>& parameters) {
+  for (const at::Tensor& parameter : parameters) {
+    if (find_note(parameter) != nullptr) continue;
+    torch::autograd::impl::materialize_autograd_meta(parameter);
+    torch::autograd::impl::hooks(parameter).push_back(std::make_unique<IncomingNote>());  // add_hook() takes only one
+  }
 }
 
 at::Tensor noted_gradient(const at::Tensor& parameter) {

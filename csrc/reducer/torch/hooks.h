@@ -1,8 +1,7 @@
 // The reducer's hooks on autograd, and what is known of other listeners there. A hook calls one method of an
 // AutogradListener, and turns its errors into Python's.
 //
-// Ownership: as each part says. Thread-safety: a hook runs on the thread of its graph task. Failure: a hook throws what
-// its AutogradListener does.
+// Ownership: as each part says. Thread-safety: a hook runs on its task's thread. Failure: as the AutogradListener's.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,6 +13,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "reducer/torch/graph_tasks.h"
 
@@ -28,10 +28,6 @@ enum class Interest : uint8_t {
   Awaits,    // the reducer waits for gradients
 };
 
-// Whether a graph task's gradients belong to the synchronized backward, or are not averaged since they seem to come
-// from no forward of this model.
-enum class TaskRole : uint8_t { Ours, Foreign };
-
 // The reducer, as this folder calls it.
 class AutogradListener {
  public:
@@ -42,22 +38,30 @@ class AutogradListener {
   virtual void on_gradient(size_t index, const at::Tensor& incoming) = 0;
   virtual void on_backward_end() = 0;
   virtual void on_backward_failed(const std::string& text) noexcept = 0;  // by an error of one of these hooks
-  // The graph task has ended without on_backward_end, by anybody's error. The numbers are those that
-  // queue_backward_end was given.
+  // The graph task has ended without on_backward_end, by anybody's error; the numbers are queue_backward_end's.
   virtual void on_task_failed(uint64_t backward, uint64_t forwards) noexcept = 0;
   // A graph task has ended, and this thread is back in the one around it. See tell_of_outer_task.
-  virtual void on_outer_task(TaskRole of_inner) noexcept = 0;
+  virtual void on_outer_task(bool inner_is_ours) noexcept = 0;
 
  protected:
   ~AutogradListener() = default;
 };
+
+// Whether `object` has a Python wrapper that nothing in Python holds. Since torch 2.10 a tensor's wrapper counts as one
+// of its holders, since 2.13 a node's as well, even when Python itself has let go of it.
+bool python_let_go(const auto& object) {
+  if constexpr (requires { object.pyobj_slot()->has_unique_reference(); }) {
+    return object.pyobj_slot()->has_unique_reference();
+  }
+  return false;
+}
 
 // Listens to a parameter as long as the hook lives: on its AccumulateGrad node, after the gradient has been
 // accumulated. Must not outlive the reducer, nor be destroyed while a backward runs through the parameter.
 class GradientHook {
  public:
   GradientHook(AutogradListener& listener, size_t index, const at::Tensor& parameter);
-  ~GradientHook();
+  ~GradientHook() { node_->del_post_hook(key_); }
   GradientHook(const GradientHook&) = delete;
   GradientHook& operator=(const GradientHook&) = delete;
 
@@ -76,8 +80,7 @@ class GradientHook {
 
  private:
   const AutogradListener& listener_;
-  // An intrusive_ptr since torch 2.13, a shared_ptr before. The hook holds the node, which the parameter does only
-  // weakly.
+  // An intrusive_ptr since torch 2.13, a shared_ptr before. The parameter holds the node only weakly.
   decltype(torch::autograd::impl::grad_accumulator(at::Tensor())) node_;
   uintptr_t key_;
 };
@@ -96,9 +99,9 @@ void at_task_end(std::function<void()> reached, std::function<void(bool)> gone);
 // call, on_task_failed is called instead, with the numbers of the backward and of the forwards.
 void queue_backward_end(std::shared_ptr<AutogradListener> listener, uint64_t backward, uint64_t forwards);
 
-// Calls AutogradListener::on_outer_task in the task around the one on this thread, if there is one, when this one is
-// gone.
-void tell_of_outer_task(std::weak_ptr<AutogradListener> listener, TaskRole role);
+// Calls AutogradListener::on_outer_task in the task around the one on this thread, if any, when this one is gone.
+// `is_ours`: its gradients are of the synchronized backward; else they seem to be of no forward of this model.
+void tell_of_outer_task(std::weak_ptr<AutogradListener> listener, bool is_ours);
 // Makes the graph task on this thread end with InvalidUsage.
 void fail_at_task_end(const std::string& text);
 
@@ -111,13 +114,12 @@ enum class UserHooks : uint8_t { None, Postponed, Hasty };
 UserHooks user_hooks_on(const at::Tensor& parameter);
 // Whether the parameter has an optimizer in backward that does not wait (torch's _apply_optimizer_in_backward).
 bool has_hasty_optimizer(const at::Tensor& parameter);
-// Runs the user's postponed hooks on `parameter`.
 void run_user_hooks(const at::Tensor& parameter);
-// Undoes postpone_user_hooks.
 void restore_user_hooks(const AutogradListener& listener, const at::Tensor& parameter);
 
-// Makes each of these parameters note the gradient that comes, see note_incoming() of gradients/gradient_memory.h.
-void note_next_gradient(const at::Tensor& parameter);
+// Makes these parameters note the gradient that comes, which their post-accumulate hooks are not given, until somebody
+// clears their hooks (as Tensor.register_hook does). Not to be called while backward runs.
+void note_incoming(const std::vector<at::Tensor>& parameters);
 // The noted gradient; undefined if it has been destroyed, or none was noted.
 at::Tensor noted_gradient(const at::Tensor& parameter);
 

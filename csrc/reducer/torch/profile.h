@@ -13,7 +13,6 @@
 #include <functional>
 #include <memory>
 #include <string>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -24,11 +23,10 @@ class ProfilerRow {
   ProfilerRow() = default;
   // The row is named "syncengine:" and `name`, or what the function `name` returns. Shapes of the inputs are recorded
   // if the profiler asks for them.
-  template <class Name>
-  ProfilerRow(const Name& name, at::ArrayRef<at::Tensor> inputs) {
+  ProfilerRow(const auto& name, at::ArrayRef<at::Tensor> inputs) {
     auto steps = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE);
     if (C10_LIKELY(!steps.has_value())) return;
-    if constexpr (std::is_invocable_v<Name>)
+    if constexpr (requires { name(); })
       begin(std::move(*steps), name(), inputs);
     else
       begin(std::move(*steps), name, inputs);

@@ -2,6 +2,9 @@
 
 #include <torch/csrc/Exceptions.h>
 
+#include <chrono>
+#include <future>
+#include <memory>
 #include <string_view>
 #include <utility>
 
@@ -75,6 +78,23 @@ void raise_pending_signal() {
   python_error error;
   error.persist();
   throw RaisedInWait(std::move(error));
+}
+
+void wait_for_future(const TorchFuture& future, Communicator& communicator, const std::function<std::string()>& what) {
+  constexpr auto kTick = std::chrono::milliseconds(50);
+  auto deadline = Deadline::after(communicator.timeout());
+  if (!future->completed()) {
+    const auto completion = std::make_shared<std::promise<void>>();  // outlives the wait if the future comes late
+    const std::future<void> completed = completion->get_future();
+    future->addCallback([completion](c10::ivalue::Future&) { completion->set_value(); }, /*uses_future=*/false);
+    while (completed.wait_for(kTick) != std::future_status::ready) {
+      raise_pending_signal();
+      communicator.check_peers();
+      if (deadline.passed()) throw Error(ErrorKind::Timeout, what() + " has not ended within the timeout");
+    }
+  }
+  if (future->hasError()) std::rethrow_exception(future->exception_ptr());
+  future->wait();  // makes the current streams wait; the host has waited
 }
 
 }  // namespace syncengine

@@ -45,6 +45,11 @@ inline void scale(const at::Tensor& numbers, double factor) {
   (numbers.dim() == 0 ? numbers.view({1}) : numbers).mul_(at::scalar_tensor(factor, at::kDouble));
 }
 
+// Whether torch can't add sparse tensors of this dtype.
+inline bool is_narrow(const at::Tensor& tensor) {
+  return tensor.scalar_type() == at::kHalf || tensor.scalar_type() == at::kBFloat16;
+}
+
 // Takes one pass, since a sum is finite only if all of its terms are, and a second one if the sum has overflowed.
 inline bool all_finite(const at::Tensor& tensor) {
   const at::Tensor elements = elements_of(tensor);
@@ -53,21 +58,14 @@ inline bool all_finite(const at::Tensor& tensor) {
   return elements.isfinite().all().item<bool>();
 }
 
-// Puts values into tensors of the program, past autograd.
-//
-// Thread-safety: any thread. Aliasing: as at::Tensor::copy_(), whose errors it throws.
-
-// Works in any grad or inference mode, whichever the tensors were made in: torch itself writes inference tensors only
-// in inference mode. Autograd records nothing, but sees a new version of the target, if that has versions.
+// Puts a value into a tensor of the program, in any grad or inference mode, whichever the tensors were made in: torch
+// itself writes inference tensors only in inference mode. Autograd records nothing, but sees a new version of the
+// target, if that has versions. Thread-safety: any thread. Aliasing: as at::Tensor::copy_(), whose errors it throws.
 inline void assign(const at::Tensor& target, const at::Tensor& value) {
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   target.copy_(value);
   if (!target.is_inference()) target.unsafeGetTensorImpl()->bump_version();
 }
-
-// The order of the elements of a gradient in memory. Ranks compare it before they add bytes to bytes.
-//
-// Thread-safety: none.
 
 // Strides of dimensions of one element have no meaning.
 inline uint64_t mix_strides(uint64_t hash, const at::Tensor& tensor) {
@@ -77,8 +75,8 @@ inline uint64_t mix_strides(uint64_t hash, const at::Tensor& tensor) {
   return hash;
 }
 
-// The order of a parameter's elements when it was wrapped, which is the same on all ranks. Later any rank may change
-// its own.
+// The order of a parameter's elements in memory when it was wrapped, which is the same on all ranks. Later any rank may
+// change its own, so ranks compare the order before they add bytes to bytes.
 class ElementOrder {
  public:
   explicit ElementOrder(const at::Tensor& parameter) {
@@ -103,9 +101,7 @@ class ElementOrder {
   uint64_t hash_ = 0;
 };
 
-// The engine's dtypes for torch's.
-
-// A complex number counts as two real ones. Nothing for dtypes that no gradient can have.
+// The engine's dtype for torch's. A complex number counts as two real ones. Nothing for dtypes that no gradient has.
 inline std::optional<DType> gradient_dtype(c10::ScalarType type) {
   switch (type) {
     case c10::ScalarType::Half:

@@ -18,8 +18,7 @@ namespace syncengine {
 // Notes the versions of parameters, so that this rank sees which of them somebody has written to since.
 class WatchedWeights {
  public:
-  // Places in memory are noted here and never again: another thread may move a parameter at any time (by sending it to
-  // a process, say).
+  // Places in memory are noted only here: another thread may move a parameter at any time (by sending it to a process).
   explicit WatchedWeights(const std::vector<at::Tensor>& parameters) {
     noted_.reserve(parameters.size());
     for (const auto& parameter : parameters) {
@@ -35,8 +34,7 @@ class WatchedWeights {
   void note() {
     for (Noted& noted : noted_) noted.version = noted.present_version();
   }
-  // Called when all ranks have updated the parameters: raises their versions, so that older graphs can't be used, and
-  // notes the new ones.
+  // Called when all ranks have updated the parameters: raises and notes versions, so that older graphs can't be used.
   void note_update() {
     for (Noted& noted : noted_) noted.parameter.unsafeGetTensorImpl()->bump_version();
     note();
@@ -71,8 +69,7 @@ class WatchedWeights {
     uint32_t present_version() const { return parameter.unsafeGetTensorImpl()->version_counter().current_version(); }
   };
 
-  template <class Condition>
-  std::optional<size_t> first(Condition&& condition) const {
+  std::optional<size_t> first(auto&& condition) const {
     const auto found = std::find_if(noted_.begin(), noted_.end(), condition);
     return found == noted_.end() ? std::nullopt : std::optional<size_t>(found - noted_.begin());
   }

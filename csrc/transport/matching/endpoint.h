@@ -18,7 +18,6 @@
 #include <vector>
 
 #include "base/deadline.h"
-#include "base/say.h"
 #include "transport/interhost.h"
 #include "transport/matching/heartbeat_monitor.h"
 #include "transport/matching/shared.h"
@@ -50,11 +49,6 @@ class Endpoint : public SubmissionQueue {
       : SubmissionQueue(rank, names, checksum), heartbeat_(seconds(timing.heartbeat)), timing_(timing) {}
 
   void let_others_in() { std::lock_guard turn(turn_); }
-
-  // Writes the lines that passes have collected; no lock is held.
-  static void print(const std::string& log) {
-    if (!log.empty()) say(log);
-  }
 
   // The functions below are for the thread that moves bytes, under `progress_`.
 

@@ -117,8 +117,6 @@ bool fields_fit(const Frame& frame) {
   }
 }
 
-Channel channel_of(Kind kind) { return kind >= Kind::Eager ? Channel::Data : Channel::Control; }
-
 // The first word of a header, which marks the beginning of a frame, and with checksums covers `rest`, the words behind
 // it.
 uint32_t first_word(std::string_view rest, bool checksum) {
@@ -153,7 +151,8 @@ std::optional<Frame> decode(std::string_view bytes, Channel channel, bool checks
   frame.handle = reader.u64();
   frame.offset = reader.u32();
   frame.size = reader.u32();
-  if (!reader.whole() || channel_of(frame.kind) != channel || !fields_fit(frame)) return {};
+  const Channel own = frame.kind >= Kind::Eager ? Channel::Data : Channel::Control;
+  if (!reader.whole() || own != channel || !fields_fit(frame)) return {};
   return frame;
 }
 

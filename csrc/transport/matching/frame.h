@@ -56,30 +56,25 @@ class Reader {
   uint32_t u32() { return static_cast<uint32_t>(get(4)); }
   uint64_t u64() { return get(8); }
   std::string bytes(size_t count) {
-    if (text_.size() < count) {
-      fail();
-      return std::string(count, '\0');
-    }
-    std::string value(text_.substr(0, count));
-    text_.remove_prefix(count);
+    std::string value(take(count));
+    value.resize(count);
     return value;
   }
   bool whole() const { return whole_ && text_.empty(); }  // all was read, and nothing more was asked for
 
  private:
   uint64_t get(size_t bytes) {
-    if (text_.size() < bytes) {
-      fail();
-      return 0;
-    }
+    const std::string_view text = take(bytes);
     uint64_t value = 0;
-    for (size_t i = 0; i < bytes; ++i) value |= uint64_t{static_cast<unsigned char>(text_[i])} << (8 * i);
-    text_.remove_prefix(bytes);
+    for (size_t i = 0; i < text.size(); ++i) value |= uint64_t{static_cast<unsigned char>(text[i])} << (8 * i);
     return value;
   }
-  void fail() {
-    whole_ = false;
-    text_ = {};
+  std::string_view take(size_t count) {
+    whole_ &= count <= text_.size();
+    if (!whole_) return {};
+    const std::string_view text = text_.substr(0, count);
+    text_.remove_prefix(count);
+    return text;
   }
 
   std::string_view text_;

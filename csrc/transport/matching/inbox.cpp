@@ -20,7 +20,6 @@ uint32_t units_of(const Frame& chunk) {
 }  // namespace
 
 void Receive::fail(const Error& error) {
-  data = nullptr;
   if (transfer) transfer->fail(error);
   transfer.reset();
 }
@@ -93,8 +92,7 @@ Arrival Inbox::begin(const Frame& frame) {
 
 void Inbox::end(Arrival& arrival) {
   const Frame& frame = arrival.frame;
-  const bool withdrawn = withdrawals_.is_withdrawn(frame.tag);  // asked before the range may be forgotten, with this
-                                                                // last Eager
+  const bool withdrawn = withdrawals_.is_withdrawn(frame.tag);  // asked before this Eager lets the range be forgotten
   if (frame.kind == Kind::Eager) withdrawals_.count_eager();
   if (arrival.receive) {
     Receive& receive = *arrival.receive;
@@ -103,16 +101,12 @@ void Inbox::end(Arrival& arrival) {
   } else if (arrival.unasked) {
     Unexpected unexpected{std::move(arrival.unasked), frame.payload};
     auto posted = posted_.find(frame.tag);  // the receive may have been posted while the payload came
-    if (posted != posted_.end()) {
-      take(posted->second, unexpected);
-    } else if (!withdrawn) {
+    if (posted != posted_.end()) return take(posted->second, unexpected);
+    if (!withdrawn) {
       if (!unexpected_.emplace(frame.tag, std::move(unexpected)).second)
         throw garbage(shared_, peer_, "one transfer twice");
       return;  // its credit is given back when a receive takes it
-    } else {
-      give_credit(window_cost(frame.payload));
     }
-    return;
   }
   if (frame.kind == Kind::Eager) give_credit(window_cost(frame.payload));
 }
@@ -127,7 +121,6 @@ void Inbox::take(const std::shared_ptr<Receive>& receive, const Unexpected& unex
 }
 
 void Inbox::finish(Receive& receive) {
-  receive.data = nullptr;
   receive.transfer->finish();
   receive.transfer.reset();
   shared_.news = true;

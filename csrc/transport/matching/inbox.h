@@ -18,12 +18,12 @@ namespace syncengine::matching {
 
 struct Receive {
   uint64_t tag;
-  std::byte* data;  // null once it has ended
+  std::byte* data;
   uint32_t bytes;
-  std::shared_ptr<Interhost::Transfer> transfer;
-  uint64_t handle = 0;  // the handle that the peer was told; 0: the data comes as Eager
-  uint32_t left = 0;    // bytes that are still to come
-  uint32_t units = 0;   // a bit for each kChunkUnit that has begun to come
+  std::shared_ptr<Interhost::Transfer> transfer;  // none once it has ended
+  uint64_t handle = 0;                            // the handle that the peer was told; 0: the data comes as Eager
+  uint32_t left = 0;                              // bytes that are still to come
+  uint32_t units = 0;                             // a bit for each kChunkUnit that has begun to come
 
   void fail(const Error& error);
 };
@@ -37,7 +37,7 @@ struct Arrival {
   // The address where the payload goes; null if it is dropped.
   std::byte* place() const {
     if (unasked) return unasked.get();
-    return receive && receive->data ? receive->data + frame.offset : nullptr;
+    return receive && receive->transfer ? receive->data + frame.offset : nullptr;
   }
 };
 

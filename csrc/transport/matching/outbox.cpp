@@ -4,15 +4,7 @@
 #include <cstring>
 #include <utility>
 
-#include "transport/matching/frame.h"
-
 namespace syncengine::matching {
-
-namespace {
-
-constexpr size_t kMostReady = 1 << 14;  // receives that a peer may announce before this rank has a send for them
-
-}  // namespace
 
 void Send::fail(const Error& error) {
   if (transfer) transfer->fail(error);
@@ -56,6 +48,7 @@ void Outbox::enqueue(const std::shared_ptr<Send>& send, const PeerReady& ready) 
 
 void Outbox::on_ready(const Frame& frame) {
   if (withdrawals_.is_withdrawn(frame.tag)) return;
+  constexpr size_t kMostReady = 1 << 14;  // receives that a peer may announce before this rank has a send for them
   PeerReady ready{frame.handle, frame.size};
   if (auto waiting = unready_.find(frame.tag); waiting != unready_.end()) {
     auto send = std::move(waiting->second);

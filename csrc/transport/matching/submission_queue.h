@@ -38,11 +38,8 @@ class SubmissionQueue : public Interhost {
   End end_of(int peer) const override;
 
  protected:
-  SubmissionQueue(int rank, const RankNames& names, bool checksum) {
-    shared_.rank = rank;
-    shared_.names = names;
-    shared_.checksum = checksum;
-  }
+  SubmissionQueue(int rank, const RankNames& names, bool checksum)
+      : shared_{.rank = rank, .names = names, .checksum = checksum} {}
   virtual bool is_peer(int rank) const = 0;
   bool has_posts() const;
 

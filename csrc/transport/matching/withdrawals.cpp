@@ -4,12 +4,6 @@
 
 namespace syncengine::matching {
 
-namespace {
-
-constexpr size_t kMostRanges = 1 << 12;
-
-}  // namespace
-
 bool Withdrawals::is_withdrawn(uint64_t tag) const {
   auto next = ranges_.upper_bound(tag);
   if (next == ranges_.begin()) return false;
@@ -32,6 +26,7 @@ void Withdrawals::withdraw(uint64_t first, uint64_t last) {
 }
 
 void Withdrawals::hear(const Frame& frame) {
+  constexpr size_t kMostRanges = 1 << 12;
   if (ranges_.size() >= kMostRanges && !ranges_.contains(frame.tag))
     throw garbage(shared_, peer_, "more withdrawals than can be");
   TagRange& range = ranges_[frame.tag];

@@ -3,15 +3,9 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/say.h"
+
 namespace syncengine::packets {
-
-namespace {
-
-constexpr Duration kShortestPause = std::chrono::microseconds(20), kLongestPause = std::chrono::milliseconds(5);
-constexpr int kPatience =
-    8;  // a pause is 1/8 of the time in which nothing has moved, so polling prolongs a wait by at most that
-
-}  // namespace
 
 Endpoint::Endpoint(std::unique_ptr<PacketTransport> transport, const Options& options, int rank,
                    const std::vector<int>& peers)
@@ -41,12 +35,15 @@ void Endpoint::run(const std::function<void()>& progressed) {
       news = std::exchange(shared_.news, false);
       log.swap(shared_.log);
     }
-    print(log);
+    if (!log.empty()) say(std::move(log));
     if (news) progressed();
     auto ends = transport_->step(posts);
     if (!ends.empty()) {
       std::lock_guard lock(progress_);
-      for (const auto& end : ends) on_end(end);
+      for (const auto& end : ends) {
+        PacketTraffic::PostedPacket packet = traffic_.end(end.id);
+        guarded(packet.peer, [&](Peer& peer) { peer.on_end(end.id, std::move(packet.buffer), end.error); });
+      }
     }
     if (!posts.empty() || !ends.empty())
       last_moved_ = Clock::now();
@@ -60,6 +57,8 @@ void Endpoint::run(const std::function<void()>& progressed) {
 }
 
 void Endpoint::rest() {
+  constexpr Duration kShortestPause = std::chrono::microseconds(20), kLongestPause = std::chrono::milliseconds(5);
+  constexpr int kPatience = 8;  // a pause is 1/8 of the time without a move, the most by which polling prolongs a wait
   Duration pause = heartbeat_;
   if (polled_ || is_leaving())
     pause = std::clamp<Duration>((Clock::now() - last_moved_) / kPatience, kShortestPause, kLongestPause);
@@ -85,11 +84,6 @@ bool Endpoint::pass() {
   bool running = !stopping_ || !has_left();
   deliver(shared_.heard);
   return running;
-}
-
-void Endpoint::on_end(const PacketTransport::End& end) {
-  PacketTraffic::PostedPacket packet = traffic_.end(end.id);
-  guarded(packet.peer, [&](Peer& peer) { peer.on_end(end.id, std::move(packet.buffer), end.error); });
 }
 
 }  // namespace syncengine::packets

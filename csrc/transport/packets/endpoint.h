@@ -1,5 +1,4 @@
-// An Interhost that consists of packets: one thread, in run(), hands them to the transport. If the transport does not
-// call back, the thread polls it.
+// An Interhost of packets: one thread, in run(), hands them to the transport, and polls it if it does not call back.
 //
 // Locks: as in matching::Endpoint. None is held while the transport works: it may take the GIL, whose holder may wait
 // for one of these locks.
@@ -28,10 +27,7 @@ class Endpoint : public matching::Endpoint<Peer> {
 
  private:
   void rest();
-
-  // Called by the thread in run(), under the progress lock.
-  bool pass();
-  void on_end(const PacketTransport::End& end);
+  bool pass();  // called by the thread in run(), under the progress lock
 
   Options options_;
   PacketTraffic traffic_;

@@ -12,8 +12,7 @@
 
 namespace syncengine::packets {
 
-// The interface to what moves packets between ranks: MPI, a torch process group, a test's memory. It does not know what
-// the packets contain.
+// The interface to what moves packets, whatever is in them, between ranks: MPI, a torch process group, a test's memory.
 //
 // Order: the n-th packet sent to a rank goes into the n-th receive that this rank posted for the sender, and both sides
 // give the same size. Ownership: a packet's memory is the endpoint's, and stays where it is until the packet has ended,
@@ -36,8 +35,7 @@ class PacketTransport {
 
   virtual ~PacketTransport() = default;
 
-  // Called first. Returns false if it does not call `wake` when a packet has ended, so that step() has to be called
-  // again and again.
+  // Called first. Returns false if it does not call `wake` when a packet has ended, so that step() has to be polled.
   virtual bool start(std::function<void()> wake) = 0;
 
   // Posts packets, and returns all packets that have ended since the last call. Never blocks.

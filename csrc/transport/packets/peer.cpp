@@ -4,10 +4,6 @@
 #include <cassert>
 #include <cstring>
 #include <mutex>
-#include <utility>
-#include <vector>
-
-#include "transport/matching/frame.h"
 
 namespace syncengine::packets {
 
@@ -25,11 +21,9 @@ uint64_t PacketTraffic::post(int peer, bool outgoing, Buffer buffer, size_t byte
 }
 
 PacketTraffic::PostedPacket PacketTraffic::end(uint64_t id) {
-  auto found = in_flight_.find(id);
-  assert(found != in_flight_.end());
-  PostedPacket packet = std::move(found->second);
-  in_flight_.erase(found);
-  return packet;
+  auto found = in_flight_.extract(id);
+  assert(!found.empty());
+  return std::move(found.mapped());
 }
 
 using matching::Arrival, matching::Channel, matching::ConnectionLifecycle, matching::Frame, matching::Kind;
@@ -130,20 +124,16 @@ void Peer::on_end(uint64_t id, Buffer buffer, const std::string& error) {
     PostedReceive next = std::move(incoming_.front());
     incoming_.pop_front();
     try {
-      take_incoming(std::move(next));
+      if (next.arrival)
+        take_data(*next.arrival, next.buffer.get());
+      else
+        on_frames(next.buffer.get());
     } catch (const Error& error) {
       if (!fault) fault = error;
       session_.life.on(ConnectionLifecycle::Leave);
     }
   }
   if (fault) throw Error(*fault);
-}
-
-void Peer::take_incoming(PostedReceive incoming) {
-  if (incoming.arrival)
-    take_data(*incoming.arrival, incoming.buffer.get());
-  else
-    on_frames(incoming.buffer.get());
 }
 
 // Reads all frames of a packet even if one is faulty, since the payloads that they announce are sent anyway, and so is
@@ -188,18 +178,14 @@ void Peer::on_frame(const Frame& frame, const std::string& payload) {
   if (is_data(frame.kind)) {
     if (!is_inline(frame) && ++announced_ > kMostAnnounced) throw_out_of_step();
     Arrival arrival{.frame = frame};
-    std::optional<Error> fault;
     try {
       if (session_.life.is_in_use()) arrival = session_.inbox.begin(frame);
-    } catch (const Error& error) {
-      fault = error;  // its payload is sent anyway
+    } catch (const Error&) {
+      if (!is_inline(frame)) receive(frame.payload, std::move(arrival));  // its payload is sent anyway
+      throw;
     }
-    if (!is_inline(frame))
-      receive(frame.payload, std::move(arrival));
-    else if (!fault)
-      take_data(arrival, reinterpret_cast<const std::byte*>(payload.data()));
-    if (fault) throw Error(*fault);
-    return;
+    if (is_inline(frame)) return take_data(arrival, reinterpret_cast<const std::byte*>(payload.data()));
+    return receive(frame.payload, std::move(arrival));
   }
   if (frame.kind == Kind::Goodbye || session_.life.is_in_use()) session_.on_control(frame, payload);
   if (frame.kind == Kind::Goodbye && session_.life.is_in_use())

@@ -90,7 +90,6 @@ class Peer {
   };
 
   void receive(size_t bytes, std::optional<matching::Arrival> arrival);
-  void take_incoming(PostedReceive incoming);
   void on_frames(const std::byte* packet);
   std::optional<matching::Frame> next_frame(std::string& payload);
   void on_frame(const matching::Frame& frame, const std::string& payload);

@@ -10,10 +10,8 @@
 
 #include "base/build_id.h"
 #include "base/error.h"
-#include "base/memory.h"
 #include "base/resources.h"
 #include "base/thread.h"
-#include "transport/shm/private_copy.h"
 
 namespace syncengine::shm {
 
@@ -27,11 +25,16 @@ bool has_addresses(size_t bytes) {
   return munmap(probe, bytes) == 0;
 }
 
+// Returns `bytes`, if memory from a peer has that size, with room for more than the header.
+size_t checked_size(int fd, size_t bytes) {
+  if (sealed_size(fd) == bytes && bytes > kHeapBegin) return bytes;
+  throw Error(ErrorKind::InvalidUsage, "a peer sent shared memory of another size, or unsealed");
+}
+
 constexpr char kExposed[] =
     "this process can't go on: the kernel refused (mmap) to take memory of syncengine.empty, or gradients, away from a "
     "rank that may still write to them; the limit of mappings (vm.max_map_count) may be too low";
-std::atomic<bool> exposed = false;  // this process has memory that a peer may still write to although it was to be
-                                    // severed
+std::atomic<bool> exposed = false;  // a peer may still write to memory of this process that was to be severed
 
 }  // namespace
 
@@ -40,8 +43,7 @@ void throw_if_exposed() {
 }
 
 size_t default_arena_bytes(size_t memory, int ranks) {
-  constexpr size_t kMost = size_t{1} << 45;    // for all arenas together; a process of x86-64 has four times as many
-                                               // addresses
+  constexpr size_t kMost = size_t{1} << 45;    // for all arenas together: a quarter of the addresses of x86-64
   constexpr size_t kLeast = size_t{64} << 20;  // hardly anything fits into less, so an error is better
   const auto count = static_cast<size_t>(ranks);
   rlimit file_size{};  // of shared memory, too; RLIM_INFINITY is the largest number
@@ -51,17 +53,11 @@ size_t default_arena_bytes(size_t memory, int ranks) {
   return round_down(bytes, kPage);
 }
 
-PeerArena::PeerArena(int fd, size_t bytes) {
-  if (sealed_size(fd) != bytes || bytes <= kHeapBegin)
-    throw Error(ErrorKind::InvalidUsage, "a peer sent shared memory of another size, or unsealed");
-  mapping_ = Mapping(fd, bytes);
+PeerArena::PeerArena(int fd, size_t bytes) : mapping_(fd, checked_size(fd, bytes)) {
   if (header().magic != build_id())
     throw Error(ErrorKind::InvalidUsage,
                 "a peer's shared memory has another layout: do all ranks run the same syncengine?");
-  ForkGuard::add(this);
 }
-
-PeerArena::~PeerArena() { ForkGuard::remove(this); }
 
 bool PeerArena::is_inside(uint64_t offset, uint64_t bytes) const {
   return offset >= kHeapBegin && offset <= mapping_.bytes() && bytes <= mapping_.bytes() - offset;
@@ -91,12 +87,9 @@ std::shared_ptr<Arena> Arena::create(size_t bytes) {
 }
 
 Arena::Arena(UniqueFd fd, size_t bytes)
-    : file_(std::move(fd)), mapping_(Mapping(file_.get(), bytes)), heap_(kHeapBegin, bytes), inherited_{{0, bytes}} {
+    : file_(std::move(fd)), mapping_(file_.get(), bytes), heap_(kHeapBegin, bytes), inherited_{{0, bytes}} {
   header().magic = build_id();
-  ForkGuard::add(this);
 }
-
-Arena::~Arena() { ForkGuard::remove(this); }
 
 int64_t Arena::offset_of(const void* data, size_t bytes) const {
   auto* memory = static_cast<const std::byte*>(data);
@@ -142,8 +135,7 @@ bool Arena::discard_from_file(Range range) const {
 }
 
 bool Arena::may_be_read(Range part) const {
-  return std::any_of(held_.begin(), held_.end(),
-                     [part](const Held& held) { return part.begin < held.pages.end && held.pages.begin < part.end; });
+  return std::ranges::any_of(held_, [part](const Held& held) { return part.meets(held.pages); });
 }
 
 std::vector<Range> Arena::give_back(Range range) {
@@ -218,29 +210,25 @@ Pool* Arena::create_pool() {
   }
   header().pool_offset.store(*offset, std::memory_order_relaxed);
   header().pool_bytes.store(reserved, std::memory_order_release);  // release: the offset
-  auto commit = [this, offset = *offset](size_t bytes) -> std::string {
-    std::lock_guard lock(mutex_);
-    size_t& committed = tensors_[offset];
-    if (const size_t available = available_memory(); bytes - committed > available)
-      return std::to_string(bytes - committed) + " more bytes of shared memory wanted for gradients, " +
-             std::to_string(available) + " available on this machine (or in this cgroup)";
-    committed = bytes;
-    return {};
-  };
-  auto lost = [this](const void* block, size_t bytes) {
-    const auto offset = static_cast<size_t>(static_cast<const std::byte*>(block) - mapping_.data());
-    if (!any_severed_ || !is_severed(offset, bytes)) return false;
-    std::lock_guard lock(mutex_);
-    give_back({offset, offset + bytes});
-    return true;
-  };
-  return &Pool::create(
-      {.data = at(*offset),
-       .bytes = reserved,
-       .keepalive = shared_from_this(),
-       .commit = commit,
-       .lost = lost,
-       .discard = [this](void* data, size_t bytes) { discard(static_cast<std::byte*>(data), bytes); }});
+  return &Pool::create(shared_from_this(), at(*offset), reserved);
+}
+
+std::string Arena::commit(const std::byte* pool, size_t bytes) {
+  std::lock_guard lock(mutex_);
+  size_t& committed = tensors_[static_cast<size_t>(pool - mapping_.data())];
+  if (const size_t available = available_memory(); bytes - committed > available)
+    return std::to_string(bytes - committed) + " more bytes of shared memory wanted for gradients, " +
+           std::to_string(available) + " available on this machine (or in this cgroup)";
+  committed = bytes;
+  return {};
+}
+
+bool Arena::gives_up(const std::byte* block, size_t bytes) {
+  const auto offset = static_cast<size_t>(block - mapping_.data());
+  if (!any_severed_ || !is_severed(offset, bytes)) return false;
+  std::lock_guard lock(mutex_);
+  give_back({offset, offset + bytes});
+  return true;
 }
 
 void Arena::sever_tensor(size_t offset, size_t bytes, size_t readers) {
@@ -282,8 +270,14 @@ std::vector<Range> Arena::unsevered(Range range) const {
 
 bool Arena::is_severed(size_t offset, size_t bytes) const {
   std::lock_guard lock(mutex_);
-  return std::any_of(severed_.begin(), severed_.end(),
-                     [&](Range part) { return offset < part.end && part.begin < offset + bytes; });
+  return std::ranges::any_of(severed_, [&](Range part) { return part.meets({offset, offset + bytes}); });
+}
+
+void Arena::become_forked() {
+  if (forked_) return;  // a child's child inherits as usual
+  forked_ = true;
+  for (Range part : inherited_) file_.keep_writes(mapping_.data(), part);
+  file_.reset();
 }
 
 void prepare_liveness(ArenaHeader& header) {

@@ -26,8 +26,6 @@ namespace syncengine::shm {
 class PeerArena {
  public:
   PeerArena(int fd, size_t bytes);  // checks the seals and the magic; throws InvalidUsage
-  ~PeerArena();
-  PeerArena(const PeerArena&) = delete;
 
   ArenaHeader& header() const { return *reinterpret_cast<ArenaHeader*>(mapping_.data()); }
   // The memory at `offset`, a number that came from a peer. Throws InvalidUsage if [offset, offset + bytes) is not
@@ -38,9 +36,10 @@ class PeerArena {
   void discard_pool() const;
 
  private:
-  friend class ForkGuard;
   bool is_inside(uint64_t offset, uint64_t bytes) const;
+
   Mapping mapping_;
+  ForkGuard guard_{[this] { close_in_child(mapping_.data(), mapping_.bytes()); }};
 };
 
 // The size of each rank's arena if the user has not chosen one: the machine's memory, or less. Every process maps the
@@ -54,7 +53,6 @@ class Arena : public std::enable_shared_from_this<Arena> {
  public:
   // Reserves `bytes` of addresses; pages are allocated when they are touched.
   static std::shared_ptr<Arena> create(size_t bytes);
-  ~Arena();
 
   ArenaHeader& header() const { return *reinterpret_cast<ArenaHeader*>(mapping_.data()); }
   size_t bytes() const { return mapping_.bytes(); }
@@ -87,42 +85,50 @@ class Arena : public std::enable_shared_from_this<Arena> {
   bool forked() const { return forked_; }
 
  private:
-  friend class ForkGuard;
-  Arena(UniqueFd fd, size_t bytes);
-  void release_tensor(size_t offset, size_t bytes);
-  void discard(std::byte* data, size_t bytes) const;  // gives whole pages back, which read as zeros afterwards
-  bool discard_from_file(Range range) const;
-  // Discards all pages in `range`, those that may still be read once their readers are gone. Returns what may be
-  // allocated again: not what is severed, since a rank that was stopped may write there whenever it goes on. Under
-  // mutex_.
-  std::vector<Range> give_back(Range range);
-
-  MappedFile file_;
-  Mapping mapping_;
-  Heap heap_;
-  bool lies_in_tensor(size_t offset) const;         // under mutex_
-  bool may_be_read(Range part) const;               // under mutex_
-  std::vector<Range> unsevered(Range range) const;  // under mutex_
-  void become_forked();                             // in the child; async-signal-safe
-
-  mutable std::mutex mutex_;
-  std::map<size_t, size_t> tensors_;  // bytes by offset; in the pool, those of the blocks that are taken
+  friend class Pool;
   struct RetiredGroup {
     size_t offset, bytes;
     std::function<bool()> is_unused;
   };
-  void reclaim_groups();
-  std::vector<RetiredGroup> retired_;
   struct Held {
     Range pages;
     size_t readers;
   };
+
+  Arena(UniqueFd fd, size_t bytes);
+  void release_tensor(size_t offset, size_t bytes);
+  // Called before the pool at `pool` grows to `bytes`. Returns the reason if it must not.
+  std::string commit(const std::byte* pool, size_t bytes);
+  // Returns true if pages of a block of the pool are severed, so that the block must never be handed out again.
+  bool gives_up(const std::byte* block, size_t bytes);
+  void discard(std::byte* data, size_t bytes) const;  // gives whole pages back, which read as zeros afterwards
+  bool discard_from_file(Range range) const;
+  void reclaim_groups();
+  void become_forked();  // in the child; async-signal-safe
+
+  // The functions below are called under mutex_.
+
+  // Discards all pages in `range`, those that may still be read once their readers are gone. Returns what may be
+  // allocated again: not what is severed, since a rank that was stopped may write there whenever it goes on.
+  std::vector<Range> give_back(Range range);
+  bool lies_in_tensor(size_t offset) const;
+  bool may_be_read(Range part) const;
+  std::vector<Range> unsevered(Range range) const;
+
+  MappedFile file_;
+  Mapping mapping_;
+  Heap heap_;
+
+  mutable std::mutex mutex_;
+  std::map<size_t, size_t> tensors_;  // bytes by offset; in the pool, those of the blocks that are taken
+  std::vector<RetiredGroup> retired_;
   std::vector<Held> held_;    // severed pages that members of a communicator may still read
   std::vector<Range> freed_;  // parts of these whose tensor is freed
   std::vector<Range> severed_;
   std::atomic<bool> any_severed_ = false;  // lets offset_of() do without the lock
   std::vector<Range> inherited_;           // in a forked child: what is not severed; nothing is allocated there
   bool forked_ = false;
+  ForkGuard guard_{[this] { become_forked(); }, &mutex_};
 };
 
 // Notices of death between processes of one host, by robust mutexes. The kernel marks these within milliseconds of a
@@ -139,8 +145,7 @@ bool tells_of_deaths();
 // Initializes `header.alive`, before any peer maps it.
 void prepare_liveness(ArenaHeader& header);
 
-// Take and release the mutexes that the peers watch. Called by the rank's longest-lived thread, whose death is the
-// rank's.
+// Take and release the mutexes that peers watch. Called by the rank's longest-lived thread, whose death is the rank's.
 void hold_all(ArenaHeader& header, int watchers);
 void release_all(ArenaHeader& header, int watchers);
 

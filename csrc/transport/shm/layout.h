@@ -40,8 +40,7 @@ static_assert(sizeof(MailboxHeader) == 1024);
 struct alignas(64) OutboxWords {
   std::atomic<uint64_t> announced;  // headers written
   std::atomic<uint64_t> staged;     // fragments written
-  std::atomic<uint64_t>
-      fragments;  // offset of kFragments * kFragmentBytes in the sender's arena; before the first is staged
+  std::atomic<uint64_t> fragments;  // offset of kFragments * kFragmentBytes in the sender's arena; before `staged`
   MailboxHeader headers[kHeaders];
 };
 
@@ -58,24 +57,22 @@ struct Mailboxes {
   InboxWords in[kMaxLocalRanks];
 };
 
-inline constexpr size_t kRecords = 64;  // operations in flight per lane
-inline constexpr size_t kSlots = 4;     // staging slots per lane
-inline constexpr size_t kSlotBytes =
-    256 << 10;                             // four of them and the data that they stage fit a core's share of the cache
-inline constexpr size_t kBoardWaits = 15;  // sleeping threads of a rank that are visible to its peers
-inline constexpr size_t kLogEntries = 1024;     // scheduled and not yet opened by every rank
-inline constexpr size_t kReadySlots = 1 << 20;  // announcement slots per communicator; sparse
-inline constexpr size_t kMaxSpans = 512;        // of an operation on the direct path
-inline constexpr size_t kFlagWords = 64;        // of an operation, at most
-inline constexpr int kUserLane = 0;             // matched by order of submission
-inline constexpr int kScheduledLane = 1;        // announced in any order, run in the order of the schedule
+inline constexpr size_t kRecords = 64;           // operations in flight per lane
+inline constexpr size_t kSlots = 4;              // staging slots per lane
+inline constexpr size_t kSlotBytes = 256 << 10;  // four, and the data that they stage, fit a core's share of the cache
+inline constexpr size_t kBoardWaits = 15;        // sleeping threads of a rank that are visible to its peers
+inline constexpr size_t kLogEntries = 1024;      // scheduled and not yet opened by every rank
+inline constexpr size_t kReadySlots = 1 << 20;   // announcement slots per communicator; sparse
+inline constexpr size_t kMaxSpans = 512;         // of an operation on the direct path
+inline constexpr size_t kFlagWords = 64;         // of an operation, at most
+inline constexpr int kUserLane = 0;              // matched by order of submission
+inline constexpr int kScheduledLane = 1;         // announced in any order, run in the order of the schedule
 inline constexpr int kLanes = 2;
 inline constexpr int kMessages = 2;  // no lane: messages between two ranks
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free);
 
-// The futex on which the threads of a rank sleep. A peer rings after it has published something, if its bit is in
-// `interest`.
+// The futex on which a rank's threads sleep. A peer rings after publishing something, if its bit is in `interest`.
 struct alignas(64) Doorbell {
   std::atomic<uint32_t> rings;     // futex word
   std::atomic<uint64_t> interest;  // peers (by local rank) whose next step a sleeping thread needs
@@ -148,8 +145,7 @@ struct GroupBlock {
   SuccessionWords succession;
   alignas(64) std::atomic<uint64_t> gone;      // members that will touch this block no more
   alignas(64) std::atomic<uint64_t> refusals;  // how many steps this rank has refused
-  std::atomic<uint64_t>
-      refusal;  // where in `announced` its reason for the last one is, until that step has ended: or 0
+  std::atomic<uint64_t> refusal;  // where in `announced` the last reason is, until that step has ended: or 0
   LaneBlock lanes[kLanes];
   ScheduleLog schedule;
   alignas(kSmallestPage) std::atomic<uint64_t> announced[kReadySlots];  // numbers of steps, see Slots

@@ -1,6 +1,5 @@
 // Sizes of the kernel's pages. What is mapped, given back, severed or inherited by a fork is a whole number of pages:
-// of 4 KiB on x86; of 4, 16 or 64 KiB on ARM, as the kernel was built. The ranks of a host have one kernel, and so one
-// size.
+// of 4 KiB on x86; of 4, 16 or 64 KiB on ARM, as the kernel was built. All ranks of a host have the same.
 //
 // Thread-safety: any thread. Failure: check_page_size() throws InvalidUsage.
 #pragma once

@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "base/memory.h"
-#include "transport/shm/layout.h"
+#include "transport/shm/arena.h"
 
 namespace syncengine::shm {
 
@@ -51,7 +51,7 @@ void Heap::release(size_t offset, size_t bytes) {
   free_.emplace(offset, bytes);
 }
 
-Pool& Pool::create(Memory memory) {
+Pool& Pool::create(std::shared_ptr<Arena> arena, std::byte* data, size_t bytes) {
   [[maybe_unused]] static int once = pthread_atfork(nullptr, nullptr, [] { ++forks; });
   std::lock_guard lock(create_mutex);
   Pool* pool = first.load();
@@ -60,16 +60,17 @@ Pool& Pool::create(Memory memory) {
   if (fresh) pool = new Pool;
   {
     std::lock_guard inner(pool->mutex_);
-    pool->memory_ = std::move(memory);
+    pool->arena_ = std::move(arena);
+    pool->data_ = data;
+    pool->bytes_ = bytes;
     pool->shortage_.clear();
     pool->open_ = true;
     pool->forks_ = forks;
     pool->used_ = pool->committed_ = pool->live_ = 0;
-    pool->heap_.emplace(0, pool->memory_.bytes);
+    pool->heap_.emplace(0, bytes);
     pool->sizes_.clear();
     pool->recent_.clear();
-    const std::byte* data = pool->memory_.data;
-    pool->extent_.store(&pool->extents_.emplace_back(data, data + pool->memory_.bytes), std::memory_order_release);
+    pool->extent_.store(&pool->extents_.emplace_back(data, data + bytes), std::memory_order_release);
   }
   if (fresh) {
     pool->next_ = first.load();
@@ -104,7 +105,7 @@ void* Pool::take(size_t bytes) {
   if (auto recent = recent_.find(bytes); recent != recent_.end() && !recent->second.empty()) {
     size_t offset = recent->second.back();
     recent->second.pop_back();
-    return memory_.data + offset;
+    return data_ + offset;
   }
   auto offset = heap_->allocate(bytes, kPage);
   if (!offset || *offset + bytes > used_) {
@@ -118,10 +119,10 @@ void* Pool::take(size_t bytes) {
   const size_t end = offset ? *offset + bytes : used_ + bytes;
   if (end > committed_) {
     const size_t wanted = round_up(end, kStep);
-    shortage_ = wanted > memory_.bytes ? "no room for " + std::to_string(wanted) + " bytes of gradients in the " +
-                                             std::to_string(memory_.bytes) +
-                                             " that they may take of the arena; raise SYNCENGINE_ARENA_BYTES"
-                                       : memory_.commit(wanted);
+    shortage_ = wanted > bytes_
+                    ? "no room for " + std::to_string(wanted) + " bytes of gradients in the " + std::to_string(bytes_) +
+                          " that they may take of the arena; raise SYNCENGINE_ARENA_BYTES"
+                    : arena_->commit(data_, wanted);
     if (!shortage_.empty()) {
       if (offset) heap_->release(*offset, bytes);
       return nullptr;
@@ -130,7 +131,7 @@ void* Pool::take(size_t bytes) {
   }
   used_ = std::max(used_, end);
   sizes_[*offset] = bytes;
-  return memory_.data + *offset;
+  return data_ + *offset;
 }
 
 std::string Pool::shortage() const {
@@ -151,7 +152,7 @@ void Pool::flush() {
 
 void Pool::discard_free() {
   for (auto [offset, bytes] : heap_->free())
-    if (offset < used_) memory_.discard(memory_.data + offset, std::min(bytes, used_ - offset));
+    if (offset < used_) arena_->discard(data_ + offset, std::min(bytes, used_ - offset));
 }
 
 void Pool::join() {
@@ -172,25 +173,26 @@ void Pool::leave() {
 void Pool::trim() {
   if (forked()) return;
   std::lock_guard lock(mutex_);
-  if (!memory_.data) return;
+  if (!arena_) return;
   flush();
   discard_free();
 }
 
 void Pool::release(void* block) {
-  size_t offset = static_cast<std::byte*>(block) - memory_.data;
-  if (forked()) return memory_.discard(block, sizes_.at(offset));
-  Memory last;  // destroyed after the lock is released
+  auto* const data = static_cast<std::byte*>(block);
+  const auto offset = static_cast<size_t>(data - data_);
+  if (forked()) return arena_->discard(data, sizes_.at(offset));
+  std::shared_ptr<Arena> last;  // destroyed after the lock is released
   std::lock_guard lock(mutex_);
   auto size = sizes_.find(offset);
   const size_t bytes = size->second;
-  if (memory_.lost(block, bytes)) {
+  if (arena_->gives_up(data, bytes)) {
     sizes_.erase(size);
   } else if (models_ > 0) {
     recent_[bytes].push_back(offset);
   } else {
     sizes_.erase(size);
-    memory_.discard(block, bytes);
+    arena_->discard(data, bytes);
     heap_->release(offset, bytes);
   }
   --live_;
@@ -199,17 +201,17 @@ void Pool::release(void* block) {
 
 void Pool::close() {
   if (forked()) return;
-  Memory last;
+  std::shared_ptr<Arena> last;
   std::lock_guard lock(mutex_);
   open_ = false;
   last = take_if_over();
 }
 
-// Takes the memory out of the pool if no block is in use and none will be handed out any more.
-Pool::Memory Pool::take_if_over() {
+// Takes the arena out of the pool if no block is in use and none will be handed out any more.
+std::shared_ptr<Arena> Pool::take_if_over() {
   if (open_ || live_ > 0) return {};
   extent_.store(nullptr);
-  return std::exchange(memory_, {});
+  return std::exchange(arena_, nullptr);
 }
 
 void Pool::lock_all() {

@@ -9,7 +9,6 @@
 #include <atomic>
 #include <cstddef>
 #include <deque>
-#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -18,14 +17,13 @@
 #include <unordered_map>
 #include <vector>
 
-#include "base/memory.h"
-
 namespace syncengine::shm {
+
+class Arena;
 
 // First-fit allocator of page-aligned ranges in an arena. Hands out offsets and never touches the memory.
 //
 // Thread-safety: any thread. Failure: allocate() returns nothing when no range is large enough.
-
 class Heap {
  public:
   Heap(size_t begin, size_t end) { free_.emplace(begin, end - begin); }
@@ -41,18 +39,7 @@ class Heap {
 
 class Pool {
  public:
-  // The memory of a pool, and what it asks of the arena. `commit` is called before pages beyond the given count of
-  // bytes are handed out, and returns the reason if they must not be.
-  struct Memory {
-    std::byte* data = nullptr;
-    size_t bytes = 0;
-    std::shared_ptr<void> keepalive = {};
-    std::function<std::string(size_t bytes)> commit = {};
-    // Returns true if the block's pages are severed, so that the block must never be handed out again.
-    std::function<bool(const void* block, size_t bytes)> lost = {};
-    std::function<void(void* data, size_t bytes)> discard = {};  // gives pages back; their content is lost
-  };
-  static Pool& create(Memory memory);  // `memory` has at least a page
+  static Pool& create(std::shared_ptr<Arena> arena, std::byte* data, size_t bytes);  // of at least a page in `arena`
 
   static Pool* find(const void* block);
   bool owns(const void* data, size_t bytes) const;
@@ -80,7 +67,7 @@ class Pool {
   void* take(size_t bytes);
   void flush();
   void discard_free();
-  Memory take_if_over();
+  std::shared_ptr<Arena> take_if_over();
 
   struct Bounds {
     const std::byte *begin, *end;
@@ -91,7 +78,9 @@ class Pool {
   unsigned forks_ = 0;  // the value of `forks` when the pool was created
 
   mutable std::mutex mutex_;
-  Memory memory_;
+  std::shared_ptr<Arena> arena_;  // kept until the last block is released; null: this pool has no memory
+  std::byte* data_ = nullptr;
+  size_t bytes_ = 0;
   std::string shortage_;
   bool open_ = false;
   size_t used_ = 0;  // bytes from the beginning that were handed out so far

@@ -8,15 +8,24 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <mutex>
 #include <set>
 #include <string_view>
 #include <utility>
 
-#include "transport/shm/arena.h"
-#include "transport/shm/region.h"
+#include "transport/shm/pool.h"
 
 namespace syncengine::shm {
+
+namespace {
+
+struct ArenaRegistry {
+  std::mutex mutex;
+  std::set<const ForkGuard*> guards;
+};
+
+ArenaRegistry& registry = *new ArenaRegistry;  // never destroyed: arenas may outlive static destruction
+
+}  // namespace
 
 MappedFile::MappedFile(UniqueFd fd) : fd_(std::move(fd)) {
   struct stat status{};
@@ -44,9 +53,6 @@ std::vector<Range> MappedFile::pages_in(Range range) const {
   return pages;
 }
 
-namespace {
-
-// Closes memory in a forked child. If the kernel refuses, the child ends, as it would write to its parent's memory.
 void close_in_child(void* data, size_t bytes) {
   if (make_inaccessible(data, bytes)) return;
   constexpr std::string_view kText =
@@ -55,8 +61,6 @@ void close_in_child(void* data, size_t bytes) {
   [[maybe_unused]] const auto written = write(STDERR_FILENO, kText.data(), kText.size());
   _exit(1);
 }
-
-}  // namespace
 
 void MappedFile::keep_writes(std::byte* base, Range range) const {
   void* const data = base + range.begin;
@@ -70,10 +74,9 @@ bool MappedFile::make_private(std::byte* base, Range range, std::byte* own) cons
   const bool by_kernel = own && is_there();  // the first write makes the kernel copy, so none is lost
   const std::vector<Range> all = by_kernel ? std::vector<Range>{} : pages_in(range);
   const size_t bytes = range.bytes();
-  void* data = by_kernel
-                   ? mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, fd_.get(),
-                          static_cast<off_t>(range.begin))
-                   : mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  const int flags = MAP_PRIVATE | MAP_NORESERVE | (by_kernel ? 0 : MAP_ANONYMOUS);
+  void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags, by_kernel ? fd_.get() : -1,
+                    by_kernel ? static_cast<off_t>(range.begin) : 0);
   if (data == MAP_FAILED) return false;
   advise(data, bytes, MADV_NOHUGEPAGE);  // a huge page would cover what is not copied, too
   for (Range pages : all)
@@ -87,67 +90,34 @@ bool MappedFile::make_private(std::byte* base, Range range, std::byte* own) cons
   return true;
 }
 
-namespace {
-
-struct ArenaRegistry {
-  std::mutex mutex;
-  std::set<ForkGuard::Memory> memories;
-};
-
-ArenaRegistry& registry() {
-  static auto* instance = new ArenaRegistry;  // never destroyed: arenas may outlive static destruction
-  return *instance;
+ForkGuard::ForkGuard(std::function<void()> in_child, std::mutex* mutex)
+    : in_child_(std::move(in_child)), mutex_(mutex) {
+  [[maybe_unused]] static int once = pthread_atfork(&lock_all, &unlock_all, [] {
+    for (const ForkGuard* guard : registry.guards) guard->in_child_();
+    unlock_all();
+  });
+  std::lock_guard lock(registry.mutex);
+  registry.guards.insert(this);
 }
 
-template <class Kind, class Call>
-void for_each(const Call& call) {
-  for (const ForkGuard::Memory& memory : registry().memories)
-    if (auto* const* found = std::get_if<Kind*>(&memory)) call(**found);
-}
-
-}  // namespace
-
-void ForkGuard::add(Memory memory) {
-  [[maybe_unused]] static int once = pthread_atfork(&before, &in_parent, &in_child);
-  std::lock_guard lock(registry().mutex);
-  registry().memories.insert(memory);
-}
-
-void ForkGuard::remove(Memory memory) {
-  std::lock_guard lock(registry().mutex);
-  registry().memories.erase(memory);
+ForkGuard::~ForkGuard() {
+  std::lock_guard lock(registry.mutex);
+  registry.guards.erase(this);
 }
 
 // Locks in the order that docs/threads.md gives.
-void ForkGuard::before() {
-  registry().mutex.lock();
+void ForkGuard::lock_all() {
+  registry.mutex.lock();
   Pool::lock_all();
-  for_each<Arena>([](Arena& arena) { arena.mutex_.lock(); });
+  for (const ForkGuard* guard : registry.guards)
+    if (guard->mutex_) guard->mutex_->lock();
 }
 
-void ForkGuard::in_parent() {
-  for_each<Arena>([](Arena& arena) { arena.mutex_.unlock(); });
+void ForkGuard::unlock_all() {
+  for (const ForkGuard* guard : registry.guards)
+    if (guard->mutex_) guard->mutex_->unlock();
   Pool::unlock_all();
-  registry().mutex.unlock();
-}
-
-// Makes async-signal-safe calls only: other threads' locks are lost in the child.
-void ForkGuard::in_child() {
-  for_each<Arena>([](Arena& arena) {
-    arena.become_forked();
-    arena.mutex_.unlock();
-  });
-  for_each<PeerArena>([](PeerArena& peer) { close_in_child(peer.mapping_.data(), peer.mapping_.bytes()); });
-  for_each<Region>([](Region& region) { region.become_forked(); });
-  Pool::unlock_all();
-  registry().mutex.unlock();
-}
-
-void Arena::become_forked() {
-  if (forked_) return;  // a child's child inherits as usual
-  forked_ = true;
-  for (Range part : inherited_) file_.keep_writes(mapping_.data(), part);
-  file_.reset();
+  registry.mutex.unlock();
 }
 
 }  // namespace syncengine::shm

@@ -7,7 +7,8 @@
 
 #include <sys/types.h>
 
-#include <variant>
+#include <functional>
+#include <mutex>
 #include <vector>
 
 #include "base/descriptors.h"
@@ -24,8 +25,7 @@ class MappedFile {
   void reset() { fd_.reset(); }
   // False if somebody has closed this process's descriptors and opened others.
   bool is_there() const;
-  // The parts of `range` that have pages, swapped out or not; no other part was ever written. Returns all of `range` if
-  // the file can't tell.
+  // The parts of `range` that have pages, swapped out or not; no other was ever written. All, if the file can't tell.
   std::vector<Range> pages_in(Range range) const;
   // In a forked child, makes `range` of the mapping at `base` copy-on-write: what the child writes there is its own,
   // and it still sees what others write elsewhere. If there is no room for that, the range becomes read-only or
@@ -42,22 +42,25 @@ class MappedFile {
   off_t bytes_ = 0;
 };
 
-// Keeps a forked child (a DataLoader worker) out of the shared memory of its parent and of the parent's peers.
+// Closes memory in a forked child, which ends if the kernel refuses: it would write to its parent's. Async-signal-safe.
+void close_in_child(void* data, size_t bytes);
 
-class Arena;
-class PeerArena;
-class Region;
-
+// Keeps forked children (DataLoader workers) out of the shared memory of their parent and of the parent's peers.
+//
+// Each child calls `in_child` of all guards, while the thread that has forked holds their mutexes; what it calls is to
+// be async-signal-safe, since other threads' locks are lost in the child.
 class ForkGuard {
  public:
-  using Memory = std::variant<Arena*, PeerArena*, Region*>;
-  static void add(Memory memory);
-  static void remove(Memory memory);
+  explicit ForkGuard(std::function<void()> in_child, std::mutex* mutex = nullptr);
+  ~ForkGuard();
+  ForkGuard(const ForkGuard&) = delete;
 
  private:
-  static void before();
-  static void in_parent();
-  static void in_child();
+  static void lock_all();
+  static void unlock_all();
+
+  const std::function<void()> in_child_;
+  std::mutex* const mutex_;  // of what `in_child` touches; null if nothing is locked
 };
 
 }  // namespace syncengine::shm

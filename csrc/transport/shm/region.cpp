@@ -1,22 +1,12 @@
 #include "transport/shm/region.h"
 
-#include <sys/mman.h>
-
 #include <string>
 
 #include "base/build_id.h"
 #include "base/error.h"
-#include "base/memory.h"
 #include "base/resources.h"
-#include "transport/shm/private_copy.h"
 
 namespace syncengine::shm {
-
-namespace {
-
-constexpr size_t kHead = round_up(sizeof(RegionHeader), kSmallestPage);
-
-}  // namespace
 
 std::shared_ptr<Region> Region::create(size_t bytes) {
   const size_t whole = round_up(kHead + bytes, kPage), available = available_memory();
@@ -38,12 +28,9 @@ std::shared_ptr<Region> Region::open(UniqueFd fd) {
   throw Error(ErrorKind::InvalidUsage, "a peer sent something else than memory that ranks have in common");
 }
 
-Region::Region(UniqueFd fd, size_t bytes) : file_(std::move(fd)), mapping_(file_.get(), bytes), bytes_(bytes - kHead) {
+Region::Region(UniqueFd fd, size_t bytes) : file_(std::move(fd)), mapping_(file_.get(), bytes) {
   advise_huge_pages(mapping_.data(), bytes);
-  ForkGuard::add(this);
 }
-
-Region::~Region() { ForkGuard::remove(this); }
 
 std::byte* Region::at(size_t offset, size_t bytes) const {
   if (offset > this->bytes() || bytes > this->bytes() - offset)
@@ -78,8 +65,6 @@ void Region::tear(uint64_t number) {
   uint64_t none = 0;
   header().torn.compare_exchange_strong(none, number, std::memory_order_acq_rel);
 }
-
-uint64_t Region::torn() const { return header().torn.load(std::memory_order_acquire); }
 
 bool Region::detach() {
   std::lock_guard lock(mutex_);

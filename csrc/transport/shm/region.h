@@ -38,11 +38,9 @@ class Region : public std::enable_shared_from_this<Region> {
   static std::shared_ptr<Region> create(size_t bytes);
   // Opens a region that another rank has created. Throws InvalidUsage if `fd` is anything else.
   static std::shared_ptr<Region> open(UniqueFd fd);
-  ~Region();
-  Region(const Region&) = delete;
 
   int fd() const { return file_.get(); }
-  size_t bytes() const { return bytes_; }
+  size_t bytes() const { return mapping_.bytes() - kHead; }
   // Throws InvalidUsage if [offset, offset + bytes) is outside.
   std::byte* at(size_t offset, size_t bytes) const;
 
@@ -51,7 +49,7 @@ class Region : public std::enable_shared_from_this<Region> {
   void complete(int rank, uint64_t number);
   std::vector<uint64_t> completed(int ranks) const;  // by rank
   void tear(uint64_t number);                        // later calls change nothing
-  uint64_t torn() const;
+  uint64_t torn() const { return header().torn.load(std::memory_order_acquire); }
 
   // Replaces the mapping by a private copy at the same addresses. Nobody in this process may write meanwhile. Returns
   // false, and changes nothing, if memory is short.
@@ -59,16 +57,17 @@ class Region : public std::enable_shared_from_this<Region> {
   bool is_shared() const { return shared_; }
 
  private:
-  friend class ForkGuard;
-  explicit Region(UniqueFd fd, size_t bytes);
+  static constexpr size_t kHead = round_up(sizeof(RegionHeader), kSmallestPage);
+
+  Region(UniqueFd fd, size_t bytes);
   RegionHeader& header() const { return *reinterpret_cast<RegionHeader*>(mapping_.data()); }
   void become_forked();  // in the child; async-signal-safe
 
   MappedFile file_;  // kept for forked children, too
   Mapping mapping_;
-  const size_t bytes_;  // behind the header
-  std::mutex mutex_;    // held while detaching
+  std::mutex mutex_;  // held while detaching
   std::atomic<bool> shared_ = true;
+  ForkGuard guard_{[this] { become_forked(); }};
 };
 
 }  // namespace syncengine::shm

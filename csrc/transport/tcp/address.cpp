@@ -3,7 +3,6 @@
 #include <arpa/inet.h>
 #include <ifaddrs.h>
 #include <net/if.h>
-#include <netinet/in.h>
 #include <sys/random.h>
 
 #include <algorithm>
@@ -14,12 +13,13 @@
 #include <sstream>
 
 #include "base/error.h"
-#include "transport/matching/frame.h"
 #include "transport/tcp/secret.h"
 
 namespace syncengine::tcp {
 
 namespace {
+
+constexpr uint32_t kAddressMagic = 0x61636e73;  // "snca"
 
 std::optional<Ip> ip_of(const sockaddr* address) {
   Ip ip;
@@ -41,16 +41,6 @@ std::string list(const std::vector<Interface>& interfaces) {
   return text.empty() ? "none" : text;
 }
 
-std::vector<std::string> split(const std::string& text) {
-  std::vector<std::string> parts;
-  std::istringstream stream(text);
-  for (std::string part; std::getline(stream, part, ',');) {
-    std::erase(part, ' ');
-    if (!part.empty()) parts.push_back(part);
-  }
-  return parts;
-}
-
 // A parsed `wanted`: names of interfaces, and two flags that say how they are meant.
 struct Selection {
   bool except = false;
@@ -61,11 +51,16 @@ struct Selection {
     std::erase(wanted, ' ');
     if (wanted.starts_with('^')) except = true, wanted.erase(0, 1);
     if (wanted.starts_with('=')) exactly = true, wanted.erase(0, 1);
-    names = split(wanted);
+    std::istringstream stream(wanted);
+    for (std::string name; std::getline(stream, name, ',');)
+      if (!name.empty()) names.push_back(name);
   }
 
   // The rank of an interface: lower is better, nothing if the interface is not wanted.
   std::optional<int> rank(const Interface& interface) const {
+    const bool is_loopback = interface.ip.is_loopback();
+    if (except && is_loopback) return {};
+    if (names.empty()) return is_loopback ? std::optional(0) : std::nullopt;
     std::optional<int> best;
     int count = static_cast<int>(names.size());
     for (int i = 0; i < count && !best; ++i) {
@@ -99,19 +94,14 @@ std::string Ip::text() const {
 SocketAddress socket_address(const Ip& ip, uint16_t port) {
   SocketAddress address;
   if (ip.v6) {
-    sockaddr_in6 in{};
-    in.sin6_family = AF_INET6;
-    in.sin6_port = htons(port);
-    std::memcpy(&in.sin6_addr, ip.bytes.data(), 16);
-    std::memcpy(&address.storage, &in, sizeof(in));
-    address.length = sizeof(in);
+    address.v6.sin6_family = AF_INET6;
+    address.v6.sin6_port = htons(port);
+    std::memcpy(&address.v6.sin6_addr, ip.bytes.data(), 16);
   } else {
-    sockaddr_in in{};
-    in.sin_family = AF_INET;
-    in.sin_port = htons(port);
-    std::memcpy(&in.sin_addr, ip.bytes.data(), 4);
-    std::memcpy(&address.storage, &in, sizeof(in));
-    address.length = sizeof(in);
+    address.v4.sin_family = AF_INET;
+    address.v4.sin_port = htons(port);
+    std::memcpy(&address.v4.sin_addr, ip.bytes.data(), 4);
+    address.length = sizeof(address.v4);
   }
   return address;
 }
@@ -140,10 +130,7 @@ Ip choose_ip(const std::string& wanted, const std::vector<Interface>& interfaces
     return std::tuple(*selection.rank(interface), interface.ip.is_link_local(), interface.ip.v6);
   };
   for (const Interface& interface : interfaces) {
-    bool meant = selection.names.empty() ? interface.ip.is_loopback() : selection.rank(interface).has_value();
-    if (!meant || (selection.except && interface.ip.is_loopback())) continue;
-    if (selection.names.empty() ? !best || (best->ip.v6 && !interface.ip.v6) : !best || order(interface) < order(*best))
-      best = &interface;
+    if (selection.rank(interface) && (!best || order(interface) < order(*best))) best = &interface;
   }
   if (best && best->ip.v6 && best->ip.is_link_local()) best = nullptr;  // needs a scope, which differs between hosts
   if (!best) {
@@ -154,12 +141,6 @@ Ip choose_ip(const std::string& wanted, const std::vector<Interface>& interfaces
   }
   return best->ip;
 }
-
-namespace {
-
-constexpr uint32_t kAddressMagic = 0x61636e73;  // "snca"
-
-}  // namespace
 
 std::string encode(const Address& address) {
   std::string ip(address.ip.bytes.begin(), address.ip.bytes.end());

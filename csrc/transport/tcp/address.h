@@ -5,6 +5,7 @@
 // (jobs that meet on a port), not attackers: that takes a secret that does not travel (secret.h).
 #pragma once
 
+#include <netinet/in.h>
 #include <sys/socket.h>
 
 #include <array>
@@ -31,9 +32,13 @@ struct Ip {
 };
 
 struct SocketAddress {
-  sockaddr_storage storage{};
-  socklen_t length = 0;
-  const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&storage); }
+  union {
+    sockaddr_in6 v6{};
+    sockaddr_in v4;
+    sockaddr any;
+  };
+  socklen_t length = sizeof(v6);
+  const sockaddr* get() const { return &any; }
 };
 SocketAddress socket_address(const Ip& ip, uint16_t port);
 

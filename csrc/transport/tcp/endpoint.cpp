@@ -10,6 +10,7 @@
 
 #include "base/deadline.h"
 #include "base/descriptors.h"
+#include "base/say.h"
 #include "transport/matching/endpoint.h"
 #include "transport/tcp/peer.h"
 #include "transport/tcp/rendezvous.h"
@@ -38,31 +39,19 @@ class Endpoint : public matching::Endpoint<Peer> {
   bool has_unsent() const override;
 
  private:
-  // Called by the thread that makes the step, under the progress lock.
+  // Called by the thread that makes the step, under the progress lock. A key is a peer << 8 | connection, or kAlarm.
   void on_event(uint64_t key, uint32_t events);
   bool pass();
-  void dismiss_callers();
 
-  Options options_;
   ParentFd listener_;
   ParentFd epoll_;
   ParentFd alarm_;
   bool busy_ = true;  // another pass may have more to do at once
 };
 
-namespace {
-
-constexpr int kEvents = 64;
-constexpr int kDismissed = 64;  // callers dismissed in one pass
-
-uint64_t event_key(int peer, size_t connection) { return static_cast<uint64_t>(peer) << 8 | connection; }
-
-}  // namespace
-
 Endpoint::Endpoint(const Options& options, int rank, const Ip& own, const std::map<int, Address>& peers,
                    std::map<int, Sockets> sockets, ParentFd listener)
     : matching::Endpoint<Peer>(rank, options.names, options.checksum, options.timing),
-      options_(options),
       listener_(std::move(listener)),
       epoll_([] { return epoll_create1(EPOLL_CLOEXEC); }),
       alarm_([] { return eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK); }) {
@@ -75,11 +64,10 @@ Endpoint::Endpoint(const Options& options, int rank, const Ip& own, const std::m
   };
   watch(alarm_.get(), EPOLLIN, kAlarm);
   for (auto& [peer, its] : sockets) {
+    for (size_t i = 0; i < its.size(); ++i)
+      watch(its[i].get(), EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, static_cast<uint64_t>(peer) << 8 | i);
     Probe probe(own, peers.at(peer).ip, peers.at(peer).port);
-    auto& added = peers_[peer] = std::make_unique<Peer>(shared_, options_, peer, std::move(probe), std::move(its));
-    auto descriptors = added->descriptors();
-    for (size_t i = 0; i < descriptors.size(); ++i)
-      watch(descriptors[i], EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, event_key(peer, i));
+    peers_[peer] = std::make_unique<Peer>(shared_, options, peer, std::move(probe), std::move(its));
   }
 }
 
@@ -101,6 +89,7 @@ bool Endpoint::has_unsent() const {
 // ---- one thread at a time ----
 
 Interhost::Step Endpoint::step(Duration at_most) {
+  constexpr int kEvents = 64;
   epoll_event ready[kEvents];
   Duration most = busy_ ? Duration::zero() : std::min(at_most, heartbeat_);
   int timeout = static_cast<int>(std::chrono::ceil<std::chrono::milliseconds>(most).count());
@@ -115,7 +104,7 @@ Interhost::Step Endpoint::step(Duration at_most) {
     news = std::exchange(shared_.news, false);
     log.swap(shared_.log);
   }
-  print(log);
+  if (!log.empty()) say(std::move(log));
   return !running ? Step::Over : news ? Step::News : Step::Quiet;
 }
 
@@ -140,7 +129,10 @@ bool Endpoint::pass() {
     busy_ |= peer.step();
     if (beat_due) peer.look_at_clock(last_pass_);
   });
-  if (beat_due) dismiss_callers();
+  // Accepts and drops whoever calls now. A rank that has lost this one only asks whether the kernel answers, and the
+  // queue must have room for the next such call.
+  constexpr int kDismissed = 64;
+  for (int i = 0; beat_due && i < kDismissed && accept_on(listener_.get()); ++i) continue;
   for (auto& [rank, peer] : peers_)
     if (peer->has_just_ended(epoll_.get())) note_end(rank);
   busy_ |= stopping_ && !is_leaving();  // a goodbye is to be sent soon
@@ -149,25 +141,6 @@ bool Endpoint::pass() {
   deliver(shared_.heard);
   return running;
 }
-
-// Accepts and drops whoever calls now. A rank that has lost this one only asks whether the kernel answers, and the
-// queue must have room for the next such call.
-void Endpoint::dismiss_callers() {
-  for (int i = 0; i < kDismissed && accept_on(listener_.get()); ++i) continue;
-}
-
-namespace {
-
-constexpr size_t kOwn = 3;     // the listener, and the descriptors on which the endpoint waits
-constexpr size_t kSpare = 16;  // for descriptors that the process opens meanwhile
-
-void require_room(const Options& options, int peers) {
-  require_descriptors("this rank, with connections to " + std::to_string(peers) + " ranks of other hosts, " +
-                          std::to_string(1 + options.sockets) + " each (fewer by init(sockets=...)),",
-                      static_cast<size_t>(peers) * (1 + options.sockets) + kOwn + kSpare);
-}
-
-}  // namespace
 
 Listener::Listener(const Options& options) : options_(options) {
   if (options.sockets < 1 || options.sockets > kMaxSockets) {
@@ -196,7 +169,12 @@ std::unique_ptr<Interhost> connect(Listener listener, int rank, const std::vecto
     peers[peer] = decode_address(names.global(peer), addresses[peer]);
     check_fit(names.global(rank), listener.address_, names.global(peer), peers[peer]);
   }
-  require_room(listener.options_, static_cast<int>(peers.size()));
+  constexpr size_t kOwn = 3;     // the listener, and the descriptors on which the endpoint waits
+  constexpr size_t kSpare = 16;  // for descriptors that the process opens meanwhile
+  const size_t each = 1 + listener.options_.sockets;
+  require_descriptors("this rank, with connections to " + std::to_string(peers.size()) + " ranks of other hosts, " +
+                          std::to_string(each) + " each (fewer by init(sockets=...)),",
+                      peers.size() * each + kOwn + kSpare);
   Rendezvous rendezvous(listener.options_, rank, listener.address_, peers, listener.fd_.get());
   auto sockets = rendezvous.run(deadline, interrupted);
   return std::make_unique<Endpoint>(listener.options_, rank, listener.address_.ip, peers, std::move(sockets),

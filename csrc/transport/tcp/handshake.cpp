@@ -3,7 +3,6 @@
 #include <utility>
 
 #include "transport/matching/frame.h"
-#include "transport/tcp/secret.h"
 
 namespace syncengine::tcp {
 
@@ -43,7 +42,7 @@ ClientHandshake::ClientHandshake(Hello hello, PairKeys keys) {
 
 std::string ClientHandshake::receive(std::string_view message) {
   Reader reader(message);
-  if (answered_) {
+  if (wanted_ == kWelcomeBytes) {
     uint8_t result = reader.u8();
     bool fine = reader.whole() && result == static_cast<uint8_t>(HandshakeResult::Fine);
     return end(fine ? HandshakeResult::Fine : HandshakeResult::Secret);
@@ -55,7 +54,6 @@ std::string ClientHandshake::receive(std::string_view message) {
   if (!equal_digests(proof, proof_of("server", keys_, said)))
     return end(HandshakeResult::Secret, std::string(kDigestBytes, '\0'));  // no proof, which tells the server, too
   said_ = said + proof;
-  answered_ = true;
   wanted_ = kWelcomeBytes;
   return proof_of("client", keys_, said_);
 }

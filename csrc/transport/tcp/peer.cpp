@@ -11,7 +11,6 @@
 #include <utility>
 
 #include "transport/matching/frame.h"
-#include "transport/tcp/socket.h"
 
 namespace syncengine::tcp {
 
@@ -20,40 +19,48 @@ namespace {
 constexpr double kPieceSeconds = 2e-3;
 constexpr auto kRest = std::chrono::milliseconds(1), kMeasure = std::chrono::milliseconds(5);
 
+constexpr size_t kReadBytes = 16 << 10;    // of control frames at a time
+constexpr size_t kKeepWritten = 64 << 10;  // of `out` before it is moved to its front
+constexpr Duration kGoodbyeDelay = std::chrono::milliseconds(500);
+
+// Both in heartbeats. kBelieved: how long after a peer was last heard a refused connection proves that it was killed.
+// kMissed: how long a port stays open after a peer was lost, so that no peer takes a refused connection for the death
+// of a rank that has gone on without that peer and ended.
+constexpr int kBelieved = 20, kMissed = 24;
+
 bool would_block(int code) { return code == EAGAIN || code == EWOULDBLOCK || code == EINTR; }
+
+Duration boot_time() {
+  timespec now{};
+  clock_gettime(CLOCK_BOOTTIME, &now);
+  return std::chrono::seconds(now.tv_sec) + std::chrono::nanoseconds(now.tv_nsec);
+}
 
 }  // namespace
 
 bool DataChannel::read(std::vector<std::byte>& scratch) {
   iovec parts[2];
-  size_t count = 0, wanted = 0, payload = arrival_ ? arrival_->frame.payload - payload_got_ : 0;
-  bool whole = true;  // whether the call may read beyond the payload
+  size_t count = 0, payload = arrival_ ? arrival_->frame.payload - payload_got_ : 0;
+  size_t header = header_in_.size() - header_got_;
   if (payload > 0) {
     std::byte* place = arrival_->place();
-    if (!place) whole = payload <= scratch.size(), payload = std::min(payload, scratch.size());
+    if (!place && payload > scratch.size()) payload = scratch.size(), header = 0;  // the header comes later
     parts[count++] = {place ? place + payload_got_ : scratch.data(), payload};
-    wanted += payload;
   }
-  if (whole) {
-    parts[count++] = {header_in_.data() + header_got_, header_in_.size() - header_got_};
-    wanted += header_in_.size() - header_got_;
-  }
-  msghdr message{};
-  message.msg_iov = parts;
-  message.msg_iovlen = count;
+  if (header > 0) parts[count++] = {header_in_.data() + header_got_, header};
+  msghdr message{.msg_iov = parts, .msg_iovlen = count};
   ssize_t got = recvmsg(fd_.get(), &message, 0);
   if (got <= 0) {
-    readable = false;
+    readable = got < 0 && errno == EINTR;
     if (got == 0)
       status = Status::Ended;
     else if (!would_block(errno))
       status = Status::Broken;
-    else if (errno == EINTR)
-      readable = true;
     return false;
   }
   auto bytes = static_cast<size_t>(got);
-  if (bytes < wanted && !hung_up) readable = false;  // the socket is drained; the kernel will say when more has come
+  // The socket is drained; the kernel will say when more has come.
+  if (bytes < payload + header && !hung_up) readable = false;
   size_t of_payload = std::min(bytes, payload);
   payload_got_ += of_payload;
   header_got_ += bytes - of_payload;
@@ -90,13 +97,10 @@ std::optional<OutgoingPiece> DataChannel::write() {
   if (sent_ < header) parts[count++] = {header_out_.data() + sent_, header - sent_};
   size_t skip = sent_ > header ? sent_ - header : 0;
   if (payload > 0) parts[count++] = {const_cast<std::byte*>(piece_->payload()) + skip, payload - skip};
-  msghdr message{};
-  message.msg_iov = parts;
-  message.msg_iovlen = count;
+  msghdr message{.msg_iov = parts, .msg_iovlen = count};
   ssize_t sent = sendmsg(fd_.get(), &message, MSG_NOSIGNAL);
   if (sent < 0) {
-    if (errno == EINTR) return {};
-    writable = false;
+    writable = errno == EINTR;
     if (!would_block(errno)) status = Status::Broken;
     return {};
   }
@@ -119,29 +123,10 @@ void DataChannel::measure(size_t bytes) {
 }
 
 void DataChannel::give_at_a_time(uint32_t bytes) {
-  if (std::exchange(piece_bytes_, bytes) != bytes) keep_short_queue(fd(), static_cast<int>(bytes));
+  if (std::exchange(piece_bytes_, bytes) != bytes) keep_short_queue(fd_.get(), static_cast<int>(bytes));
 }
 
 void DataChannel::end_writing() { shutdown(fd_.get(), SHUT_WR); }
-
-namespace {
-
-constexpr size_t kReadBytes = 16 << 10;    // of control frames at a time
-constexpr size_t kKeepWritten = 64 << 10;  // of `out` before it is moved to its front
-constexpr Duration kGoodbyeDelay = std::chrono::milliseconds(500);
-
-// Both in heartbeats. kBelieved: how long after a peer was last heard a refused connection proves that it was killed.
-// kMissed: how long a port stays open after a peer was lost, so that no peer takes a refused connection for the death
-// of a rank that has gone on without that peer and ended.
-constexpr int kBelieved = 20, kMissed = 24;
-
-Duration boot_time() {
-  timespec now{};
-  clock_gettime(CLOCK_BOOTTIME, &now);
-  return std::chrono::seconds(now.tv_sec) + std::chrono::nanoseconds(now.tv_nsec);
-}
-
-}  // namespace
 
 Peer::Peer(Shared& shared, const Options& options, int rank, Probe probe, std::vector<ParentFd> sockets)
     : session_(shared, options.timing, rank),
@@ -162,23 +147,10 @@ void Peer::withdraw(uint64_t first, uint64_t last, const Error& error) {
   session_.withdraw(first, last, error);
 }
 
-std::vector<int> Peer::descriptors() const {
-  std::vector<int> all{control_.fd.get()};
-  for (const auto& channel : data_) all.push_back(channel.fd());
-  return all;
-}
-
 void Peer::on_event(size_t connection, uint32_t events) {
-  bool readable = events & (EPOLLIN | EPOLLRDHUP | EPOLLHUP | EPOLLERR);
-  bool writable = events & (EPOLLOUT | EPOLLHUP | EPOLLERR);
-  if (connection == 0) {
-    control_.readable |= readable;
-    control_.writable |= writable;
-    return;
-  }
-  DataChannel& channel = data_[connection - 1];
-  channel.readable |= readable;
-  channel.writable |= writable;
+  Readiness& channel = connection == 0 ? static_cast<Readiness&>(control_) : data_[connection - 1];
+  channel.readable |= (events & (EPOLLIN | EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0;
+  channel.writable |= (events & (EPOLLOUT | EPOLLHUP | EPOLLERR)) != 0;
   channel.hung_up |= (events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0;
 }
 
@@ -199,12 +171,8 @@ bool Peer::step() {
   speak();
   more |= control_.writable && !session_.out.empty();
   if (session_.life.owes_goodbye()) say_goodbye();
-  bool all_ended = control_.ended && std::all_of(data_.begin(), data_.end(), [](const DataChannel& channel) {
-                     return channel.status != Status::Open;
-                   });
-  if (all_ended && session_.life.state() == ConnectionLifecycle::PeerLeft) {
+  if (session_.life.state() == ConnectionLifecycle::PeerLeft && gone())
     throw Error(ErrorKind::PeerLost, session_.name() + " has left (it exited, or called syncengine.shutdown())");
-  }
   return more;
 }
 
@@ -225,15 +193,13 @@ void Peer::read_control() {
     heard_ = emptied_;
     if (got < static_cast<ssize_t>(kReadBytes)) emptied_ = now;
     on_control_frames();
-  } else if (got == 0) {
-    control_.ended = true;
-    if (session_.life.state() == ConnectionLifecycle::Open) throw_lost("its connection was closed");
-  } else if (code != EINTR) {
+  } else if (got < 0 && code == EAGAIN) {
     control_.readable = false;
-    if (code == EAGAIN) emptied_ = now;
-    if (code == EAGAIN) return;
+    emptied_ = now;
+  } else if (got == 0 || code != EINTR) {
     control_.ended = true;
-    if (session_.life.state() == ConnectionLifecycle::Open) throw_lost(std::strerror(code));
+    if (session_.life.state() == ConnectionLifecycle::Open)
+      throw_lost(got == 0 ? "its connection was closed" : std::strerror(code));
   }
 }
 
@@ -352,9 +318,8 @@ void Peer::say_goodbye() {
 }
 
 bool Peer::gone() const {
-  if (session_.life.is_broken()) return true;
-  return control_.ended && std::none_of(data_.begin(), data_.end(),
-                                        [](const DataChannel& channel) { return channel.status == Status::Open; });
+  return session_.life.is_broken() ||
+         (control_.ended && std::ranges::count(data_, Status::Open, &DataChannel::status) == 0);
 }
 
 bool Peer::is_missed() const { return lost_ && boot_time() - *lost_ < kMissed * heartbeat_; }

@@ -31,16 +31,18 @@ enum class Status : uint8_t {
   Broken,  // errno says why
 };
 
-class DataChannel {
- public:
-  explicit DataChannel(ParentFd fd) : fd_(std::move(fd)) { give_at_a_time(kChunkBytes); }
-
-  int fd() const { return fd_.get(); }
-
-  // Edge-triggered: set by the kernel's events, cleared by a call that found nothing more to read, or no more room.
+// The readiness of a socket, edge-triggered: set by the kernel's events, cleared by a call that found nothing more to
+// read, or no more room.
+struct Readiness {
   bool readable = true;
   bool writable = true;
   bool hung_up = false;
+};
+
+class DataChannel : public Readiness {
+ public:
+  explicit DataChannel(ParentFd fd) : fd_(std::move(fd)) { give_at_a_time(kChunkBytes); }
+
   Status status = Status::Open;
 
   // Makes one system call; returns true if bytes came. Afterwards the caller takes an ended_frame(), if there is one,
@@ -91,8 +93,7 @@ class Peer {
   matching::Session& session() { return session_; }
   void withdraw(uint64_t first, uint64_t last, const Error& error);
 
-  // The descriptors, the first of which is for control, and events that the kernel reports for them.
-  std::vector<int> descriptors() const;
+  // Takes events that the kernel reports for one of the sockets, the first of which is for control.
   void on_event(size_t connection, uint32_t events);
 
   // Writes control frames. Called for all peers before any is given data, behind which control would wait in the host's
@@ -120,10 +121,8 @@ class Peer {
   bool has_just_ended(int epoll);
 
  private:
-  struct ControlChannel {
+  struct ControlChannel : Readiness {
     ParentFd fd;
-    bool readable = true;
-    bool writable = true;
     bool ended = false;
     std::string in;
     size_t written = 0;  // of the session's frames for control

@@ -8,18 +8,11 @@
 
 namespace syncengine::tcp {
 
-namespace {
-
-constexpr Duration kAgain =
-    std::chrono::milliseconds(100);  // between two tries: the peer's kernel may be about to close the port
-
-}  // namespace
-
 bool Probe::is_refused(int epoll) {
   if (!fd_) {
     const auto now = Clock::now();
     if (now < next_) return false;
-    next_ = now + kAgain;
+    next_ = now + std::chrono::milliseconds(100);  // the peer's kernel may be about to close the port
     try {
       fd_ = begin_connect(from_, to_, port_);
     } catch (const Error&) {  // no descriptor is left, or the interface is gone

@@ -12,17 +12,9 @@
 #include "base/say.h"
 #include "base/sync_point.h"
 #include "base/texts.h"
-#include "transport/tcp/secret.h"
 #include "transport/tcp/socket.h"
 
 namespace syncengine::tcp {
-
-namespace {
-
-constexpr int kPollMs = 50;
-constexpr Duration kPause = std::chrono::milliseconds(50);  // before a call is tried again
-
-}  // namespace
 
 Rendezvous::Rendezvous(const Options& options, int rank, const Address& own, std::map<int, Address> peers, int listener)
     : options_(options), rank_(rank), own_(own), peers_(std::move(peers)), listener_(listener) {
@@ -31,11 +23,8 @@ Rendezvous::Rendezvous(const Options& options, int rank, const Address& own, std
     sockets_[peer].resize(1 + options.sockets);
     missing_ += sockets_[peer].size();
     if (peer > rank) continue;
-    for (int connection = 0; connection <= options.sockets; ++connection) {
-      calls_.emplace_back();
-      calls_.back().peer = peer;
-      calls_.back().connection = connection;
-    }
+    for (int connection = 0; connection <= options.sockets; ++connection)
+      calls_.push_back({.peer = peer, .connection = connection});
   }
 }
 
@@ -44,8 +33,8 @@ std::map<int, Sockets> Rendezvous::run(Deadline deadline, const std::function<vo
   const auto begin = Clock::now();
   bool logged = false;
   while (missing_ > 0) {
-    std::vector<pollfd> waits{{has_room() ? listener_ : -1, POLLIN, 0}};  // if there is no room, polling the listener
-                                                                          // would return at once, again and again
+    // Without has_room(), polling the listener would return at once, again and again.
+    std::vector<pollfd> waits{{has_room() ? listener_ : -1, POLLIN, 0}};
     for (const Call& call : calls_) {
       if (call.fd) waits.push_back({call.fd.get(), static_cast<short>(call.connecting ? POLLOUT : POLLIN), 0});
     }
@@ -59,6 +48,7 @@ std::map<int, Sockets> Rendezvous::run(Deadline deadline, const std::function<vo
         owners.push_back(peer);
       }
     }
+    constexpr int kPollMs = 50;
     poll(waits.data(), waits.size(), kPollMs);
     if (interrupted) interrupted();
     for (size_t i = 0; i < owners.size(); ++i) {
@@ -99,12 +89,10 @@ void Rendezvous::accept_callers() {
       throw_system_error(options_.names(rank_) + " can't accept the connections of " + missing_names(), errno,
                          "accept4");
     if (!fd && !is_short) return;
-    if (full || is_short)
-      unauthenticated_.erase(oldest);  // the caller that has been silent longest; a rank calls
-                                       // again
+    // Drops the caller that has been silent longest; a rank calls again.
+    if (full || is_short) unauthenticated_.erase(oldest);
     if (is_short) continue;
-    unauthenticated_.emplace_back();
-    Call& call = unauthenticated_.back();
+    Call& call = unauthenticated_.emplace_back();
     call.fd = std::move(fd);
     call.limit = Clock::now() + seconds(options_.handshake);
     call.server = std::make_unique<ServerHandshake>(
@@ -117,50 +105,42 @@ void Rendezvous::accept_callers() {
   }
 }
 
-void Rendezvous::dial(Call& call) {
-  const Address& address = peers_.at(call.peer);
-  call.fd = begin_connect(own_.ip, address.ip, address.port);
-  call.connecting = true;
-  call.read.clear();
-  if (!call.fd) break_off(call, errno);
-}
-
-void Rendezvous::break_off(Call& call, int code) {
-  const Address& address = peers_.at(call.peer);
-  std::string where = text(address.ip, address.port);
+bool Rendezvous::break_off(Call& call, int code) {
   if (code == ECONNREFUSED) {
     throw Error(ErrorKind::PeerLost, options_.names(call.peer) + " refused the connection from " +
-                                         options_.names(rank_) + " (" + where +
+                                         options_.names(rank_) + " (" + where(call.peer) +
                                          "): its process ended or its init() failed (see its own error), or a "
                                          "firewall stands between");
   }
-  reasons_[call.peer] = where + ": " + (code ? std::strerror(code) : "closed by the other side");
+  return try_again(call, code ? std::strerror(code) : "closed by the other side");
+}
+
+bool Rendezvous::try_again(Call& call, const std::string& why) {
+  constexpr Duration kPause = std::chrono::milliseconds(50);
+  reasons_[call.peer] = where(call.peer) + ": " + why;
   call.fd.reset();
   call.again = Clock::now() + kPause;
+  return false;
 }
 
 bool Rendezvous::advance(Call& call) {
   if (!call.fd) {
     if (Clock::now() < call.again) return false;
-    dial(call);
-    if (!call.fd) return false;
+    const Address& address = peers_.at(call.peer);
+    call.fd = begin_connect(own_.ip, address.ip, address.port);
+    call.connecting = true;
+    call.read.clear();
+    if (!call.fd) return break_off(call, errno);
   }
   if (call.connecting) {
     if (!is_decided(call.fd)) return false;
-    int code = connect_error(call.fd);
-    if (code) {
-      break_off(call, code);
-      return false;
-    }
+    if (int code = connect_error(call.fd)) return break_off(call, code);
     greet(call);
   }
-  int code = 0;
-  if (talk(call, code)) return settle(call);
-  bool broken = code != EAGAIN;
-  if (call.client) {
-    if (broken) break_off(call, code);
-    return false;
-  }
+  const std::optional<int> code = talk(call);
+  if (!code) return settle(call);
+  const bool broken = *code != EAGAIN;
+  if (call.client) return broken && break_off(call, *code);
   return broken || Clock::now() >= call.limit;
 }
 
@@ -176,59 +156,46 @@ void Rendezvous::greet(Call& call) {
                                                                          // shows at the next read
 }
 
-// Returns true when the handshake is over. Otherwise `code` says why not: EAGAIN means not yet, 0 that the other side
-// has closed.
-bool Rendezvous::talk(Call& call, int& code) {
+// Returns nothing when the handshake is over, else why it is not: EAGAIN means not yet, 0 that the other side has
+// closed.
+std::optional<int> Rendezvous::talk(Call& call) {
   Handshake& handshake = call.handshake();
   while (handshake.wanted() > 0) {
     // Never reads beyond the handshake: what follows is for the connection's next owner.
     char buffer[256];
     ssize_t got = recv(call.fd.get(), buffer, handshake.wanted() - call.read.size(), 0);
-    if (got <= 0) {
-      code = got == 0 ? 0 : errno == EINTR ? EAGAIN : errno;
-      return false;
-    }
+    if (got <= 0) return got == 0 ? 0 : errno == EINTR ? EAGAIN : errno;
     call.read.append(buffer, got);
     if (call.read.size() < handshake.wanted()) continue;
-    std::string message;
-    message.swap(call.read);
+    const std::string message = std::exchange(call.read, {});
     std::string reply = call.client ? call.client->receive(message) : call.server->receive(message);
     if (call.server && call.server->has_ticket()) nonces_.insert(handshake.hello().nonce);
-    if (!reply.empty() && send(call.fd.get(), reply.data(), reply.size(), MSG_NOSIGNAL) < 0) {
-      code = errno == EAGAIN ? EPIPE : errno;
-      return false;
-    }
+    if (!reply.empty() && send(call.fd.get(), reply.data(), reply.size(), MSG_NOSIGNAL) < 0)
+      return errno == EAGAIN ? EPIPE : errno;
   }
-  return true;
+  return {};
 }
 
 bool Rendezvous::settle(Call& call) {
-  Handshake& handshake = call.handshake();
-  int peer = call.client ? call.peer : static_cast<int>(handshake.hello().client);
-  switch (handshake.result()) {
-    case HandshakeResult::Fine: {
-      ParentFd& place = sockets_.at(peer)[handshake.hello().connection];
-      if (!place) --missing_;
-      place = std::move(call.fd);  // a second call: the first broke off without this side's noticing
-      return true;
-    }
-    case HandshakeResult::Secret:
-      if (call.client && !options_.secret.empty())
-        throw Error(ErrorKind::InvalidUsage, options_.names(peer) + " and " + options_.names(rank_) +
-                                                 " have different secrets: set SYNCENGINE_SECRET (or what is in "
-                                                 "SYNCENGINE_SECRET_FILE) to the same on all ranks");
-      if (call.server) doubt(peer);
-      break;
-    case HandshakeResult::Stranger: break;
+  const Handshake& handshake = call.handshake();
+  const int peer = call.client ? call.peer : static_cast<int>(handshake.hello().client);
+  if (handshake.result() == HandshakeResult::Fine) {
+    ParentFd& place = sockets_.at(peer)[handshake.hello().connection];
+    if (!place) --missing_;
+    place = std::move(call.fd);  // a second call: the first broke off without this side's noticing
+    return true;
   }
-  if (call.server) return true;  // the caller is no rank of this job
-  const bool is_changed = handshake.result() == HandshakeResult::Secret;
-  reasons_[peer] =
-      text(peers_.at(peer).ip, peers_.at(peer).port) +
-      (is_changed ? ": its part of the handshake" + std::string(kDamaged) : ": something else answers there");
-  call.fd.reset();
-  call.again = Clock::now() + kPause;
-  return false;
+  const bool lacks_proof = handshake.result() == HandshakeResult::Secret;
+  if (call.server) {
+    if (lacks_proof) doubt(peer);
+    return true;  // the caller is no rank of this job
+  }
+  if (lacks_proof && !options_.secret.empty())
+    throw Error(ErrorKind::InvalidUsage, options_.names(peer) + " and " + options_.names(rank_) +
+                                             " have different secrets: set SYNCENGINE_SECRET (or what is in "
+                                             "SYNCENGINE_SECRET_FILE) to the same on all ranks");
+  return try_again(call,
+                   lacks_proof ? "its part of the handshake" + std::string(kDamaged) : "something else answers there");
 }
 
 // Notes a caller with a rank's name and a valid ticket, but no proof. Either the rank has another secret, which its own
@@ -255,7 +222,7 @@ std::string Rendezvous::missing_names() const {
     if (reason != reasons_.end())
       names += " (" + reason->second + ")";
     else if (peer < rank_)
-      names += " (" + text(peers_.at(peer).ip, peers_.at(peer).port) + " does not answer)";
+      names += " (" + where(peer) + " does not answer)";
     ++count;
   }
   return (count == 1 ? "rank " : "ranks ") + names;

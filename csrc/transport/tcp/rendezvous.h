@@ -77,9 +77,6 @@ class ClientHandshake : public Handshake {
 
   const std::string& first_words() const { return said_; }
   std::string receive(std::string_view message);
-
- private:
-  bool answered_ = false;
 };
 
 class ServerHandshake : public Handshake {
@@ -130,13 +127,15 @@ class Rendezvous {
   bool is_full() const;
   std::list<Call>::iterator oldest_silent();
   bool has_room() { return !is_full() || oldest_silent() != unauthenticated_.end(); }  // for one more caller
-  bool advance(Call& call);                                                            // true: it has ended
-  void dial(Call& call);
-  void greet(Call& call);
-  bool talk(Call& call, int& code);
+  // advance() and the next three return whether the call has ended. A call that has not goes on, or is tried anew.
+  bool advance(Call& call);
   bool settle(Call& call);
-  void break_off(Call& call, int code);
+  bool try_again(Call& call, const std::string& why);
+  bool break_off(Call& call, int code);
+  void greet(Call& call);
+  std::optional<int> talk(Call& call);
   void doubt(int peer);
+  std::string where(int peer) const { return text(peers_.at(peer).ip, peers_.at(peer).port); }
   std::string missing_names() const;
 
   const Options& options_;

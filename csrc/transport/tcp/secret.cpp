@@ -98,16 +98,6 @@ bool equal_digests(std::string_view a, std::string_view b) {
   return difference == 0;
 }
 
-namespace {
-
-std::string trimmed(const std::string& text) {
-  constexpr const char* kSpace = " \t\r\n";
-  size_t begin = text.find_first_not_of(kSpace);
-  return begin == std::string::npos ? "" : text.substr(begin, text.find_last_not_of(kSpace) + 1 - begin);
-}
-
-}  // namespace
-
 std::string load_secret(const std::string& secret, const std::string& file) {
   if (!secret.empty() && !file.empty())
     throw Error(ErrorKind::InvalidUsage, "SYNCENGINE_SECRET and SYNCENGINE_SECRET_FILE are both set: set one");
@@ -116,7 +106,10 @@ std::string load_secret(const std::string& secret, const std::string& file) {
   if (!file.empty()) {
     std::ifstream stream(file, std::ios::binary);
     if (!stream) throw_system_error("can't read SYNCENGINE_SECRET_FILE (" + file + ")", errno);
-    value = trimmed({std::istreambuf_iterator<char>(stream), {}});
+    constexpr const char* kSpace = " \t\r\n";
+    value.assign(std::istreambuf_iterator<char>(stream), {});
+    value.erase(0, value.find_first_not_of(kSpace));
+    value.erase(value.find_last_not_of(kSpace) + 1);
     struct stat status{};
     if (stat(file.c_str(), &status) == 0 && (status.st_mode & (S_IRGRP | S_IROTH)) != 0)
       say("syncengine: the group or others may read SYNCENGINE_SECRET_FILE (" + file + "): chmod 600 it\n");

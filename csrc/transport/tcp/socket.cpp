@@ -13,8 +13,6 @@ namespace syncengine::tcp {
 
 namespace {
 
-constexpr int kBacklog = 1024;
-
 ParentFd open_socket(const Ip& ip) {
   ParentFd fd([&] { return socket(ip.v6 ? AF_INET6 : AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0); });
   if (!fd) throw_system_error("can't open a TCP socket", errno, "socket");
@@ -30,6 +28,7 @@ void set(int socket, int level, int option, int value) {
 ParentFd listen_on(const Ip& ip) {
   ParentFd fd = open_socket(ip);
   if (ip.v6) set(fd.get(), IPPROTO_IPV6, IPV6_V6ONLY, 1);
+  constexpr int kBacklog = 1024;
   SocketAddress address = socket_address(ip, 0);
   if (bind(fd.get(), address.get(), address.length) != 0 || listen(fd.get(), kBacklog) != 0)
     throw_system_error("can't listen on " + ip.text(), errno, "bind and listen");
@@ -37,17 +36,10 @@ ParentFd listen_on(const Ip& ip) {
 }
 
 uint16_t port_of(const ParentFd& listener) {
-  sockaddr_storage storage{};
-  socklen_t length = sizeof(storage);
-  if (getsockname(listener.get(), reinterpret_cast<sockaddr*>(&storage), &length) != 0)
+  SocketAddress own;
+  if (getsockname(listener.get(), &own.any, &own.length) != 0)
     throw_system_error("can't find the own port", errno, "getsockname");
-  uint16_t port;
-  if (storage.ss_family == AF_INET6) {
-    port = reinterpret_cast<const sockaddr_in6*>(&storage)->sin6_port;
-  } else {
-    port = reinterpret_cast<const sockaddr_in*>(&storage)->sin_port;
-  }
-  return ntohs(port);
+  return ntohs(own.any.sa_family == AF_INET6 ? own.v6.sin6_port : own.v4.sin_port);
 }
 
 ParentFd accept_on(int listener) {

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "base/parent_fd.h"
+#include "base/descriptors.h"
 #include "transport/tcp/address.h"
 
 namespace syncengine::tcp {

@@ -115,7 +115,6 @@ class Walk {
                   .rank = rank,
                   .world = world_,
                   .root = root_,
-                  .element = 1,
                   .block = block_,
                   .begin = begin,
                   .length = length,
@@ -238,7 +237,7 @@ TEST(plans_of_broadcast) { walk_all(Collective::Broadcast); }
 TEST(plan_of_a_barrier_waits_and_moves_nothing) {
   ChunkPlan plan;
   for (int world = 1; world <= kMaxWorld; ++world) {
-    plan_chunk({.collective = Collective::Barrier, .path = Path::Staged, .world = world, .element = 1}, plan);
+    plan_chunk({.collective = Collective::Barrier, .path = Path::Staged, .world = world}, plan);
     CHECK(plan.pulls && !plan.reduces && plan.stage.empty() && plan.pull.empty());
   }
 }
@@ -258,7 +257,6 @@ TEST(bytes_and_waits_of_an_all_reduce_by_ranks) {
                     .rank = 1,
                     .world = static_cast<int>(world),
                     .root = kNoRoot,
-                    .element = 4,
                     .block = kBlock,
                     .begin = begin,
                     .length = std::min(step, kBlock - begin)},
@@ -300,7 +298,6 @@ TEST(a_refilled_plan_forgets_the_last_one) {
               .rank = 1,
               .world = 3,
               .root = 0,
-              .element = 4,
               .block = 640,
               .begin = 0,
               .length = 640,

@@ -17,14 +17,12 @@ struct Kernels {
   void (*note)(NoteArgs) = nullptr;           // sums of floating dtypes
 };
 
-// Each instance is compiled in one of the files beside this one.
 template <class Element>
 struct KernelsOf {
   static Kernels find(ReduceOp op, kernels::Rounding rounding, int sources);
 };
 
-// Whether the gate is open. Each block finds that out itself, once, and all its threads return the same; block 0 counts
-// progress.
+// Whether the gate is open. Each block finds out once, and all its threads return the same; block 0 counts progress.
 __device__ __forceinline__ bool enter(const Gate& gate) {
   if (!gate.words) return true;
   if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) count_progress(*gate.control);

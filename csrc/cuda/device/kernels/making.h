@@ -14,11 +14,8 @@ template <class Element, class Op, kernels::Rounding kRounding, int kSources>
 __global__ void __launch_bounds__(kThreads, 1) reduce_kernel(const __grid_constant__ ReduceArgs args) {
   const size_t thread = static_cast<size_t>(blockIdx.x) * kThreads + threadIdx.x;
   const size_t threads = static_cast<size_t>(gridDim.x) * kThreads;
-  if (enter(args.gate)) {
-    reduce_share<Element, Op, kRounding, kSources>(args, thread, threads);
-  } else {
-    poison_share(args, sizeof(typename Element::Stored), thread, threads);
-  }
+  if (!enter(args.gate)) return poison_share(args, sizeof(typename Element::Stored), thread, threads);
+  reduce_share<Element, Op, kRounding, kSources>(args, thread, threads);
 }
 
 template <class Element, kernels::Rounding kRounding>

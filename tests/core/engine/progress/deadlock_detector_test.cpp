@@ -46,7 +46,7 @@ TEST(a_deadlock_is_believed_once_every_rank_has_looked_again) {
     CHECK_EQ(table.ranks[0].search(), look < 2 ? 0u : 0b11u);
   }
   CHECK_EQ(table.ranks[0].chain(0b11).size(), 2u);
-  CHECK_EQ(table.ranks[0].waits_for_me(1).size(), 1u);
+  CHECK_EQ(table.ranks[0].waits_for_me(0b11).size(), 1u);
   // One that has stopped may have missed a call that was made since.
   Table stopped(2);
   stopped.wait(1, {0b01});

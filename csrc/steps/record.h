@@ -3,6 +3,7 @@
 // Ownership: the model's. Thread-safety: the reducer's lock.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -13,11 +14,70 @@
 
 #include "base/phase_clock.h"
 #include "base/trace.h"
-#include "reducer/buckets/nonfinite.h"
-#include "steps/statistics.h"
 #include "steps/step_times.h"
 
 namespace syncengine {
+
+// The reason why a gradient could not be reduced in the memory where autograd left it. Python has them by name.
+enum class CopyReason : uint8_t {
+  SharedStorage,  // something else holds the memory, and might still read it in this backward
+  Layout,         // strides are not the parameter's: ranks would disagree on the order of elements; or a lazy conj()
+  Graph,          // part of a graph (create_graph=True)
+  Small,          // less than a page, in a bucket that is otherwise reduced in place
+  Unused,         // no gradient here: zeros, or what an earlier backward left, stand in
+  CommHook,       // a communication hook gets the bucket's gradients in one piece
+  Compression,    // what travels is of another dtype
+  Bucket,         // on a device buckets are flat
+};
+inline constexpr std::array kCopyReasons{"shared storage", "layout",    "graph",       "small",
+                                         "unused",         "comm hook", "compression", "bucket"};
+
+// The reason why peers do not reach a gradient, or why it could not be reduced where it lies.
+enum class StageReason : uint8_t {
+  Setting,      // gradient_memory="torch", or an engine without a pool
+  Numerics,     // "ring" scales before it adds
+  Compression,  // what travels is of another dtype
+  Shortage,     // the pool could not grow, and says why
+  Elsewhere,    // in memory that autograd did not get from the pool
+};
+inline constexpr std::array kStageReasons{"setting", "numerics", "compression", "shortage", "elsewhere"};
+
+// The bytes that the last synchronized backward moved.
+struct Statistics {
+  uint64_t backwards = 0;  // synchronized so far; everything below is about the last one
+  uint64_t buckets = 0;
+  uint64_t reduced_bytes = 0;
+  std::array<uint64_t, kCopyReasons.size()> copied_bytes{};
+  std::array<uint64_t, kStageReasons.size()> staged_bytes{};  // of this rank's; a bucket is staged with any of them
+
+  void count_staged(StageReason reason, size_t bytes) { staged_bytes[static_cast<size_t>(reason)] += bytes; }
+  void count_copy(CopyReason reason, size_t bytes) { copied_bytes[static_cast<size_t>(reason)] += bytes; }
+};
+
+// Chooses the steps of which a warning is given if many are not finite: the first in full, then one in 100 with the
+// number of those since. Once weights are NaN every step brings NaN, and the first warning is the one that helps.
+class NonfiniteWarnings {
+ public:
+  // The warning of `step`, which `text` describes; empty if the step is only counted.
+  std::string next(uint64_t step, const std::string& text) {
+    ++counted_;
+    if (warned_ != 0 && step - warned_ < kApart) return "";
+    std::string warning = text;
+    if (warned_ != 0) {
+      warning = std::to_string(counted_) + " of the last " + std::to_string(step - warned_) +
+                " steps were not finite; in the last one " + text;
+    }
+    warned_ = step;
+    counted_ = 0;
+    return warning;
+  }
+
+ private:
+  static constexpr uint64_t kApart = 100;
+
+  uint64_t warned_ = 0;   // the last step with a warning, or 0
+  uint64_t counted_ = 0;  // steps since then that were not finite
+};
 
 struct Record {
   Statistics statistics = {};
@@ -81,15 +141,14 @@ struct Record {
                        .detail = statistics.reduced_bytes,
                        .text = trace::text(model)};
     trace::record(event);
+    event.kind = trace::Kind::Copy;
+    event.begin = step_.end;
     auto copied = [&](const char* how, const auto& reasons, const auto& bytes) {
       for (size_t i = 0; i < bytes.size(); ++i) {
         if (bytes[i] == 0) continue;
-        trace::record({.kind = trace::Kind::Copy,
-                       .begin = step_.end,
-                       .end = step_.end,
-                       .place = statistics.backwards,
-                       .detail = bytes[i],
-                       .text = trace::text(std::string(how) + reasons[i])});
+        event.detail = bytes[i];
+        event.text = trace::text(std::string(how) + reasons[i]);
+        trace::record(event);
       }
     };
     copied("copied ", kCopyReasons, statistics.copied_bytes);

@@ -1,5 +1,3 @@
-#include "reducer/gradients/sparse.h"
-
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_sparse_coo_tensor_unsafe.h>
 #include <ATen/ops/empty.h>
@@ -10,6 +8,8 @@
 #include "base/checked.h"
 #include "base/error.h"
 #include "base/memory.h"
+#include "collectives/order.h"
+#include "reducer/backward/route.h"
 #include "reducer/torch/python_error.h"
 #include "reducer/torch/tensors.h"
 
@@ -70,31 +70,30 @@ at::Tensor unpack(const at::Tensor& bytes, const SentPlace& place, const at::Ten
                                        like.options());
 }
 
-bool is_narrow(const at::Tensor& tensor) {
-  return tensor.scalar_type() == at::kHalf || tensor.scalar_type() == at::kBFloat16;
-}
-
 }  // namespace
 
-at::Tensor add_sparse(const at::Tensor& left, const at::Tensor& right) {
-  if (!is_narrow(left)) return (left + right).coalesce();
-  return (left.to(at::kFloat) + right.to(at::kFloat)).coalesce().to(left.scalar_type()).coalesce();
-}
-
-size_t average_sparse(const std::vector<at::Tensor>& gradients, Communicator& communicator, double divisor,
-                      const std::string& model, const std::vector<uint8_t>& merges, const LookAtSparse& look) {
+void average_sparse(const RouteParts& model, const BackwardBuckets& backward) {
+  const BucketPlan& plan = *backward.plan;
+  std::vector<at::Tensor> gradients;
+  for (size_t i : plan.sparse()) {
+    if (model.flat) model.flat->take_over(backward.buckets[plan.bucket_of(i)], model.gradients);
+    gradients.push_back(model.gradients[i].memory());
+  }
   at::NoGradGuard no_grad;
+  Communicator& communicator = *model.averaging.communicator;
   const auto size = communicator.size();
-  const bool tree = !merges.empty();
+  const std::string& name = plan.buckets()[0]->names->model;
+  const auto& tree = backward.tree;
+  const auto merges = tree ? cut_tree(tree->total, size).merges : std::vector<uint8_t>();
   // DDP's way: gradients are divided first, and summed in their dtype.
   const bool ring = !tree && communicator.numerics() == Numerics::Ring;
   std::vector<at::Tensor> own;
   at::Tensor counts = at::empty({static_cast<int64_t>(gradients.size())}, at::kLong);
   for (size_t i = 0; i < gradients.size(); ++i) {
-    own.push_back((ring ? gradients[i].div(divisor) : gradients[i]).coalesce().cpu());
+    own.push_back((ring ? gradients[i].div(backward.divisor) : gradients[i]).coalesce().cpu());
     counts.mutable_data_ptr<int64_t>()[i] = own.back()._nnz();
   }
-  at::Tensor all_counts = gather(counts, communicator, "sizes of the sparse gradients of " + model);
+  at::Tensor all_counts = gather(counts, communicator, "sizes of the sparse gradients of " + name);
   const auto* count_of = all_counts.const_data_ptr<int64_t>();
 
   std::vector<std::vector<SentPlace>> places(size);  // by rank, by gradient
@@ -117,14 +116,17 @@ size_t average_sparse(const std::vector<at::Tensor>& gradients, Communicator& co
     std::memcpy(bytes + place.indices, indices.const_data_ptr(), indices.nbytes());
     std::memcpy(bytes + place.values, values.const_data_ptr(), values.nbytes());
   }
-  at::Tensor everyone = gather(packed, communicator, "the sparse gradients of " + model);
+  at::Tensor everyone = gather(packed, communicator, "the sparse gradients of " + name);
 
   for (size_t i = 0; i < own.size(); ++i) {
     const bool widen = !tree && is_narrow(own[i]);  // torch can't add these dtypes sparsely
     at::Tensor sum;
     std::vector<at::Tensor> waiting;  // sums that wait for their other halves
+    auto of_rank = [&](int rank) {
+      return unpack(everyone[rank], places[rank][i], own[i], count_of[rank * own.size() + i]);
+    };
     for (int rank = 0; rank < size; ++rank) {
-      at::Tensor next = unpack(everyone[rank], places[rank][i], own[i], count_of[rank * own.size() + i]);
+      at::Tensor next = of_rank(rank);
       if (widen) next = next.to(at::kFloat);
       if (tree) {
         if (sum.defined()) waiting.push_back(sum);
@@ -138,16 +140,15 @@ size_t average_sparse(const std::vector<at::Tensor>& gradients, Communicator& co
       }
     }
     sum = sum.coalesce();
-    if (look && !all_finite(sum)) {
+    if (backward.watch && !all_finite(sum)) {
       bool brought = false;
-      for (int rank = 0; rank < size; ++rank)
-        brought |= !look(i, rank, unpack(everyone[rank], places[rank][i], own[i], count_of[rank * own.size() + i]));
-      if (!brought) look(i, size, sum);
+      for (int rank = 0; rank < size; ++rank) brought |= !backward.watch->look(plan.sparse()[i], of_rank(rank), rank);
+      if (!brought) backward.watch->look(plan.sparse()[i], sum, size);
     }
-    if (!ring) scale(elements_of(sum), 1.0 / divisor);
+    if (!ring) scale(elements_of(sum), 1.0 / backward.divisor);
     gradients[i].copy_(sum);
   }
-  return places[communicator.rank()].back().end;
+  model.record.statistics.reduced_bytes += places[communicator.rank()].back().end;
 }
 
 }  // namespace syncengine
