@@ -1,7 +1,5 @@
 """The command `syncengine`, also as `python -m syncengine`."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence
@@ -24,20 +22,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     version = f"syncengine {__version__}, build {_C.build_id}, torch {torch.__version__}"
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(title="commands", required=True, dest="command", metavar="COMMAND")
-    add_doctor(commands)
-    add_bench(commands)
-    add_run(commands)
-    add_trace(commands)
-    add_report(commands)
-    add_build(commands)
+    for add in (add_doctor, add_bench, add_run, add_trace, add_report, add_build):
+        add(commands)
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = parser.parse_args(given)
     try:
-        code: int = options.run(options, given)
+        return int(options.run(options, given))
     except (SyncError, OSError) as error:
         print(f"syncengine {options.command}: {error}", file=sys.stderr, flush=True)
         return 2
-    return code
 
 
 if __name__ == "__main__":

@@ -79,10 +79,7 @@ class Torch(NamedTuple):
 
 
 def tag(version: str) -> str:
-    """Returns a name that releases share if one extension serves them: "torch213" for 2.13.0 and 2.13.1+cpu.
-
-    A version with a0, dev or rc is no release. Such a torch can use only an extension of exactly that version.
-    """
+    """Returns "torch213" for 2.13.0 and 2.13.1+cpu, which share an extension; a0, dev or rc has a name of its own."""
     release = re.fullmatch(r"(\d+)\.(\d+)(\.\d+)?(\+.*)?", version)
     return f"torch{release[1]}{release[2]}" if release else f"torch-{version}"
 
@@ -152,12 +149,13 @@ class Builder:
     def build(self, targets: Mapping[Torch, Path], core: Path | None = None, link: Sequence[str] = ()) -> Path:
         """Compiles an extension for each torch, and the archive unless `core` names one; returns the archive."""
         compiled = {torch: self._for_torch(torch) for torch in targets}
-        of_core = [] if core is not None else self._units(with_torch=False)
-        units = [(unit, self._with(unit)) for unit in of_core]
-        _run_all([*(unit for units in compiled.values() for unit in units), *units])
+        of_core = [] if core is not None else [(unit, self._with(unit)) for unit in self._units(with_torch=False)]
+        units = [*(unit for units in compiled.values() for unit in units), *of_core]
+        with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0)))) as pool:
+            list(pool.map(lambda unit: _run(unit[0].with_suffix(".o"), unit[1]), units))  # an error cancels the others
         if core is None:
             core = self._out / "core.a"
-            objects = [unit.with_suffix(".o") for unit in of_core]
+            objects = [unit.with_suffix(".o") for unit, _ in of_core]
             _run(core, ["ar", "rcsD", str(core), *map(str, objects)], objects)
         for torch, to in targets.items():
             objects = [unit.with_suffix(".o") for unit, _ in compiled[torch]]
@@ -204,12 +202,6 @@ def _write(path: Path, text: str) -> None:
     if not path.exists() or path.read_text() != text:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-
-
-def _run_all(units: Sequence[tuple[Path, list[str]]]) -> None:
-    jobs = int(os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0)))
-    with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(lambda unit: _run(unit[0].with_suffix(".o"), unit[1]), units))  # an error cancels the others
 
 
 def _run(made: Path, command: list[str], needs: Sequence[Path] = ()) -> None:

@@ -20,14 +20,14 @@ def load_extension() -> None:
     if "syncengine._C" in sys.modules:  # a test has put its own there
         return
     version = str(torch.__version__)
-    path = _build.packaged(version)
-    if not path.exists():
+    path, remedy = _build.packaged(version), "install syncengine-torch again, for this torch"
+    if is_own := not path.exists():
         own = _build.own(version)
         if own is None or not own.exists():
             raise ModuleNotFoundError(f"No module named 'syncengine._C': {_advice(version)}", name="syncengine._C")
-        path = own
+        path, remedy = own, f"remove {own.parent} and run `python -m syncengine build`"
     try:
-        if path != _build.packaged(version):
+        if is_own:
             _build.check_owner(path.parent)
         spec = importlib.util.spec_from_file_location("syncengine._C", path)
         assert spec is not None and spec.loader is not None
@@ -36,9 +36,6 @@ def load_extension() -> None:
         spec.loader.exec_module(module)
     except (ImportError, OSError) as error:
         sys.modules.pop("syncengine._C", None)
-        remedy = "install syncengine-torch again, for this torch"
-        if path != _build.packaged(version):
-            remedy = f"remove {path.parent} and run `python -m syncengine build`"
         raise ImportError(
             f"syncengine's extension {path} can't be loaded: {error}. It was built for {path.parent.name}, and this is "
             f"torch {version}: {remedy}",

@@ -1,7 +1,5 @@
 """A count of the updates of weights in a step of elastic training, by which a step that has happened is known."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -3,8 +3,6 @@
 These two are separate trees of the same classes, so each mixin here is put before the DDPStrategy of either.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,9 +1,4 @@
-"""Packs states that ranks send each other, without objects that `pickle` would execute code for.
-
-NumPy's arrays go in their own format.
-"""
-
-from __future__ import annotations
+"""Packs states that ranks send each other, without objects that `pickle` would execute code for."""
 
 import copy
 import io

@@ -3,8 +3,6 @@
 Nothing else changes. On CPUs under torchrun the process group is syncengine's, too.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Collectives on the default communicator. Each returns None, or with `async_op` a Work to wait on."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Literal, overload
 

@@ -1,7 +1,5 @@
 """The default communicator: makes it, replaces it after a failure, and closes it at the end."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading
@@ -55,11 +53,6 @@ class _Default(NamedTuple):
     def communicator(self) -> Communicator:
         return self.connection.communicator
 
-    def is_replaced(self) -> bool:
-        """Whether torch.distributed has another default group by now, perhaps of other ranks."""
-        group = users_group()
-        return self.group is not None and group is not None and self.group() is not group
-
 
 _default: _Default | None = None
 _successors: weakref.WeakKeyDictionary[Communicator, Communicator] = weakref.WeakKeyDictionary()  # by shrink()
@@ -69,9 +62,7 @@ _owner: int | None = None  # the process that may use all this, and none that is
 
 
 def refuse_forked_child() -> None:
-    """Records the process that calls this first; its forked children, which share its connections, must not. A child of
-    one that was its only rank shares none, and begins anew.
-    """
+    """Records the process that calls this first. Refuses its forked children, unless it had no connections to share."""
     global _owner, _default, _has_tried
     _owner = _owner or os.getpid()
     if _owner == os.getpid():
@@ -154,7 +145,7 @@ def init(
         if _default is None:
             _default = _connect_default(None, None, given)
             install_hooks()
-        elif _default.is_replaced():  # known to this rank alone, perhaps: so only the new group's ranks are asked
+        elif is_replaced():  # known to this rank alone, perhaps: so only the new group's ranks are asked
             old, _default = _default, _connect_default(None, _default.config, given)
             given_up.add(old.communicator)
         elif _default.connection.has_failed():
@@ -241,10 +232,7 @@ def shrink(communicator: Communicator | None = None, patience: float = 30.0) -> 
 
 
 def connect_beside(exchange: Exchange, rank: int, global_ranks: list[int], lost: Callable[[], str]) -> Connection:
-    """Connects `global_ranks` by another communicator, with the settings of the default one, which stays the default.
-
-    All of these ranks call it. `lost` says why some of them will not come.
-    """
+    """Connects `global_ranks`, which all call it, beside the default communicator, with its settings. See connect()."""
     current = _current()
     timeout = current.config.timeout or group_timeout() or DEFAULT_TIMEOUT
     return connect(exchange, rank, len(global_ranks), current.config, timeout, global_ranks, lost)
@@ -293,7 +281,8 @@ def is_initialized() -> bool:
 
 def is_replaced() -> bool:
     """Whether the next init() will make another default communicator, for torch.distributed's new default group."""
-    return _default is not None and _default.is_replaced()
+    current, group = _default, users_group()
+    return current is not None and current.group is not None and group is not None and current.group() is not group
 
 
 def default_communicator() -> Communicator:
@@ -301,10 +290,9 @@ def default_communicator() -> Communicator:
 
     Raises InvalidUsage if there is neither.
     """
-    if _default is None and (group := users_group()) is not None:
-        communicator = backend_communicator(group)
-        if communicator is not None:
-            return communicator
+    group = users_group() if _default is None else None
+    if group is not None and (communicator := backend_communicator(group)) is not None:
+        return communicator
     return _current().communicator
 
 
@@ -332,10 +320,7 @@ def local_rank() -> int:
 
 
 def launcher() -> str:
-    """The launcher of the ranks: "torchrun", "mpi", "slurm", "torch.distributed", or "single" for one process alone.
-
-    Raises InvalidUsage before init().
-    """
+    """The launcher of the ranks, as `Launch.kind` names it. Raises InvalidUsage before init()."""
     return _current().launch.kind
 
 
@@ -352,7 +337,7 @@ def _connect_default(launch: Launch | None, before: Config | None, given: dict[s
     _has_tried = True
     try:
         launch = launch or find_launch()
-        config = Config.read(os.environ, **given) if before is None else before.changed(**given)
+        config = Config.read(os.environ, **given) if before is None else replace(before, **Config.parsed(given))
     except BaseException as error:
         tell_failure(error, "in init", in_init=True)
         raise

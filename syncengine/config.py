@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from syncengine.errors import InvalidUsage
@@ -16,11 +17,9 @@ if TYPE_CHECKING:
 Op = Literal["sum", "avg", "product", "min", "max"]
 Numerics = Literal["rank_order", "ring", "fast"]
 NUMERICS = get_args(Numerics)
-INTERHOST = ("tcp", "mpi", "torch")
 MOST_SOCKETS = 16
 MOST_RANKS = 64  # that can be connected
 LEAST_SILENCE = 1.0  # seconds: four heartbeats
-GRADIENT_MEMORY = ("arena", "torch")
 
 DEFAULT_TIMEOUT = 1800.0  # seconds: rank 0 may be evaluating or saving meanwhile
 DEFAULT_LOG_AFTER = 5.0
@@ -29,10 +28,7 @@ _MAX_SECONDS = 1e9  # 30 years; the engine counts nanoseconds in 64 bits
 
 @dataclass(frozen=True)
 class Config:
-    """Settings of a communicator. Every rank must have the same `numerics`, `interhost`, `sockets` and `checksum`.
-
-    The settings behind `interhost` matter only with several hosts.
-    """
+    """Settings of a communicator. The ones from `interhost` to `secret_file` matter only with several hosts."""
 
     numerics: str = "rank_order"  # order of summation: rank_order, ring, fast
     timeout: float | None = None  # seconds a collective may wait; None: the process group's, else DEFAULT_TIMEOUT
@@ -63,10 +59,6 @@ class Config:
                 values[name] = _PARSE[name](environ[variable], variable)
         return cls(**values)
 
-    def changed(self, **given: Any) -> Config:
-        """A copy with the settings in `given` that are not None."""
-        return replace(self, **Config.parsed(given))
-
     @staticmethod
     def parsed(given: Mapping[str, Any]) -> dict[str, Any]:
         """The settings in `given` that are not None, parsed and checked."""
@@ -77,11 +69,8 @@ class Config:
         from syncengine._C import JobOptions, has_test_hooks  # the doctor reads settings where it can't be loaded
 
         options = JobOptions()
-        options.numerics = self.numerics
-        options.arena_bytes = self.arena_bytes
-        options.gradient_memory = self.gradient_memory
-        options.log_after = self.log_after
-        options.host_id = self.host_id
+        for name in ("numerics", "arena_bytes", "gradient_memory", "log_after", "host_id"):
+            setattr(options, name, getattr(self, name))
         options.timeout = timeout if self.timeout is None else self.timeout
         if has_test_hooks:  # tests force each way of the bytes, on all ranks alike
             options.algorithm = os.environ.get("SYNCENGINE_TEST_ALGORITHM", "auto")
@@ -90,7 +79,7 @@ class Config:
 
     def shared(self) -> dict[str, Any]:
         """The settings that must be the same on all ranks."""
-        return {name: getattr(self, name) for name in _SHARED}
+        return {name: getattr(self, name) for name in ("numerics", "interhost", "sockets", "checksum")}
 
     def network(self, interface: str) -> NetworkOptions:
         """The extension's options for listening to ranks of other hosts. `interface` takes the place of ""."""
@@ -98,30 +87,20 @@ class Config:
 
         options = NetworkOptions()
         options.interface = self.interface or interface
-        options.sockets = self.sockets
-        options.checksum = self.checksum
-        options.log_after = self.log_after
-        options.silence = self.silence
-        options.secret = self.secret
-        options.secret_file = self.secret_file
+        for name in ("sockets", "checksum", "log_after", "silence", "secret", "secret_file"):
+            setattr(options, name, getattr(self, name))
         return options
-
-
-_SHARED = ("numerics", "interhost", "sockets", "checksum")
 
 
 def _invalid(name: str, value: Any, allowed: str) -> InvalidUsage:
     return InvalidUsage(f"{name}={value!r} is not allowed: give {allowed}")
 
 
-def _choice(choices: tuple[str, ...]) -> Callable[[Any, str], str]:
-    def parse(value: Any, name: str) -> str:
-        for choice in choices:
-            if value == choice:
-                return choice
-        raise _invalid(name, value, f"one of {', '.join(choices)}")
-
-    return parse
+def _choice(choices: tuple[str, ...], value: Any, name: str) -> str:
+    for choice in choices:
+        if value == choice:
+            return choice
+    raise _invalid(name, value, f"one of {', '.join(choices)}")
 
 
 def _seconds(value: Any, name: str, least: float | None = None) -> float:
@@ -137,17 +116,14 @@ def _seconds(value: Any, name: str, least: float | None = None) -> float:
     return parsed
 
 
-def _whole(most: int, allowed: str) -> Callable[[Any, str], int]:
-    def parse(value: Any, name: str) -> int:
-        try:
-            parsed = int(value)
-        except (TypeError, ValueError, OverflowError):
-            parsed = 0
-        if not 0 < parsed <= most or isinstance(value, float):
-            raise _invalid(name, value, f"a whole number {allowed}")
-        return parsed
-
-    return parse
+def _whole(most: int, allowed: str, value: Any, name: str) -> int:
+    try:
+        parsed = int(value)
+    except (TypeError, ValueError, OverflowError):
+        parsed = 0
+    if not 0 < parsed <= most or isinstance(value, float):
+        raise _invalid(name, value, f"a whole number {allowed}")
+    return parsed
 
 
 def _text(value: Any, name: str) -> str:
@@ -170,17 +146,17 @@ def _flag(value: Any, name: str) -> bool:
 
 
 _PARSE: dict[str, Callable[[Any, str], Any]] = {
-    "numerics": _choice(NUMERICS),
+    "numerics": partial(_choice, NUMERICS),
     "timeout": _seconds,
-    "arena_bytes": _whole(2**47 - 1, "of bytes, more than 0 and less than 2**47 (the address space)"),
-    "gradient_memory": _choice(GRADIENT_MEMORY),
+    "arena_bytes": partial(_whole, 2**47 - 1, "of bytes, more than 0 and less than 2**47 (the address space)"),
+    "gradient_memory": partial(_choice, ("arena", "torch")),
     "log_after": _seconds,
     "host_id": _text,
-    "interhost": _choice(INTERHOST),
+    "interhost": partial(_choice, ("tcp", "mpi", "torch")),
     "interface": _text,
-    "sockets": _whole(MOST_SOCKETS, f"from 1 to {MOST_SOCKETS}"),
+    "sockets": partial(_whole, MOST_SOCKETS, f"from 1 to {MOST_SOCKETS}"),
     "checksum": _flag,
-    "silence": lambda value, name: _seconds(value, name, LEAST_SILENCE),
+    "silence": partial(_seconds, least=LEAST_SILENCE),
     "secret": _secret,
     "secret_file": _secret,
     "trace": _text,

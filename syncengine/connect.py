@@ -1,7 +1,5 @@
 """Makes a communicator from ranks that can exchange bytes."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import ipaddress
@@ -102,7 +100,16 @@ def connect(
         hosts = bootstrap.hosts(addresses)
         network = transport = None
         if max(hosts) > 0:
-            _log_hosts(rank, config, hosts, names)
+            logger.log(
+                logging.INFO if rank == 0 else logging.DEBUG,
+                "%d ranks on %d hosts (%s); interhost=%s; numerics=%s%s",
+                len(hosts),
+                max(hosts) + 1,
+                ", ".join(f"{names[hosts.index(host)]}: {hosts.count(host)}" for host in range(max(hosts) + 1)),
+                config.interhost,
+                config.numerics,
+                ": sums per host, so bits depend on which ranks share one" if config.numerics == "fast" else "",
+            )
             if config.interhost == "tcp":
                 network = _listen(exchange, config, bootstrap, addresses)
             elif config.interhost == "mpi":
@@ -139,14 +146,10 @@ def connect(
 def _agree(
     exchange: Exchange, config: Config, address: bytes, known_as: list[int]
 ) -> tuple[list[str], list[bytes], set[int]]:
-    """Checks that all ranks run the same build with the same shared settings.
-
-    Returns their hosts and addresses, and the ranks that leave no mark by a robust futex when they die.
-    """
-    own = config.shared()
+    """Compares builds and shared settings. Returns hosts, addresses, and the ranks that leave no mark when they die."""
     head: dict[str, Any] = {
         "build": build_id,
-        "settings": own,
+        "settings": config.shared(),
         "host": socket.gethostname(),
         "torch": torch.__version__,
     }
@@ -168,10 +171,9 @@ def _agree(
                 f"rank {known_as[0]} has torch {torch.__version__}, rank {peer} on {other['host']} has "
                 f"{other['torch']}: their gradients may differ; install the same minor release on all hosts"
             )
-    for name in own:
+    for name, first in everyone[0]["settings"].items():
         for peer, other in zip(known_as, everyone, strict=True):
-            first, value = everyone[0]["settings"][name], other["settings"][name]
-            if value != first:
+            if (value := other["settings"][name]) != first:
                 raise Mismatch(
                     f"rank {known_as[0]} has {name}={first!r}, rank {peer} has {name}={value!r}: give all ranks the "
                     "same"
@@ -191,19 +193,6 @@ def _listen(exchange: Exchange, config: Config, bootstrap: LocalBootstrap, addre
     if not interface and not config.interface and not bootstrap.on_one_network(addresses):
         interface = reachable_address(os.environ)
     return exchange(bootstrap.listen(config.network(interface)))
-
-
-def _log_hosts(rank: int, config: Config, hosts: list[int], names: list[str]) -> None:
-    logger.log(
-        logging.INFO if rank == 0 else logging.DEBUG,
-        "%d ranks on %d hosts (%s); interhost=%s; numerics=%s%s",
-        len(hosts),
-        max(hosts) + 1,
-        ", ".join(f"{names[hosts.index(host)]}: {hosts.count(host)}" for host in range(max(hosts) + 1)),
-        config.interhost,
-        config.numerics,
-        ": sums per host, so bits depend on which ranks share one" if config.numerics == "fast" else "",
-    )
 
 
 def reachable_address(environ: Mapping[str, str]) -> str:

@@ -1,7 +1,5 @@
 """Communicators over exactly the ranks of a torch.distributed process group."""
 
-from __future__ import annotations
-
 import os
 import threading
 import weakref
@@ -63,7 +61,12 @@ def communicator_of(group: dist.ProcessGroup, config: Config | None) -> Communic
         connection = own.connection
         if connection is None or connection.has_failed():
             global_ranks = dist.get_process_group_ranks(group)
-            config = config or _read_config(group, rank, global_ranks)
+            try:
+                config = config or Config.read(os.environ)
+            except SyncError as error:
+                if len(global_ranks) > 1:
+                    _open_exchange(group, rank, global_ranks, DEFAULT_TIMEOUT, Config()).fail(error)
+                raise
             timeout = config.timeout or group_timeout(group) or DEFAULT_TIMEOUT
             exchange = None if len(global_ranks) == 1 else _open_exchange(group, rank, global_ranks, timeout, config)
             connection = connect(exchange, rank, len(global_ranks), config, timeout, global_ranks)
@@ -83,15 +86,6 @@ def forget_groups() -> None:
     with _lock:
         for own in _groups.values():
             own.connection = None
-
-
-def _read_config(group: dist.ProcessGroup, rank: int, global_ranks: list[int]) -> Config:
-    try:
-        return Config.read(os.environ)
-    except SyncError as error:
-        if len(global_ranks) > 1:
-            _open_exchange(group, rank, global_ranks, DEFAULT_TIMEOUT, Config()).fail(error)
-        raise
 
 
 def _open_exchange(

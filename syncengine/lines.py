@@ -4,8 +4,6 @@ While neither that logger nor the root logger has a handler of the program's, a 
 to stderr, INFO included. A thread that nobody waits for does so: no rank waits for whoever reads stderr.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import logging
@@ -17,10 +15,7 @@ atexit.register(await_said)
 
 
 def print_line(text: str, *, level: int = logging.INFO, at_end: bool = False) -> None:
-    """Logs ``text``.
-
-    ``at_end``: the process ends behind this, perhaps as a child of multiprocessing, without a look at atexit.
-    """
+    """Logs ``text``. ``at_end``: the process ends then, perhaps as multiprocessing's child, which runs no atexit."""
     _logger.log(level, "%s", text)
     if at_end:
         await_said()

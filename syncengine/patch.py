@@ -1,7 +1,5 @@
 """Scripts for DistributedDataParallel, unchanged: ``SYNCENGINE_PATCH=1 torchrun ... train.py``."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from typing import Any

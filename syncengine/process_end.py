@@ -1,7 +1,5 @@
 """Functions that run when this process ends, normally or by an uncaught error."""
 
-from __future__ import annotations
-
 import atexit
 import functools
 import multiprocessing
@@ -39,10 +37,7 @@ def at_end(function: Callable[[], None]) -> None:
 
 @functools.cache
 def tell_peers_of_errors(communicators: Callable[[], Iterable[Communicator]]) -> None:
-    """Tells peers of an uncaught error: they raise its text at once instead of waiting.
-
-    The peers are those of the `communicators` that there are when the error ends this process.
-    """
+    """Tells an uncaught error to the peers of the `communicators` that there are then, so that they need not wait."""
     previous = sys.excepthook
 
     def tell_them(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -5,8 +5,6 @@ from syncengine.prometheus import export
 export(model, port=9400 + syncengine.local_rank())
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterator
 

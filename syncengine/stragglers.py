@@ -1,7 +1,5 @@
 """Finds the rank that is late, by comparing the ranks' own times of the same steps, of a run or of a trace."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict

@@ -5,8 +5,6 @@ It is registered when torch is imported (syncengine_autoload) and again when syn
 torch.distributed.init_process_group("syncengine")  # or "cpu:syncengine,cuda:nccl"
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Callable
@@ -28,10 +26,7 @@ NAME = "syncengine"
 
 
 def register() -> None:
-    """Makes the name known to torch.distributed: for CPU tensors, and for CUDA tensors where that side is built.
-
-    The registration takes the place of that of syncengine_autoload, made when torch was imported.
-    """
+    """Makes the name known to torch.distributed: for CPU tensors, and for CUDA tensors where that side is built."""
     devices = ["cpu", "cuda"] if has_cuda else ["cpu"]
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=devices)
     make = getattr(dist.distributed_c10d, "_create_shrunk_process_group", None)
@@ -40,10 +35,7 @@ def register() -> None:
 
 
 def _as_custom(make: Callable[..., dist.ProcessGroup]) -> Callable[..., dist.ProcessGroup]:
-    """Mends the group that `dist.shrink_group` makes.
-
-    torch takes a group for CPU tensors for one of Gloo's, and calls functions on it that only Gloo has.
-    """
+    """Mends groups that `dist.shrink_group` makes: torch takes them for Gloo's, and calls what only Gloo has."""
 
     @functools.wraps(make)
     def make_shrunk(new_backend: Any, *args: Any, **kwargs: Any) -> dist.ProcessGroup:

@@ -4,8 +4,6 @@ Its backend is a split of the default communicator: the same connections and set
 there is one; under MPI rank 0 serves one.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import weakref
@@ -27,7 +25,7 @@ from syncengine.launch.variables import number
 _MOST_BYTES = 4096  # of what rank 0 tells
 _CONNECTING = timedelta(seconds=30)
 
-_NONE, _OURS, _STALE, _THEIRS = range(4)
+_NONE, _OURS, _THEIRS = range(3)  # a group of ours that has failed, or is another communicator's, counts as none
 
 _group: weakref.ReferenceType[dist.ProcessGroup] | None = None
 _parent: weakref.ReferenceType[Communicator] | None = None  # the default communicator it is a split of
@@ -79,14 +77,12 @@ def default_group() -> dist.ProcessGroup | None:
 
 
 def _state(communicator: Communicator) -> int:
-    group = default_group()
-    if group is None:
-        return _NONE
-    if _group is None or _group() is not group:
+    if users_group() is not None:
         return _THEIRS
-    backend = backend_communicator(group)
+    group = default_group()
+    backend = None if group is None else backend_communicator(group)
     whole = backend is not None and backend.exception() is None
-    return _OURS if whole and _parent is not None and _parent() is communicator else _STALE
+    return _OURS if whole and _parent is not None and _parent() is communicator else _NONE
 
 
 def _gather(communicator: Communicator, value: int) -> list[int]:
@@ -125,10 +121,9 @@ def _shared_store(communicator: Communicator, launch: Launch, log_after: float) 
     told = _broadcast(communicator, told)
     if "error" in told:
         raise InvalidUsage(f"init(torch_group=True): rank 0 has no store for the ranks of the group: {told['error']}")
-    if store is None and "address" in told:
-        store = _connect_store(*told["address"])
-    elif store is None:
-        store = launch_store(launch, communicator.timeout, log_after)
+    if store is None:
+        address = told.get("address")
+        store = _connect_store(*address) if address else launch_store(launch, communicator.timeout, log_after)
     assert store is not None
     store.set_timeout(timedelta(seconds=communicator.timeout))
     return dist.PrefixStore(f"syncengine/torch_group/{told['number']}", store)
@@ -170,5 +165,4 @@ def _broadcast(communicator: Communicator, told: dict[str, Any]) -> dict[str, An
         text = json.dumps(told).encode()
         payload[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     communicator.broadcast(payload, 0)
-    answer: dict[str, Any] = json.loads(bytes(payload.tolist()).rstrip(b"\0"))
-    return answer
+    return dict(json.loads(bytes(payload.tolist()).rstrip(b"\0")))

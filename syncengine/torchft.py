@@ -6,8 +6,6 @@
 A replica group is a job of its own, usually one host. Rank r of one talks to rank r of each other one.
 """
 
-from __future__ import annotations
-
 from datetime import timedelta
 from typing import Any
 
@@ -54,10 +52,7 @@ class ProcessGroup(ProcessGroupWrapper):  # type: ignore[misc] # which is not th
         return None if communicator is None else communicator.exception()
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Sets the timeout of calls from now on.
-
-        One longer than that of the last `configure` holds from the next one on.
-        """
+        """Sets the timeout of calls. One longer than that of the last `configure` holds from the next one on."""
         super().set_timeout(timeout)
         if (communicator := self.communicator) is not None:
             self._pg.set_timeout(min(timeout, timedelta(seconds=communicator.timeout)))

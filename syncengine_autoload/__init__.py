@@ -8,8 +8,6 @@ not imported, starts nothing, and raises nothing: an error here would break ``im
 imported when a group or a model is made, and its errors are raised there.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os
@@ -87,7 +85,7 @@ def patch() -> None:
         if dist.is_initialized() and not isinstance(error, HeardError):
             from syncengine_autoload.rendezvous import fail_in_groups
 
-            fail_in_groups("patch", f"rank {dist.get_rank()} has ended by {kind.__name__}: {error}".encode())
+            fail_in_groups(f"rank {dist.get_rank()} has ended by {kind.__name__}: {error}".encode())
 
     sys.excepthook = tell_who_wraps
     __new__.__signature__ = inspect.signature(DistributedDataParallel.__init__)  # type: ignore[attr-defined] # tools ask
@@ -123,7 +121,6 @@ class _Devices(Collection[str]):
 
 
 def _create(options: Any, backend_options: Any) -> Any:
-    """The backend of one process group."""
     global tells_itself
     tells_itself = True
     try:

@@ -4,8 +4,6 @@ Imports syncengine only inside ``choose``, since its extension may not load: the
 DDP. Each rank has its own reason or none; they exchange them through the group's store, and so choose the same class.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import sys

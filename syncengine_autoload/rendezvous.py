@@ -75,17 +75,14 @@ class Rendezvous:
         self._serves = numbers[rank] == 0  # whether this process serves the store, unless an agent does
         self._round = 0
         self._changes = b""  # how many signatures there were when this rank looked
-        self._failures = self._count_failures()  # earlier ones are known by signatures that are still there
+        self._failures = self.store.add("failures", 0)  # earlier ones are known by signatures that are still there
         self._unread: list[int] = []
         self._nonces, failures = self._read()
         self._found = self._nonces
         self._came: set[bytes] = set()  # nonces of the ranks that have met this one in some session
         known = _seen.pop(self._nonces[rank], ()) if self._nonces[rank] else ()
-        self._past = {
-            self._nonces[rank],
-            *known,
-            *(failure.nonce for failure in failures if failure.attempt != _attempt()),
-        }
+        of_attempts = (failure.nonce for failure in failures if failure.attempt != _attempt())
+        self._past = {self._nonces[rank], *known, *of_attempts}
         self._nonce = b":".join([secrets.token_hex(8).encode(), _process(os.getpid()) or b""])
         self._remember(self._nonces)
         self._sign(b"")
@@ -128,10 +125,7 @@ class Rendezvous:
         return away or set(range(self._size)) - self.values.keys()
 
     def there(self) -> dict[int, bool]:
-        """Whether processes of other ranks live, as far as is known, by index.
-
-        It has the ranks that have signed in while this rank was there.
-        """
+        """Whether the ranks that have signed in since this one came still live, as far as is known, by index."""
         nonces = self._members if self.met else self._nonces
         here = (peer for peer, nonce in enumerate(nonces) if nonce in self._came or nonce != self._found[peer])
         return {peer: not _has_ended(nonces[peer]) for peer in here if peer != self._rank}
@@ -212,21 +206,13 @@ class Rendezvous:
         attempt, *there = then.split(b",")
         return _Signature(nonce, attempt.decode(), tuple(there), notice)
 
-    def _count_failures(self) -> int:
-        return self.store.add("failures", 0)
-
     def _read_failures(self) -> list[_Signature]:
         """The failures since this rank came, whether the ranks have signed in anew since or not."""
-        before, self._failures = self._failures, self._count_failures()
-        unread, self._unread = [*self._unread, *range(before + 1, self._failures + 1)], []
-        failures = []
-        for number in unread:
-            failure = self._read_signature(f"failure/{number}")
-            if failure is not None:
-                failures.append(failure)
-            else:  # the rank has counted the failure, and not written it yet
-                self._unread.append(number)
-        return failures
+        before, self._failures = self._failures, self.store.add("failures", 0)
+        numbers = [*self._unread, *range(before + 1, self._failures + 1)]
+        read = {number: self._read_signature(f"failure/{number}") for number in numbers}
+        self._unread = [number for number, failure in read.items() if failure is None]  # counted, and not yet written
+        return [failure for failure in read.values() if failure is not None]
 
     def _hear(self, failures: list[_Signature]) -> None:
         for failure in failures:
@@ -275,13 +261,13 @@ class Rendezvous:
         return len(self.values) == self._size  # all ranks had signed in, then
 
 
-def fail_in_groups(purpose: str, notice: bytes, but_for: Sequence[object] = ()) -> None:
-    """Ends the meetings for `purpose` of all groups of torch.distributed that have this rank."""
+def fail_in_groups(notice: bytes) -> None:
+    """Ends the meetings of the patch, in all groups of torch.distributed that have this rank."""
     for group, (_, store) in list(dist.distributed_c10d._world.pg_map.items()):
         ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
-        if rank >= 0 and len(ranks) > 1 and group not in but_for:
+        if rank >= 0 and len(ranks) > 1:
             with contextlib.suppress(dist.DistError):
-                meeting = Rendezvous(store, purpose, rank, ranks)
+                meeting = Rendezvous(store, "patch", rank, ranks)
                 meeting.fail(notice)
                 meeting.stay_until_heard(to_come=False)
 

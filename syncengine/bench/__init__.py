@@ -1,7 +1,5 @@
 """`syncengine bench`: measures collectives between these ranks, and prints them in the columns of nccl-tests."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Sequence

@@ -1,8 +1,7 @@
 """One collective of one size: its memory, its call, and its right result.
 
-`size` is defined as in nccl-tests: the bytes of the larger of a rank's two tensors. Bandwidths are by its formulas
-(doc/PERFORMANCE.md there): algbw = size / time; busbw = algbw times the part of the bytes that the busiest link
-carries.
+Bandwidths are by the formulas of nccl-tests (doc/PERFORMANCE.md there): algbw = size / time; busbw = algbw times the
+part of the bytes that the busiest link carries.
 """
 
 from __future__ import annotations
@@ -61,14 +60,6 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_t
 REDUCES = ("all_reduce", "reduce_scatter")
 _SPREADS = ("all_gather", "reduce_scatter", "all_to_all")  # one tensor has a part for each rank
 
-_TORCH_OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "prod": dist.ReduceOp.PRODUCT,
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-    "avg": dist.ReduceOp.AVG,
-}
-
 
 def bus_factor(name: str, ranks: int) -> float:
     """The ratio of busbw to algbw for this collective."""
@@ -85,7 +76,7 @@ class Shape:
     ranks: int
     count: int
     dtype: torch.dtype
-    op: str = "sum"
+    op: str = "sum"  # also where nothing is reduced
     root: int = 0
 
     @classmethod
@@ -93,11 +84,11 @@ class Shape:
         """The collective on as many elements as `size` bytes hold, but at least one."""
         parts = ranks if name in _SPREADS else 1
         count = 0 if name == "barrier" else max(1, size // dtype.itemsize // parts)
-        return cls(name, ranks, count, dtype, op, root)
+        return cls(name, ranks, count, dtype, op if name in REDUCES else "sum", root)
 
     @property
     def size(self) -> int:
-        """Bytes of the larger of a rank's two tensors."""
+        """Bytes of the larger of a rank's two tensors, as in nccl-tests."""
         return self.count * self.dtype.itemsize * (self.ranks if self.name in _SPREADS else 1)
 
     @property
@@ -135,15 +126,15 @@ class Case:
         """Writes this rank's input, and into the output values that are certainly no result."""
         shape = self.shape
         self.output.fill_(77)
-        pattern = values(self.rank, shape.ranks, turn, shape.dtype, self._op())
+        pattern = values(self.rank, shape.ranks, turn, shape.dtype, shape.op)
         self.input.copy_(tile(pattern, 0, shape.input_count, shape.dtype))
 
-    def wrong(self, turn: int) -> int:
-        """How many elements of the output differ from the result of this turn's inputs."""
+    def check(self, turn: int, communicator: Communicator) -> int:
+        """Runs the collective on this turn's inputs. Returns how many elements of the output differ from the result."""
+        self.fill(turn)
+        communicator.barrier()  # nobody's result goes where another one still writes its input
+        self.call()
         return count_wrong(self.output, self._expected(turn))
-
-    def _op(self) -> str:
-        return self.shape.op if self.shape.name in REDUCES else "sum"
 
     def _expected(self, turn: int) -> torch.Tensor:
         shape = self.shape
@@ -153,7 +144,7 @@ class Case:
             return tile(reduced(ranks, turn, dtype, shape.op), begin, count, dtype)
 
         def of(rank: int, begin: int) -> torch.Tensor:
-            return tile(values(rank, ranks, turn, dtype, "sum"), begin, count, dtype)
+            return tile(values(rank, ranks, turn, dtype, shape.op), begin, count, dtype)
 
         if name == "broadcast":
             return of(shape.root, 0)
@@ -194,7 +185,7 @@ def _engine_call(shape: Shape, communicator: Communicator) -> Callable[[torch.Te
 
 
 def _torch_call(shape: Shape, group: dist.ProcessGroup | None) -> Callable[[torch.Tensor, torch.Tensor], object]:
-    op = _TORCH_OPS[shape.op]
+    op = getattr(dist.ReduceOp, "PRODUCT" if shape.op == "prod" else shape.op.upper())
     calls: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
         "all_reduce": lambda output, input: dist.all_reduce(input, op, group),
         "all_gather": lambda output, input: dist.all_gather_into_tensor(output, input, group),

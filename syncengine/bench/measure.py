@@ -1,7 +1,5 @@
 """Measures in turns: in each, every engine makes one verified call and some timed ones, in an order drawn anew."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import random
@@ -84,10 +82,7 @@ def take_turns(
         for index in random.Random(turn).sample(range(len(names)), len(names)):  # the same on all ranks
             case = cases[names[index]]
             if checks:
-                case.fill(turn)
-                communicator.barrier()  # nobody's result goes where another one still writes its input
-                case.call()
-                wrong[index] += case.wrong(turn)
+                wrong[index] += case.check(turn, communicator)
             communicator.barrier()
             begin = time.perf_counter_ns()
             for _ in range(calls):

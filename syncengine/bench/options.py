@@ -1,7 +1,5 @@
 """The command line of `syncengine bench`: the options of nccl-tests, short and long, where they mean something here."""
 
-from __future__ import annotations
-
 import argparse
 import re
 
@@ -51,14 +49,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     choices = (*COLLECTIVES, "all")
     add("--collective", choices=choices, default="all_reduce", help="what to measure; default %(default)s")
     add("-b", "--minbytes", type=parse_size, default=8, metavar="SIZE", help="least size; default 8")
-    add(
-        "-e",
-        "--maxbytes",
-        type=parse_size,
-        default=parse_size("128M"),
-        metavar="SIZE",
-        help="largest size; default 128M",
-    )
+    add("-e", "--maxbytes", type=parse_size, default=128 << 20, metavar="SIZE", help="largest size; default 128M")
     add("-f", "--stepfactor", type=_at_least(2), default=2, metavar="N", help="from size to size; default 2")
     add("-i", "--stepbytes", type=parse_size, metavar="SIZE", help="added from size to size, instead of a factor")
     add("-d", "--dtype", "--datatype", choices=[*DTYPES], default="float", help="of the elements; default float")

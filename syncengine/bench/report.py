@@ -1,7 +1,5 @@
 """Prints the results of `syncengine bench`: the columns of nccl-tests, or JSON."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 
@@ -50,10 +48,7 @@ class Table:
 
 
 def as_json(options: argparse.Namespace, communicator: Communicator, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """All results for JSON.
-
-    Times in microseconds, bandwidths in 10^9 bytes a second; `ratio` is Gloo's time over ours.
-    """
+    """All results for JSON, in microseconds and 10^9 bytes a second; `ratio` is Gloo's time over ours."""
     return {
         "ranks": communicator.size,
         "numerics": communicator.numerics,

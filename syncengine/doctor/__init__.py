@@ -1,10 +1,4 @@
-"""`syncengine doctor`: finds what could keep ranks from training together, or make them slow, and says what to do.
-
-The rank that reports exits with 0 if all is fine, 1 with findings, 2 if training can't run like this. Other ranks exit
-with 0, so that a launcher reports one failure.
-"""
-
-from __future__ import annotations
+"""`syncengine doctor`: finds what could keep ranks from training together, or make them slow, and says what to do."""
 
 import argparse
 from collections.abc import Sequence

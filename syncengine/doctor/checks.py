@@ -1,7 +1,5 @@
 """Draws findings from the ranks' facts, each with its one remedy."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -48,10 +46,7 @@ def by_host(everyone: Sequence[Facts]) -> list[list[Facts]]:
 
 
 def find_all(everyone: Sequence[Facts], also: Iterable[Finding] = ()) -> list[Finding]:
-    """All findings, the worst first.
-
-    `also` come behind equally bad ones, since missing ranks are missing for a reason.
-    """
+    """All findings, the worst first. `also` come behind equally bad ones: missing ranks are missing for a reason."""
     found = [*(finding for check in _CHECKS for finding in check(everyone)), *also]
     return sorted(found, key=lambda finding: (FATAL, WARNING, NOTE).index(finding.severity))
 
@@ -211,9 +206,8 @@ def _hosts(everyone: Sequence[Facts]) -> Iterator[Finding]:
                 "them",
                 "run all ranks of a machine in one container, or give the containers --network=host",
             )
-    secrets = [facts["settings"].get("has_secret") for facts in everyone]
-    if len(hosts) > 1 and not all(secrets):
-        ranks = [facts["rank"] for facts, secret in zip(everyone, secrets, strict=True) if not secret]
+    ranks = [facts["rank"] for facts in everyone if not facts["settings"].get("has_secret")]
+    if len(hosts) > 1 and ranks:
         text = f"{name_ranks(ranks)}: {len(hosts)} hosts, and no secret by which ranks know each other"
         remedy = "set SYNCENGINE_SECRET on all ranks, if others can reach this network"
         yield Finding("no secret", NOTE, ranks, text, remedy)

@@ -1,7 +1,5 @@
 """The course of an examination: facts, the ranks' meeting, checks, the self-test, one report."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
@@ -15,7 +13,6 @@ from syncengine.errors import name_ranks
 
 def examine(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Examines the ranks of this launch. Returns the exit code: see __init__.py."""
-    import_error = getattr(options, "import_error", "")
     try:
         import torch.distributed  # noqa: F401
     except (ImportError, OSError) as error:  # OSError: a library of torch's
@@ -28,22 +25,21 @@ def examine(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     try:
         launch = find_launch()
         if launch.kind == "single" and options.ranks is not None:
-            code: int = run_local_ranks(options.ranks, arguments)
-            return code
+            return run_local_ranks(options.ranks, arguments)
         check_ranks(options.ranks, launch)
     except SyncError as error:
         what, remedy = split_remedy(str(error))
         findings.append(Finding("launch", FATAL, [], what, remedy))
         launch = Launch("unknown", 0, 1)
-    return _examine_rank(options, launch, import_error, findings)
+    return _examine_rank(options, launch, findings)
 
 
-def _examine_rank(options: argparse.Namespace, launch: Any, import_error: str, findings: list[Finding]) -> int:
+def _examine_rank(options: argparse.Namespace, launch: Any, findings: list[Finding]) -> int:
     from syncengine.doctor.facts import collect_facts
     from syncengine.doctor.meeting import Meeting
     from syncengine.doctor.report import print_report
 
-    facts = collect_facts(launch, import_error)
+    facts = collect_facts(launch, getattr(options, "import_error", ""))
     meeting = Meeting(launch, options.timeout)
     come = meeting.gather(facts)
     everyone = list(come.words.values())
@@ -54,7 +50,7 @@ def _examine_rank(options: argparse.Namespace, launch: Any, import_error: str, f
         told = meeting.gather(_self_test(options.timeout))
         outcomes = told.words
         findings += _failures(outcomes, told.missing(launch.world_size), several_hosts=len(by_host(everyone)) > 1)
-    code = 0
+    code = 0  # also of ranks that do not report, so that a launcher reports one failure
     if launch.rank == min(come.words):
         severities = {finding.severity for finding in findings}
         code = 2 if FATAL in severities else 1 if WARNING in severities else 0
@@ -82,7 +78,6 @@ _PORTS = "open all ports between the hosts, in both directions, or name the netw
 
 
 def _failures(outcomes: dict[int, Any], missing: set[int], several_hosts: bool) -> list[Finding]:
-    """Findings of the self-test: errors, and wrong results."""
     found = []
     errors: dict[tuple[str, str], list[int]] = {}
     for rank, outcome in outcomes.items():

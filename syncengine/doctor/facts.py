@@ -22,11 +22,9 @@ Facts = dict[str, Any]
 
 PROBE_BYTES = 1 << 20
 OTHER_PROJECT = "the distribution syncengine"
-_SECRETS = ("SYNCENGINE_SECRET",)
 _SHOWN = ("TORCH_DEVICE_BACKEND_", "OMP_", "MKL_NUM_", "GLOO_SOCKET_", "NCCL_SOCKET_", "MASTER_")
 # Variables that are read, beside those of Config.
 _OTHER_VARIABLES = ("SYNCENGINE_ISA", "SYNCENGINE_HOST_ID", "SYNCENGINE_PATCH")
-_TESTS = "SYNCENGINE_TEST_"
 
 
 def collect_facts(launch: Launch, import_error: str) -> Facts:
@@ -107,9 +105,8 @@ def _cpus() -> dict[str, Any]:
 
 
 def _memory() -> dict[str, Any]:
-    found: dict[str, Any] = {}
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    found["address_space"] = None if limit == resource.RLIM_INFINITY else limit
+    found: dict[str, Any] = {"address_space": None if limit == resource.RLIM_INFINITY else limit}
     try:
         from syncengine._C import machine
     except ImportError:
@@ -149,7 +146,7 @@ def _entry_point() -> dict[str, bool]:
 def _variables() -> dict[str, str]:
     """The variables that matter to syncengine; of secrets only that they are set."""
     return {
-        name: "(set)" if name in _SECRETS else value
+        name: "(set)" if name == "SYNCENGINE_SECRET" else value
         for name, value in sorted(os.environ.items())
         if name.startswith(("SYNCENGINE_", *_SHOWN))
     }
@@ -158,9 +155,8 @@ def _variables() -> dict[str, str]:
 def _unknown_variables() -> dict[str, str]:
     """The variables SYNCENGINE_* that nothing reads, each with the name that was probably meant, or ""."""
     known = [f"SYNCENGINE_{setting.name.upper()}" for setting in fields(Config)] + [*_OTHER_VARIABLES]
-    unknown = [name for name in os.environ if name.startswith("SYNCENGINE_") and name not in known]
     return {
         name: next(iter(difflib.get_close_matches(name, known, 1, 0.8)), "")
-        for name in sorted(unknown)
-        if not name.startswith(_TESTS)
+        for name in sorted(os.environ)
+        if name.startswith("SYNCENGINE_") and not name.startswith("SYNCENGINE_TEST_") and name not in known
     }

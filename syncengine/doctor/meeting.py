@@ -1,7 +1,5 @@
 """Gathers words of all ranks that come, over the launcher's exchange, by which `init` lets ranks meet, too."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from typing import Any, NamedTuple

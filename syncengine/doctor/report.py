@@ -1,7 +1,5 @@
 """One report for all ranks, which names ranks where they differ: text, or JSON."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -98,10 +96,6 @@ def _versions(facts: Facts) -> str:
     return ", ".join([*named, f"Python {versions['python']}"])
 
 
-def _extension(facts: Facts) -> str:
-    return str(facts["extension"].get("file", ""))
-
-
 def _cpus(facts: Facts) -> str:
     cpus, kernels = facts["cpus"], facts["extension"].get("instruction_set")
     if "error" in cpus:
@@ -144,13 +138,9 @@ def _descriptors(facts: Facts) -> str:
     return f"{found.get('open', '?')} open, ulimit -n {found.get('limit', '?')}"
 
 
-def _interfaces(facts: Facts) -> str:
-    return ", ".join(f"{name} {address}" for name, address in facts["extension"].get("interfaces", []))
-
-
 _ROWS: tuple[tuple[str, Callable[[Facts], str]], ...] = (
     ("versions", _versions),
-    ("extension", _extension),
+    ("extension", lambda facts: str(facts["extension"].get("file", ""))),
     ("CPUs", _cpus),
     ("GPUs", _gpus),
     ("variables", _settings),
@@ -159,7 +149,7 @@ _ROWS: tuple[tuple[str, Callable[[Facts], str]], ...] = (
 _HOST_ROWS: tuple[tuple[str, Callable[[Facts], str]], ...] = (
     ("memory", _memory),
     ("descriptors", _descriptors),
-    ("interfaces", _interfaces),
+    ("interfaces", lambda facts: ", ".join(map(" ".join, facts["extension"].get("interfaces", [])))),
 )
 
 

@@ -1,9 +1,4 @@
-"""The commands where syncengine can't be imported: `doctor` explains the error, `build` compiles a missing extension.
-
-Other commands show the error.
-"""
-
-from __future__ import annotations
+"""Commands where syncengine can't be imported: `doctor` explains why, `build` compiles it, others show the error."""
 
 import argparse
 import sys
@@ -14,17 +9,16 @@ from syncengine.doctor import DESCRIPTION, add_options, run
 
 
 def examine_instead(error: Exception) -> None:
-    """Runs `syncengine doctor` or `build` with the modules that can be imported, if that is this process's command.
-
-    Another command of syncengine exits with the error. The function returns if this process runs something else.
-    """
+    """Runs this process's command, with the modules that can be imported. Returns if it is no command of syncengine."""
     command = _arguments_of_command(sys.argv[0], sys.orig_argv)
     if command is None:
         return
     if command == ["build"]:
         sys.exit(build_own())
     if command[:1] != ["doctor"]:
-        sys.exit(_say(error))
+        print(f"syncengine can't be imported: {type(error).__name__}: {error}", file=sys.stderr)
+        print("`syncengine doctor` says more; it needs neither PyTorch nor the extension", file=sys.stderr, flush=True)
+        sys.exit(2)
     arguments = command[1:]
     parser = argparse.ArgumentParser(prog="syncengine doctor", description=DESCRIPTION)
     add_options(parser)
@@ -32,12 +26,6 @@ def examine_instead(error: Exception) -> None:
     options.import_error = str(error)
     sys.modules["syncengine._C"] = None  # type: ignore[assignment] # nobody tries again: it may end the process
     sys.exit(run(options, ["doctor", *arguments]))
-
-
-def _say(error: Exception) -> int:
-    print(f"syncengine can't be imported: {type(error).__name__}: {error}", file=sys.stderr)
-    print("`syncengine doctor` says more; it needs neither PyTorch nor the extension", file=sys.stderr, flush=True)
-    return 2
 
 
 def _arguments_of_command(program: str, command: list[str]) -> list[str] | None:

@@ -1,7 +1,5 @@
 """Runs collectives between these ranks for a second, and checks every result."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable
@@ -11,7 +9,7 @@ import torch
 
 import syncengine.communicator as default
 from syncengine._C import Communicator
-from syncengine.bench.collectives import Case, Shape, count_wrong, engine_case
+from syncengine.bench.collectives import Shape, count_wrong, engine_case
 from syncengine.parallel import Parallel
 
 SECONDS = 1.0
@@ -42,8 +40,7 @@ def run_self_test(timeout: float) -> dict[str, Any]:
     rounds, begin = 0, time.monotonic()
     while True:
         for case in cases:
-            bad = _check(case, rounds, communicator)
-            wrong[case.shape.name] = wrong.get(case.shape.name, 0) + bad
+            wrong[case.shape.name] = wrong.get(case.shape.name, 0) + case.check(rounds, communicator)
         rounds += 1
         if _is_over(communicator, time.monotonic() - begin > SECONDS):
             break
@@ -61,13 +58,6 @@ def run_self_test(timeout: float) -> dict[str, Any]:
     }
     default.shutdown()
     return outcome
-
-
-def _check(case: Case, turn: int, communicator: Communicator) -> int:
-    case.fill(turn)
-    communicator.barrier()
-    case.call()
-    return case.wrong(turn)
 
 
 def _is_over(communicator: Communicator, here: bool) -> bool:

@@ -7,7 +7,6 @@ import sys as _sys
 from types import ModuleType as _Module
 
 from syncengine.errors import InvalidUsage as _InvalidUsage
-from syncengine.errors import SyncError as _SyncError
 from syncengine.horovod.allreduce import allreduce as allreduce
 from syncengine.horovod.allreduce import allreduce_ as allreduce_
 from syncengine.horovod.allreduce import allreduce_async as allreduce_async
@@ -16,22 +15,28 @@ from syncengine.horovod.allreduce import grouped_allreduce as grouped_allreduce
 from syncengine.horovod.allreduce import grouped_allreduce_ as grouped_allreduce_
 from syncengine.horovod.allreduce import grouped_allreduce_async as grouped_allreduce_async
 from syncengine.horovod.allreduce import grouped_allreduce_async_ as grouped_allreduce_async_
-from syncengine.horovod.broadcast import broadcast as broadcast
-from syncengine.horovod.broadcast import broadcast_ as broadcast_
-from syncengine.horovod.broadcast import broadcast_async as broadcast_async
-from syncengine.horovod.broadcast import broadcast_async_ as broadcast_async_
+from syncengine.horovod.collective import poll as poll
+from syncengine.horovod.collective import synchronize as synchronize
+from syncengine.horovod.elastic import HorovodInternalError as HorovodInternalError
 from syncengine.horovod.elastic import HostsUpdatedInterrupt as HostsUpdatedInterrupt
 from syncengine.horovod.gather import allgather as allgather
 from syncengine.horovod.gather import allgather_async as allgather_async
 from syncengine.horovod.gather import alltoall as alltoall
 from syncengine.horovod.gather import alltoall_async as alltoall_async
+from syncengine.horovod.gather import barrier as barrier
 from syncengine.horovod.gather import grouped_allgather as grouped_allgather
 from syncengine.horovod.gather import grouped_allgather_async as grouped_allgather_async
+from syncengine.horovod.gather import grouped_reducescatter as grouped_reducescatter
+from syncengine.horovod.gather import grouped_reducescatter_async as grouped_reducescatter_async
+from syncengine.horovod.gather import reducescatter as reducescatter
+from syncengine.horovod.gather import reducescatter_async as reducescatter_async
 from syncengine.horovod.gather import sparse_allreduce_async as sparse_allreduce_async
-from syncengine.horovod.handles import poll as poll
-from syncengine.horovod.handles import synchronize as synchronize
 from syncengine.horovod.join import join as join
 from syncengine.horovod.objects import allgather_object as allgather_object
+from syncengine.horovod.objects import broadcast as broadcast
+from syncengine.horovod.objects import broadcast_ as broadcast_
+from syncengine.horovod.objects import broadcast_async as broadcast_async
+from syncengine.horovod.objects import broadcast_async_ as broadcast_async_
 from syncengine.horovod.objects import broadcast_object as broadcast_object
 from syncengine.horovod.objects import broadcast_object_fn as broadcast_object_fn
 from syncengine.horovod.objects import broadcast_optimizer_state as broadcast_optimizer_state
@@ -57,6 +62,8 @@ from syncengine.horovod.process import rank as rank
 from syncengine.horovod.process import rocm_built as rocm_built
 from syncengine.horovod.process import shutdown as shutdown
 from syncengine.horovod.process import size as size
+from syncengine.horovod.process import start_timeline as start_timeline
+from syncengine.horovod.process import stop_timeline as stop_timeline
 from syncengine.horovod.process_sets import ProcessSet as ProcessSet
 from syncengine.horovod.process_sets import add_process_set as add_process_set
 from syncengine.horovod.process_sets import global_process_set as global_process_set
@@ -67,16 +74,7 @@ from syncengine.horovod.reductions import Max as Max
 from syncengine.horovod.reductions import Min as Min
 from syncengine.horovod.reductions import Product as Product
 from syncengine.horovod.reductions import Sum as Sum
-from syncengine.horovod.scatter import barrier as barrier
-from syncengine.horovod.scatter import grouped_reducescatter as grouped_reducescatter
-from syncengine.horovod.scatter import grouped_reducescatter_async as grouped_reducescatter_async
-from syncengine.horovod.scatter import reducescatter as reducescatter
-from syncengine.horovod.scatter import reducescatter_async as reducescatter_async
 from syncengine.horovod.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
-from syncengine.horovod.timeline import start_timeline as start_timeline
-from syncengine.horovod.timeline import stop_timeline as stop_timeline
-
-HorovodInternalError = _SyncError
 
 # Functions of Horovod that this interface refuses, each with the one that takes its place.
 _ADASUM = "use op=hvd.Average or op=hvd.Sum"

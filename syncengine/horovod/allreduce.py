@@ -90,10 +90,7 @@ def _gradient(call: Call, *gradients: torch.Tensor) -> list[torch.Tensor]:
 def reducing(
     stream: Calls, call: Call, tensors: Tensors, part: Callable[[torch.Tensor], torch.Tensor] | None = None
 ) -> Plan:
-    """Plans the reduction of tensors, those of one dtype and device together.
-
-    `part`: takes this rank's part of each reduced tensor for the result.
-    """
+    """Plans the reduction of tensors, those of one dtype and device together. `part` takes this rank's part of each."""
     stream.check(call.kind, tensors)
     op = call.reduction()
     alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
@@ -157,10 +154,8 @@ def _described(
 ) -> tuple[str, Flat]:
     """A text for messages, and the flat tensors: ranks compare both."""
     what = "; ".join(f"{dtype_name(dtype)} {tuple(shape)}" for dtype, shape in tensors)
-    factors = "".join(
-        f", {name}_factor={factor!r}"
-        for name, factor in (("prescale", prescale), ("postscale", postscale))
-        if factor != 1.0
-    )
     what = f"{len(tensors)} tensors: {what}" if grouped else what
-    return f"{what}, op={ReduceOp(word).name}{factors}", tuple((dtype_name(dtype), count) for dtype, count in layout)
+    before = "" if prescale == 1.0 else f", prescale_factor={prescale!r}"
+    after = "" if postscale == 1.0 else f", postscale_factor={postscale!r}"
+    flat = tuple((dtype_name(dtype), count) for dtype, count in layout)
+    return f"{what}, op={ReduceOp(word).name}{before}{after}", flat

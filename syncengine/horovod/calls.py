@@ -1,7 +1,5 @@
 """The stream of the collectives that a script calls, and what a rank that has joined does for each of them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -60,6 +58,17 @@ class Calls(Stream):
         operation.writes.extend(map(_extent, tensors))
         self._writing.append(operation.writes)
 
+    def close_unneeded(self) -> None:
+        """Closes optimizers' streams that no rank needs any more. All ranks call it, as none can know that alone."""
+        if not self.optimizers:
+            return
+        needed = torch.tensor([each.needed for each in self.optimizers], dtype=torch.uint8, device="cpu")
+        self.communicator.all_reduce(needed, "max")
+        for each, still in zip(list(self.optimizers), needed.tolist(), strict=True):
+            if not still:
+                self.optimizers.remove(each)
+                each.close()
+
     def shadow(self, request: Request) -> Sequence[Work]:
         """Takes part in an operation of the other ranks, with zeros."""
         kept = [torch.zeros(count, dtype=getattr(torch, dtype), device="cpu") for dtype, count in request.flat]
@@ -76,8 +85,7 @@ def table(communicator: Communicator, row: Sequence[int]) -> list[list[int]]:
     """Every rank's `row` of numbers, which has the same length on all ranks. Blocks."""
     whole = torch.empty((communicator.size, len(row)), dtype=torch.int64, device="cpu")
     communicator.all_gather(whole, torch.tensor(row, dtype=torch.int64, device="cpu"))
-    numbers: list[list[int]] = whole.tolist()
-    return numbers
+    return whole.tolist()
 
 
 def gather(communicator: Communicator, own: torch.Tensor, rows: Sequence[int]) -> tuple[torch.Tensor, list[Work]]:

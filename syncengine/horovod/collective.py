@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import operator
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -13,7 +14,6 @@ from typing import Any, TypeVar
 import torch
 
 from syncengine.errors import InvalidUsage
-from syncengine.horovod.handles import begin
 from syncengine.horovod.process_sets import ProcessSet, global_process_set, refusing, stream_of
 from syncengine.horovod.reductions import Average, Compression, NoneCompressor, ReduceOp, Sum
 from syncengine.horovod.streams import Operation, Plan
@@ -96,6 +96,9 @@ def taking(order: str) -> Callable[[Callable[..., Result]], Callable[..., Result
 
 Prepare = Callable[..., Plan]  # takes the stream, the call and its arguments; raises if this rank can't do it
 
+_handles = itertools.count()  # numbers for operations that are under way
+_pending: dict[int, Operation] = {}  # by handle
+
 
 def start(call: Call, prepare: Prepare, *arguments: Any) -> Operation:
     """Announces a call. If `prepare` raises, the other ranks raise that, too."""
@@ -122,7 +125,8 @@ def perform(call: Call, tensors: Tensors, prepare: Prepare, gradient: Gradient |
     if call.in_place:
         stream_of(call.process_set).keep(operation, tensors)
     if call.watched:
-        result = begin(operation)
+        result = next(_handles)
+        _pending[result] = operation
     elif gradient and not call.in_place and torch.is_grad_enabled() and any(map(_needs_gradient, tensors)):
         result = _Through.apply(operation, functools.partial(gradient, call), *tensors)  # type: ignore[no-untyped-call]
         result = list(result) if call.grouped else result
@@ -136,9 +140,8 @@ def _compressed(call: Call, tensors: Tensors, prepare: Prepare, gradient: Gradie
     with refusing(call.process_set, call.kind, call.name) as stream:
         stream.check(call.kind, tensors)
         pairs = [compression.compress(tensor) for tensor in tensors]
-    result: Any = perform(
-        replace(call, compression=Compression.none), [tensor for tensor, _ in pairs], prepare, gradient, *arguments
-    )
+    sent = [tensor for tensor, _ in pairs]
+    result: Any = perform(replace(call, compression=Compression.none), sent, prepare, gradient, *arguments)
     each = zip(result if call.grouped else [result], pairs, strict=True)
     whole = [compression.decompress(tensor, ctx) for tensor, (_, ctx) in each]
     return whole if call.grouped else whole[0]
@@ -154,3 +157,33 @@ class _Through(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         return None, None, *ctx.gradient(*gradients)
+
+
+def forget_handles() -> None:
+    """Forgets all handles: the communicator of their operations is gone."""
+    _pending.clear()
+
+
+def poll(handle: int) -> bool:
+    """Whether the operation has ended, so that `synchronize(handle)` would not block."""
+    return _find(handle).is_completed()
+
+
+def synchronize(handle: int) -> Any:
+    """Blocks until the operation has ended; returns its result, and gives up the handle.
+
+    Raises the operation's error; Mismatch if the ranks' calls differ; InvalidUsage for a handle that was synchronized.
+    """
+    operation = _find(handle)
+    del _pending[handle]
+    return operation.result()
+
+
+def _find(handle: int) -> Operation:
+    operation = _pending.get(handle) if isinstance(handle, int) else None
+    if operation is None:
+        raise InvalidUsage(
+            f"{handle!r} is no handle, or was synchronized before, or is older than the last init(): call "
+            "synchronize() once for what each hvd.*_async() call has returned, and keep the result"
+        )
+    return operation

@@ -4,8 +4,6 @@ A commit is a step for `syncengine.elastic`, which brings the ranks together: al
 again, and a rank that is one commit behind gets that commit from another rank.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import math
@@ -28,7 +26,6 @@ from syncengine.horovod.process_sets import calls, streams
 __all__ = ["ElasticSampler", "HorovodInternalError", "HostsUpdatedInterrupt", "TorchState", "init", "run", "shutdown"]
 
 HorovodInternalError = SyncError
-_LOST = (PeerLost, Timeout, Aborted)
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -170,7 +167,7 @@ class _Run(Elastic):
             if isinstance(error, HostsUpdatedInterrupt):
                 self._whole.save()
                 self.step += 1
-            elif not isinstance(error, _LOST) and type(error) is not HorovodInternalError:
+            elif not isinstance(error, PeerLost | Timeout | Aborted) and type(error) is not HorovodInternalError:
                 raise
             default_communicator().abort(str(error))
             with suppress(InvalidUsage):  # there may be none by now

@@ -1,7 +1,5 @@
 """The stream of one DistributedOptimizer: which gradients are reduced together, and in which order, on every rank."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -95,12 +93,9 @@ class GradientStream(Stream):
         return assign(order, self._like, [MIB], [tensor.nbytes >= LARGE for tensor in self._like])
 
     def announce(self, kind: str = "step", what: str = "") -> Operation:
-        """Tells all ranks of this rank's next step, without waiting for theirs.
-
-        If this rank has refused the step before, it waits until it knows whether all ranks have.
-        """
+        """Tells all ranks of this rank's next step, without waiting for theirs."""
         refused, self.refused = self.refused, None
-        if refused is not None:
+        if refused is not None:  # the step before: waits until it is known whether all ranks have
             refused.result()
         return self.submit(kind, None, Plan(f"{self.name}{what and ', '}{what}"))
 
@@ -146,8 +141,7 @@ class GradientStream(Stream):
         agreed = torch.tensor(order or range(count)[::-1], dtype=torch.int64, device="cpu")
         self.communicator.broadcast(agreed, 0)
         self.sparse = flags.nonzero().view(-1).tolist()
-        dense = [i for i in agreed.tolist() if i not in self.sparse]
-        self.plan = self._buckets(dense)
+        self.plan = self._buckets([i for i in agreed.tolist() if i not in self.sparse])
         return True
 
     def shadow(self, request: Request) -> Sequence[Work]:

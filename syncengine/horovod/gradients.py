@@ -73,11 +73,6 @@ def check_not_in_step(named: Mapping[torch.Tensor, str]) -> None:
             )
 
 
-def _shares_storage(gradient: torch.Tensor) -> bool:
-    """Whether the storage has more than this gradient: torch counts the writes to all views of a storage as one."""
-    return gradient.untyped_storage().nbytes() != gradient.nbytes
-
-
 class Gradients:
     """Reduces the gradients of the parameters in `named`, bucket by bucket, as soon as each has had its backwards.
 
@@ -231,7 +226,9 @@ class Gradients:
     def _check_unchanged(self) -> None:
         for i, version in self._step.versions.items():
             gradient = self._parameters[i].grad
-            if gradient is not None and gradient._version != version and not _shares_storage(gradient):
+            if gradient is None or gradient._version == version:
+                continue
+            if gradient.untyped_storage().nbytes() == gradient.nbytes:  # else writes to other views count, too
                 raise InvalidUsage(
                     f"the gradient of {self._names[i]} was changed between backward and step(), while it was being "
                     "reduced: call optimizer.synchronize() before it is clipped or changed otherwise, and put step() "

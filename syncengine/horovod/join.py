@@ -1,12 +1,9 @@
 """join: a rank that has run out of data takes part, with zeros, until all ranks have."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
 from syncengine.errors import InvalidUsage, Mismatch, SyncError, error_text
 from syncengine.horovod.calls import Calls, table
-from syncengine.horovod.optimizer import close_unneeded
 from syncengine.horovod.process_sets import refusing, streams
 from syncengine.horovod.streams import Stream
 from syncengine.parallel.replication import own_name
@@ -48,5 +45,5 @@ def join(device: int = -1) -> int:
     counts = table(main.communicator, [served])
     for stream in served_here:
         if isinstance(stream, Calls):
-            close_unneeded(stream)
+            stream.close_unneeded()
     return max(rank for rank, count in enumerate(counts) if count == min(counts))

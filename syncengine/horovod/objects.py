@@ -1,6 +1,4 @@
-"""Parameters, optimizers' states and any objects, from one rank to all or from all to all."""
-
-from __future__ import annotations
+"""Tensors, parameters, optimizers' states and any objects, from one rank to all; and any objects, from all to all."""
 
 import functools
 import io
@@ -12,15 +10,74 @@ import torch
 
 from syncengine._C import Work
 from syncengine.errors import InvalidUsage
-from syncengine.horovod.calls import Calls
-from syncengine.horovod.collective import Call, start
+from syncengine.horovod.allreduce import average_of
+from syncengine.horovod.calls import Calls, as_bytes
+from syncengine.horovod.collective import Call, Tensors, perform, start, taking
 from syncengine.horovod.gather import gathering
 from syncengine.horovod.optimizer import Distributed
+from syncengine.horovod.process import rank
 from syncengine.horovod.process_sets import ProcessSet, global_process_set
+from syncengine.horovod.reductions import assign, in_order, plain
+from syncengine.horovod.requests import describe
 from syncengine.horovod.streams import Plan, Round
 from syncengine.parallel.broadcast import broadcast_named, describe_layout
 
 Parameters = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[torch.Tensor]
+
+
+@taking("name process_set")
+def broadcast_async(call: Call, tensor: torch.Tensor, root_rank: int) -> int:
+    """Starts to copy rank `root_rank`'s `tensor`, of the same shape and dtype on all ranks, into a new one.
+
+    Returns a handle for `poll` and `synchronize`.
+    """
+    return perform(call, [tensor], _sending, None, root_rank)
+
+
+@taking("name process_set")
+def broadcast_async_(call: Call, tensor: torch.Tensor, root_rank: int) -> int:
+    """Copies in place, otherwise as `broadcast_async`; no other operation may use the tensor until `synchronize`."""
+    return perform(call, [tensor], _sending, None, root_rank)
+
+
+@taking("name process_set")
+def broadcast(call: Call, tensor: torch.Tensor, root_rank: int) -> torch.Tensor:
+    """A copy of rank `root_rank`'s `tensor`.
+
+    Gradients flow through the copy: the root gets their average over all ranks, as in Horovod, the others get zeros.
+    """
+
+    def gradient(call: Call, of_copy: torch.Tensor) -> Tensors:
+        reduced = average_of(call, [of_copy])
+        return reduced if rank() == root_rank else list(map(torch.zeros_like, reduced))
+
+    return perform(call, [tensor], _sending, gradient, root_rank)
+
+
+@taking("name process_set")
+def broadcast_(call: Call, tensor: torch.Tensor, root_rank: int) -> torch.Tensor:
+    """Copies rank `root_rank`'s values into `tensor`, and returns it."""
+    return perform(call, [tensor], _sending, None, root_rank)
+
+
+def _sending(stream: Calls, call: Call, tensors: Tensors, root_rank: int) -> Plan:
+    stream.check(call.kind, tensors)
+    (tensor,) = tensors
+    root = stream.root(call.kind, root_rank)
+    values = plain(tensor)
+    if not call.in_place and values.data_ptr() == tensor.data_ptr():
+        values = values.clone()
+
+    def finish() -> torch.Tensor:
+        if not call.in_place:
+            return values
+        if values.data_ptr() != tensor.data_ptr() and stream.rank != root:
+            assign(tensor, values)
+        return tensor
+
+    what = f"{describe(values)}, root_rank={root_rank}"
+    work = in_order([values], lambda _: [stream.communicator.broadcast(as_bytes(values), root, async_op=True)])
+    return Plan(what, how=str(root), begin=work, finish=finish)
 
 
 def broadcast_parameters(
@@ -96,10 +153,7 @@ def from_bytes(data: bytes | bytearray) -> Any:
 
 
 def load_in_place(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Loads a state dict, and keeps the objects of the groups and the state.
-
-    Schedulers hold these objects, and so does the optimizer of which a DistributedOptimizer was made.
-    """
+    """Loads a state dict, and keeps the groups and the state, which schedulers and the wrapped optimizer hold, too."""
     groups, state = optimizer.param_groups, optimizer.state
     optimizer.load_state_dict(state_dict)
     for group, loaded in zip(groups, optimizer.param_groups, strict=True):

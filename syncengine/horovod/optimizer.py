@@ -1,10 +1,9 @@
 """DistributedOptimizer: a script's own optimizer, with gradients that are averaged over all ranks."""
 
-from __future__ import annotations
-
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -17,14 +16,13 @@ from syncengine.horovod.calls import Calls
 from syncengine.horovod.collective import Compressor
 from syncengine.horovod.gradient_stream import Buckets, GradientStream, Groups, Settings
 from syncengine.horovod.gradients import Gradients, check_not_in_step
-from syncengine.horovod.parameters import Named, Parameters
 from syncengine.horovod.process_sets import ProcessSet, global_process_set, refusing
 from syncengine.horovod.reductions import Average, Compression, ReduceOp
 from syncengine.horovod.requests import describe
 from syncengine.horovod.streams import Plan, Round
 from syncengine.parallel.replication import check_same_on_all_ranks
 
-_CALL = "scaler.unscale_(optimizer), or scaler.step(optimizer) without it,"
+Named = Iterable[tuple[str, torch.Tensor]]
 
 
 @functools.cache  # once in a process
@@ -35,7 +33,7 @@ def _watch_scalers() -> None:
     @functools.wraps(unscale)
     def unscale_(self: torch.amp.GradScaler, optimizer: Any) -> None:
         if isinstance(optimizer, Distributed) and self.is_enabled():
-            optimizer.check_idle(_CALL)
+            optimizer.check_idle("scaler.unscale_(optimizer), or scaler.step(optimizer) without it,")
         unscale(self, optimizer)
 
     torch.amp.GradScaler.unscale_ = unscale_  # type: ignore[method-assign]
@@ -82,38 +80,21 @@ def DistributedOptimizer(
         _watch_scalers()
         wrapped: Distributed = object.__new__(_distributed(type(optimizer)))  # type: ignore[arg-type] # it is hashable
         wrapped.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
-        parameters = Parameters(optimizer.param_groups, named_parameters)
-        wrapped._connect(stream, parameters, settings)
+        wrapped._connect(stream, _names(optimizer.param_groups, named_parameters), settings)
     return wrapped
-
-
-def close_unneeded(stream: Calls) -> None:
-    """Closes the optimizers' streams that no rank needs any more. All ranks call it, as none can know that alone."""
-    if not stream.optimizers:
-        return
-    needed = torch.tensor([each.needed for each in stream.optimizers], dtype=torch.uint8, device="cpu")
-    stream.communicator.all_reduce(needed, "max")
-    for each, still in zip(list(stream.optimizers), needed.tolist(), strict=True):
-        if not still:
-            stream.optimizers.remove(each)
-            each.close()
 
 
 class Distributed(torch.optim.Optimizer):
     """The methods that DistributedOptimizer adds to a class of optimizers. It is not made by itself."""
 
-    backward_passes_per_step: int
-    _parameters: Parameters
-    _settings: Settings
     _gradients: Gradients | None  # None with one rank
-    _synchronized: bool
-    _should_synchronize: bool
 
-    def _connect(self, stream: Calls | None, parameters: Parameters, settings: Settings) -> None:
-        named = parameters.newcomers(self.param_groups)
+    def _connect(self, stream: Calls | None, names: dict[torch.Tensor, str], settings: Settings) -> None:
+        self._parameters = self._parameter_names = names  # the latter as in Horovod, for scripts that look
+        self._accepted: dict[int, torch.Tensor] = {}  # by id, since torch hashes tensors in Python
+        named = self._newcomers()
         followed = list(named)
-        self._parameters, self._settings = parameters, settings
-        self._parameter_names = parameters.names  # as in Horovod, for scripts that look
+        self._settings = settings
         self.backward_passes_per_step, self.op = settings.passes, settings.op
         self.gradient_predivide_factor = settings.predivide
         self._synchronized, self._should_synchronize, self._gradients = False, True, None
@@ -130,7 +111,7 @@ class Distributed(torch.optim.Optimizer):
         def connect(_: Round) -> Sequence[Work]:
             if stream.size == 1:
                 return ()
-            close_unneeded(stream)
+            stream.close_unneeded()
             differ = f"the parameters of DistributedOptimizer({kind}) differ"
             check_same_on_all_ranks(stream.communicator, differ, lines)
             communicator = stream.communicator.split(list(range(stream.size)))
@@ -138,18 +119,18 @@ class Distributed(torch.optim.Optimizer):
             own = GradientStream(communicator, kind, followed, settings, plan)
             stream.optimizers.append(own)
             self._gradients = Gradients(own, named, settings)
-            parameters.accept(named)
+            self._accepted.update((id(parameter), parameter) for parameter in named)
             return ()
 
         stream.submit("DistributedOptimizer", None, Plan(kind, begin=connect)).result()
 
     def follow(self, stream: Calls) -> None:
         """Moves to the ranks that are there now, as if made there anew, without gradients. All ranks call it."""
-        parameters = Parameters(self.param_groups, [(name, p) for p, name in self._parameters.names.items()])
-        for parameter in parameters.names:
+        names = _names(self.param_groups, [(name, p) for p, name in self._parameters.items()])
+        for parameter in names:
             parameter.grad = None
         self._should_synchronize = True
-        self._connect(stream, parameters, self._settings)
+        self._connect(stream, names, self._settings)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Changes how many backwards come before a step. Raises InvalidUsage between backward and step."""
@@ -168,9 +149,9 @@ class Distributed(torch.optim.Optimizer):
         """
         if self._gradients is not None:
             self._gradients.synchronize()
-            if newcomers := self._parameters.newcomers(self.param_groups):
+            if newcomers := self._newcomers():
                 self._gradients.take_in(newcomers)
-                self._parameters.accept(newcomers)
+                self._accepted.update((id(parameter), parameter) for parameter in newcomers)
         self._synchronized = True
 
     @contextmanager
@@ -205,10 +186,7 @@ class Distributed(torch.optim.Optimizer):
     step.hooked = True  # type: ignore[attr-defined] # the class's own step runs torch's hooks, once
 
     def zero_grad(self, *args: Any, **options: Any) -> None:
-        """Does as the class's own.
-
-        Raises InvalidUsage between backward and step(), when gradients are being reduced.
-        """
+        """Does as the class's own. Raises InvalidUsage between backward and step()."""
         self.check_idle("optimizer.zero_grad()")
         super().zero_grad(*args, **options)
 
@@ -226,6 +204,11 @@ class Distributed(torch.optim.Optimizer):
                 "optimizer.synchronize() or step() before"
             )
 
+    def _newcomers(self) -> dict[torch.Tensor, str]:
+        """The parameters that need a gradient and were not accepted yet: some may be added or unfrozen at any time."""
+        unknown = [(i, p) for i, p in enumerate(_all(self.param_groups)) if id(p) not in self._accepted]
+        return {p: self._parameters.get(p, f"parameter {i}") for i, p in unknown if p.requires_grad}
+
     def _averaged(self, closure: Callable[[], Any]) -> Any:
         loss = closure()
         self.synchronize()
@@ -237,6 +220,28 @@ class Distributed(torch.optim.Optimizer):
 def _distributed(kind: type[torch.optim.Optimizer]) -> type[Distributed]:
     """The class of a DistributedOptimizer that is made of an optimizer of class `kind`."""
     return type(kind.__name__, (Distributed, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+
+
+def _all(groups: Sequence[dict[str, Any]]) -> list[torch.Tensor]:
+    return [parameter for group in groups for parameter in group["params"]]
+
+
+def _names(groups: Sequence[dict[str, Any]], named_parameters: Named | None) -> dict[torch.Tensor, str]:
+    """The names of all parameters. A parameter without a name has a number for one."""
+    named = [] if named_parameters is None else list(named_parameters)
+    if not all(isinstance(item, tuple) and len(item) == 2 for item in named):
+        raise InvalidUsage("named_parameters must be pairs of name and parameter, as model.named_parameters() gives")
+    if twice := [name for name, count in Counter(name for name, _ in named).items() if count > 1]:
+        raise InvalidUsage(f"named_parameters has {', '.join(twice)} more than once: give each parameter its own name")
+    names = {parameter: name for name, parameter in named}
+    for i, parameter in enumerate(_all(groups)):
+        if named_parameters is not None and parameter not in names:
+            raise InvalidUsage(
+                f"named_parameters lacks parameter {i} of the optimizer, of shape {tuple(parameter.shape)}: give the "
+                "names of all of them"
+            )
+        names.setdefault(parameter, f"parameter {i}")
+    return names
 
 
 def _groups(num_groups: int, groups: Groups) -> Groups:

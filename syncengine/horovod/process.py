@@ -1,22 +1,21 @@
-"""init and shutdown, this process's rank, and the queries of what ranks can run on."""
-
-from __future__ import annotations
+"""init and shutdown, this process's rank, the queries of what ranks can run on, and the timeline."""
 
 import importlib.util
 import os
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
 import syncengine.communicator as engine
 from syncengine._C import Communicator, has_cuda
 from syncengine.errors import InvalidUsage
-from syncengine.horovod.handles import forget_handles
+from syncengine.horovod.collective import forget_handles
 from syncengine.horovod.process_sets import ProcessSet, add_process_set, calls, connect, forget, global_process_set
-from syncengine.horovod.timeline import follow_variable
 from syncengine.launch import find_launch
 from syncengine.launch.local import INSTEAD
+from syncengine.tracing.session import begin, end
 
 
 def init(comm: object = None, process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None) -> None:
@@ -49,7 +48,9 @@ def follow(communicator: Communicator) -> bool:
         return False
     forget_handles()
     connect(communicator)
-    follow_variable()
+    path = os.environ.pop("HOROVOD_TIMELINE", "")  # once: init() may be called again
+    if path and path != "DYNAMIC":  # which is for start_timeline() later
+        start_timeline(path)
     return True
 
 
@@ -82,7 +83,6 @@ def size() -> int:
 
 def local_rank() -> int:
     """This process's rank among those of its host, from 0."""
-    calls()
     return engine.local_rank() if (place := _coming()) is None else place[0]
 
 
@@ -108,7 +108,6 @@ def cross_rank() -> int:
 
 def cross_size() -> int:
     """How many hosts have a rank with this local rank."""
-    calls()
     return len(_hosts_with(local_rank())) if _coming() is None else 1
 
 
@@ -152,3 +151,20 @@ def _not_there() -> bool:
 
 
 nccl_built = gloo_built = gloo_enabled = ccl_built = ddl_built = rocm_built = _not_there
+
+
+def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
+    """Records what happens on this rank, until `stop_timeline` or the process's end; call it on every rank.
+
+    Each rank writes to the folder `file_path`.rings; the last rank that stops makes `file_path` of it, by the package
+    perfetto. Raises InvalidUsage before init(), if there is a timeline already, if it can't be written, and for
+    `mark_cycles`.
+    """
+    if mark_cycles:
+        raise InvalidUsage("start_timeline(mark_cycles=True): this engine has no cycles; leave it out")
+    begin(f"{os.fspath(file_path)}.rings", merged=Path(file_path))
+
+
+def stop_timeline() -> None:
+    """Ends this rank's part of the timeline. Does nothing without one."""
+    end()

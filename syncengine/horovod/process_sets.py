@@ -1,7 +1,5 @@
 """Process sets: the ranks that make a call together."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,9 +9,6 @@ from syncengine._C import Communicator, Work
 from syncengine.errors import InvalidUsage
 from syncengine.horovod.calls import Calls
 from syncengine.horovod.streams import Plan, Round, Stream
-
-_numbers = itertools.count(1)
-_sets: list[ProcessSet] = []  # that were added, on all ranks, whether they are members or not
 
 
 class ProcessSet:
@@ -49,6 +44,8 @@ class ProcessSet:
         return (_found, (self.process_set_id, self.ranks))
 
 
+_numbers = itertools.count(1)
+_sets: list[ProcessSet] = []  # that were added, on all ranks, whether they are members or not
 global_process_set = ProcessSet([])  # all ranks
 global_process_set.process_set_id = 0
 

@@ -1,7 +1,5 @@
 """The reductions that Horovod names, in terms of the engine's."""
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -34,28 +32,23 @@ _REDUCIBLE = (
 )
 
 
-def check_dense(call: str, tensor: Any) -> None:
-    """Raises InvalidUsage unless `tensor` is a dense tensor, before any other rank hears of the call."""
-    if not isinstance(tensor, torch.Tensor):
-        raise InvalidUsage(
-            f"{call} needs a tensor, not {'None' if tensor is None else type(tensor).__name__}: of numbers, lists and "
-            "arrays make one by torch.as_tensor"
-        )
-    if tensor.layout != torch.strided:
-        raise InvalidUsage(f"{call} needs a dense tensor, not one of layout {tensor.layout}: to_dense() it before")
-    if tensor.is_nested or tensor.is_quantized:
-        kind = "a nested" if tensor.is_nested else "a quantized"
-        raise InvalidUsage(f"{call} needs a dense tensor, not {kind} one: give it what that consists of")
-    if tensor.device.type not in ("cpu", "cuda"):
-        raise InvalidUsage(f"{call} needs a tensor on the CPU or on a CUDA device, not on {tensor.device}")
-
-
 def check_list(call: str, tensors: Any) -> None:
-    """Raises InvalidUsage unless `tensors` is a list of dense tensors."""
+    """Raises InvalidUsage unless `tensors` is a list of dense tensors, before any other rank hears of the call."""
     if not isinstance(tensors, (list, tuple)) or not tensors:
         raise InvalidUsage(f"{call} needs a list of one or more tensors")
     for tensor in tensors:
-        check_dense(call, tensor)
+        if not isinstance(tensor, torch.Tensor):
+            raise InvalidUsage(
+                f"{call} needs a tensor, not {'None' if tensor is None else type(tensor).__name__}: of numbers, lists "
+                "and arrays make one by torch.as_tensor"
+            )
+        if tensor.layout != torch.strided:
+            raise InvalidUsage(f"{call} needs a dense tensor, not one of layout {tensor.layout}: to_dense() it before")
+        if tensor.is_nested or tensor.is_quantized:
+            kind = "a nested" if tensor.is_nested else "a quantized"
+            raise InvalidUsage(f"{call} needs a dense tensor, not {kind} one: give it what that consists of")
+        if tensor.device.type not in ("cpu", "cuda"):
+            raise InvalidUsage(f"{call} needs a tensor on the CPU or on a CUDA device, not on {tensor.device}")
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -36,9 +36,8 @@ class Request(NamedTuple):
     def encode(self) -> bytes:
         """The request in SIZE bytes."""
         kind, key, what, flat, how, own, _ = self
-        return (f"{key}{_SEPARATOR}{own}".encode(errors="backslashreplace") + _text(kind, what, flat, how)).ljust(
-            SIZE, b"\0"
-        )
+        head = f"{key}{_SEPARATOR}{own}".encode(errors="backslashreplace")
+        return (head + _text(kind, what, flat, how)).ljust(SIZE, b"\0")
 
     @classmethod
     def decode(cls, data: bytes) -> Request:

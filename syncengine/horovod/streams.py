@@ -22,12 +22,6 @@ from syncengine.errors import InvalidUsage, Mismatch, SyncError
 from syncengine.horovod.requests import JOIN, REFUSED, SIZE, WAITING, Flat, Request, as_told, key_of, told
 from syncengine.parallel.replication import own_name
 
-_DUPLICATE = (
-    "Requested to allreduce, allgather, or broadcast a tensor with the same name as another tensor that is currently "
-    "being processed.  If you want to request another tensor, use a different tensor name."
-)  # Horovod's words
-
-
 Round = Sequence[Request]  # what every rank has announced for one operation
 
 
@@ -136,7 +130,11 @@ class Stream:
                 if self._is_under_way(key):
                     gc.collect()  # perhaps only a cycle still holds it
                     if self._is_under_way(key):
-                        raise InvalidUsage(_DUPLICATE)
+                        raise InvalidUsage(  # in Horovod's words
+                            "Requested to allreduce, allgather, or broadcast a tensor with the same name as another "
+                            "tensor that is currently being processed.  If you want to request another tensor, use a "
+                            "different tensor name."
+                        )
                 self._named[key] = operation
             self._own[key] = operation
             self._submitted += 1
@@ -153,10 +151,7 @@ class Stream:
         work = self._backend._allgather_base(every, own)
         self._rows.append((request, own, every, work))
         if watched:
-            work.get_future().add_done_callback(self._look)
-
-    def _look(self, _: object) -> None:
-        self.advance()
+            work.get_future().add_done_callback(lambda _: self.advance())
 
     def wait(self, operation: Operation) -> None:
         """Blocks until all ranks have announced the operation, or it has failed. Raises the stream's failure."""
@@ -275,10 +270,7 @@ class Stream:
             raise
 
     def refuse(self, error: Exception, call: str, name: str | None = None) -> None:
-        """Announces, in place of an operation, why this rank can't begin it. Does not wait.
-
-        The other ranks raise that error, too, unless all ranks refuse: then nobody has lost anything.
-        """
+        """Announces, without waiting, why this rank can't begin an operation: others raise that, unless all refuse."""
         told_class, reason = as_told(error)
         with suppress(SyncError, TypeError):
             if not self.has_failed():

@@ -1,7 +1,5 @@
 """hvd.SyncBatchNorm: the layer of `Parallel`, whose exchanges are announced like calls, so that ranks may join."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import cast
 

@@ -5,8 +5,6 @@ it together: `meet` is an Exchange, which is called once it is clear that this r
 raises InvalidUsage. An error of `meet` is raised as it is.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Packets between hosts through MPI: nonblocking calls of mpi4py on a separate communicator."""
 
-from __future__ import annotations
-
 import time
 from types import ModuleType
 from typing import Any
@@ -59,10 +57,7 @@ class MPIPacketTransport:
         self._requests: list[Any] = []  # of each id
 
     def step(self, posts: list[tuple[int, int, bool, memoryview]]) -> list[tuple[int, str]]:
-        """Posts packets (id, peer, whether it is sent, memory).
-
-        Returns the ids that have completed, each with an error or "".
-        """
+        """Posts packets (id, peer, whether it is sent, memory). Returns completed ids, each with an error or ""."""
         if self._mpi.Is_finalized():
             raise RuntimeError("MPI was finalized: call syncengine.shutdown() before MPI.Finalize()")
         ends = []
@@ -92,8 +87,6 @@ class MPIPacketTransport:
         _unfinished.extend([self._requests, self._comm])
 
     def _test(self) -> list[tuple[int, str]]:
-        if not self._requests:
-            return []
         ended: dict[int, str] = {}
         while len(ended) < len(self._requests):
             try:

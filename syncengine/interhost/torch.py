@@ -4,8 +4,6 @@ The default communicator has a separate process group, made like torch's default
 made in no agreed order, so they use torch's default process group, with separate tags.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 
@@ -25,9 +23,8 @@ def open_torch(
 ) -> PacketTransport:
     """Opens a process group between these ranks, as the package's docstring says.
 
-    `in_order`: all ranks of the job open the transport, and nothing else meanwhile.
-
-    `silence`: seconds without a heartbeat after which a rank is lost.
+    `in_order`: all ranks of the job open the transport, and nothing else meanwhile. `silence`: seconds without a
+    heartbeat after which a rank is lost.
     """
     backend = _backend()
     if max(global_ranks) >= dist.get_world_size():
@@ -36,16 +33,12 @@ def open_torch(
             f"{max(global_ranks) + 1}: initialize torch.distributed with all ranks, or give interhost='tcp'"
         )
     number = agree_on_number(global_ranks, dist.get_world_size(), meet)
-    group, closed = dist.distributed_c10d._get_default_group(), _nothing
+    group, closed = dist.distributed_c10d._get_default_group(), lambda: None
     if in_order and len(global_ranks) == dist.get_world_size():  # what new_group needs
         group = dist.new_group(backend=backend)
         closed = functools.partial(_destroy, group)
     tag = _FIRST_TAG + number % (_TAGS_OF_GLOO if backend == "gloo" else _TAGS)
     return torch_packet_transport(group, global_ranks, tag, closed, f"torch.distributed, {backend}", checksum, silence)
-
-
-def _nothing() -> None:
-    pass
 
 
 def _destroy(group: dist.ProcessGroup) -> None:

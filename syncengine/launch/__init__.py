@@ -12,19 +12,9 @@ import torch.distributed as dist
 from syncengine.config import DEFAULT_LOG_AFTER
 from syncengine.errors import SyncError
 from syncengine.launch import mpi, slurm
-from syncengine.launch.environment import Launch, detect
+from syncengine.launch.environment import Launch as Launch
+from syncengine.launch.environment import detect
 from syncengine.launch.variables import number, text
-
-__all__ = [
-    "Exchange",
-    "Launch",
-    "find_launch",
-    "group_timeout",
-    "launch_store",
-    "mark_rank_process",
-    "open_exchange",
-    "tell_failure",
-]
 
 _REACHED_WITHIN = 30.0  # seconds
 
@@ -76,10 +66,8 @@ def open_exchange(
         return mpi.MPIExchange(launch.rank, launch.world_size, timeout, log_after, purpose)
     from syncengine.launch.store import StoreExchange
 
-    if launch.kind == "torch.distributed":
-        store: dist.Store | None = dist.distributed_c10d._get_default_store()
-    else:
-        store = launch_store(launch, timeout, log_after, environ)
+    by_user = launch.kind == "torch.distributed"
+    store = dist.distributed_c10d._get_default_store() if by_user else launch_store(launch, timeout, log_after, environ)
     assert store is not None  # there is none under MPI only
     return StoreExchange(store, launch.rank, launch.world_size, timeout, log_after, purpose=purpose)
 

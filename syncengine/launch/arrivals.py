@@ -1,7 +1,5 @@
 """Waits for the other ranks at the start: with a deadline, interruptibly, and with a line that names missing ranks."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Collection

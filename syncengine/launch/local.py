@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any
 
 import torch.distributed as dist
 
@@ -105,13 +105,15 @@ def run_script(
 def _ranks(
     count: int, script: Sequence[str], keep_going: bool = False, log_dir: Path | None = None, label: bool = False
 ) -> Iterator[Any]:
-    """Starts ranks.
-
-    Gives their processes by rank, which end with the block; a function that starts another; the store.
-    """
+    """Starts ranks: gives their processes by rank, which end with the block; a function to start another; the store."""
     _check_descriptors(count)
     _check_loopback()
-    store = _serve_on_loopback()
+    try:
+        store = serve_store("127.0.0.1", 0, _SERVED_WITHIN)
+    except dist.DistError as error:
+        raise InvalidUsage(
+            f"no store can be served at 127.0.0.1 ({str(error).splitlines()[0]}): start the ranks by torchrun instead"
+        ) from error
     threads = max(1, len(os.sched_getaffinity(0)) // count)
     common = {
         "OMP_NUM_THREADS": str(threads),
@@ -156,7 +158,7 @@ def _ranks(
 
     labelling: list[_Labelling] = []
     running: dict[int, subprocess.Popen[bytes]] = {}
-    previous, in_order = signal.signal(signal.SIGTERM, _end), False
+    previous, in_order = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number)), False
     try:
         for rank in range(count):
             running[rank] = start(rank, count)
@@ -226,7 +228,6 @@ def _open_log(log_dir: Path, rank: str) -> IO[bytes]:
 
 
 def _tell_failure(rank: int, process: subprocess.Popen[bytes], log_dir: Path | None) -> None:
-    """Says on stderr how a rank has failed, if it has."""
     if code := process.returncode:
         signals = {number.value: number.name for number in signal.Signals}
         how = f"ended with exit code {code}" if code > 0 else f"was killed by {signals.get(-code, f'signal {-code}')}"
@@ -285,19 +286,6 @@ def _check_loopback() -> None:
         raise InvalidUsage(f"the loopback interface, 127.0.0.1, can't be reached ({error}): {remedy}") from error
 
 
-def _serve_on_loopback() -> dist.TCPStore:
-    try:
-        return serve_store("127.0.0.1", 0, _SERVED_WITHIN)
-    except dist.DistError as error:
-        raise InvalidUsage(
-            f"no store can be served at 127.0.0.1 ({str(error).splitlines()[0]}): start the ranks by torchrun instead"
-        ) from error
-
-
 def _exit_code(codes: Sequence[int]) -> int:
     failed = [code for code in codes if code != 0]
     return 0 if not failed else failed[0] if failed[0] > 0 else 128 - failed[0]  # as shells: 128 + the signal
-
-
-def _end(number: int, frame: object) -> NoReturn:
-    sys.exit(128 + number)

@@ -1,7 +1,5 @@
 """Exchange through mpi4py: the ranks of COMM_WORLD."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable
 from types import ModuleType
@@ -56,10 +54,7 @@ def is_running() -> bool:
 
 
 class MPIExchange:
-    """An all-gather of small byte strings over COMM_WORLD. Each call on one rank meets the same call on all others.
-
-    A rank's n-th exchange for a `purpose` meets the n-th of the others, and raises the error that has ended theirs.
-    """
+    """An Exchange over COMM_WORLD. A rank's n-th one per `purpose` meets the others' n-th, or raises what ended it."""
 
     def __init__(self, rank: int, world_size: int, timeout: float, log_after: float, purpose: str = "init") -> None:
         started_as = f"rank {rank} of {world_size}"

@@ -1,7 +1,5 @@
 """Reads Slurm's variables, besides the rank: the step, and the host on which rank 0 runs."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 

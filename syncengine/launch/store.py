@@ -39,8 +39,12 @@ def open_store(host: str, port: int, rank: int, world_size: int, timeout: float,
 
         def missing() -> set[int]:
             nonlocal why_not
-            why_not = _try_to_connect(host, port)
-            return {0} if why_not else set()
+            try:
+                socket.create_connection((host, port), timeout=0.5).close()
+            except OSError as error:
+                why_not = error.strerror or str(error) or type(error).__name__  # a timeout has a text alone
+                return {0}
+            return set()
 
         def listen() -> str:
             hint = f"MASTER_ADDR and MASTER_PORT: can this host reach it?{ended}"
@@ -83,23 +87,13 @@ def throw_not_started(what: str, code: int = errno.EAGAIN) -> NoReturn:
     throw_system_error(f"can't start {what}", code, "clone")
 
 
-def _try_to_connect(host: str, port: int) -> str:
-    """The reason why nobody can be reached at `host` and `port`, or ""."""
-    try:
-        socket.create_connection((host, port), timeout=0.5).close()
-    except OSError as error:
-        return error.strerror or str(error) or type(error).__name__  # a timeout has a text alone
-    return ""
-
-
 class StoreExchange:
-    """An all-gather of small byte strings over a store. Each call on one rank meets the same call on all others.
+    """An Exchange over a store. A rank's n-th one for a `purpose` meets the n-th of the others.
 
-    A rank's n-th exchange for a `purpose` meets the n-th of the others. If a rank was restarted, or tries again, its
-    exchange takes the place of its last one (syncengine_autoload.rendezvous). Messages call the ranks by `names` (0, 1,
-    ... by default), and say that each should have called `call`. `lost` is asked while ranks are missing, and says why
-    they will not come. Without `lost`, `names` are the ranks in the job, whose ends this process's communicators may
-    know.
+    If a rank was restarted, or tries again, its exchange takes the place of its last one
+    (syncengine_autoload.rendezvous). Messages call the ranks by `names` (0, 1, ... by default), and say that each
+    should have called `call`. `lost` is asked while some are missing, and says why they will not come. Without it,
+    `names` are ranks in the job, whose ends this process's communicators may know.
     """
 
     def __init__(

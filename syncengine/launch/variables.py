@@ -1,7 +1,5 @@
 """Reads a launcher's variables from an environment. A wrong one is an InvalidUsage that names variable and value."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from syncengine.errors import InvalidUsage

@@ -1,7 +1,5 @@
 """Drift: compares the parameters of all ranks every so many steps, and names a parameter that differs, and the rank."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -19,16 +17,14 @@ class Audit:
 
     def __init__(self, model: Model, every: int) -> None:
         self._model, self.every = model, every
-        self._forwards = 0  # so far, outside of join contexts: as many on all ranks
+        self._forwards = 0  # so far, outside of join contexts, where ranks have different numbers of them
 
-    def look(self, in_join: bool) -> None:
-        """Compares the parameters before a synchronized forward, if it is time to. All ranks call it.
+    def look(self) -> None:
+        """Compares the parameters before a synchronized forward outside of join contexts, if it is time to.
 
-        Nothing is compared in a join context, where ranks have different numbers of forwards. Raises ``Mismatch`` on
-        all ranks, naming parameters and ranks, if the bits of a parameter are not the same on all of them.
+        All ranks call it. Raises ``Mismatch`` on all of them, naming parameters and ranks, if the bits of a parameter
+        are not the same everywhere.
         """
-        if in_join:
-            return
         forwards, self._forwards = self._forwards, self._forwards + 1
         if forwards == 0 or forwards % self.every:
             return
@@ -63,10 +59,8 @@ def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     plain = plain_copy(tensor) if is_wrapper(tensor) else tensor.detach().resolve_conj().resolve_neg()
     if plain.is_complex():
         plain = torch.view_as_real(plain)
-    return plain.view(_INTEGERS[plain.element_size()]).sum(dtype=torch.int64)
-
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
+    return plain.view(integers[plain.element_size()]).sum(dtype=torch.int64)
 
 
 def _who_differs(values: Sequence[int], ranks: Sequence[int]) -> str:

@@ -1,7 +1,5 @@
 """Copies one rank's tensors to all ranks: small ones in one message, large ones directly from their memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch
@@ -73,9 +71,8 @@ class TensorBroadcast:
                 self._copy_wrapper(tensors[i], root)
                 continue
             target = tensors[i].detach()
-            values = target
-            if not target.is_contiguous() or target.is_conj() or target.is_neg():
-                values = plain_copy(target)
+            is_plain = target.is_contiguous() and not target.is_conj() and not target.is_neg()
+            values = target if is_plain else plain_copy(target)
             self._communicator.broadcast(values.view(-1).view(torch.uint8), root)
             if values is not target and not is_root:
                 target.copy_(values)
@@ -107,12 +104,9 @@ def describe_layout(named: Named, more: Callable[[torch.Tensor], str] = lambda t
     for name, tensor in parts:
         check_writable(name, tensor)
     own = {id(tensor) for _, tensor in parts}
-    return [
-        f"{name}:{_layout(tensor)}{more(tensor)}{_context(tensor)}" for name, tensor in named if id(tensor) not in own
-    ] + [
-        f"{name}:{_layout(tensor)}{more(tensor)}{shares}"
-        for (name, tensor), shares in zip(parts, _sharing(parts), strict=True)
-    ]
+    facts = [(name, tensor, _context(tensor)) for name, tensor in named if id(tensor) not in own]
+    facts += [(name, tensor, shares) for (name, tensor), shares in zip(parts, _sharing(parts), strict=True)]
+    return [f"{name}:{_layout(tensor)}{more(tensor)}{fact}" for name, tensor, fact in facts]
 
 
 def _layout(tensor: torch.Tensor) -> str:

@@ -65,11 +65,8 @@ class BucketPlanner:
 
     @property
     def rebuilds(self) -> bool:
-        """Whether a new plan follows from the first synchronized step's order of readiness.
-
-        It does, unless the plan is to be DDP's, and unused parameters are looked for: DDP makes no new plan then.
-        """
-        return not (self.follows_ddp and self.looks_for_unused)
+        """Whether a new plan follows from the first synchronized step's order of readiness."""
+        return not (self.follows_ddp and self.looks_for_unused)  # DDP makes no new plan then
 
     def initial(self, trainable: Sequence[int]) -> Plan:
         """The plan before any order of readiness is known. ``trainable``: parameters in the order of registration."""

@@ -1,17 +1,15 @@
 """The buffers of a model: one rank's values are copied to all ranks, whenever a forward requires it."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import warnings
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
 from torch.nn.parallel.distributed import _BufferCommHook, _BufferCommHookLocation
 
-from syncengine._C import Communicator, Reducer
+from syncengine._C import Reducer
 from syncengine.errors import InvalidUsage, error_text, to_utf8
 from syncengine.parallel.broadcast import TensorBroadcast, describe_layout
 from syncengine.parallel.model import Model, Switches, not_ignored
@@ -21,24 +19,27 @@ _MOST_SHOWN = 200  # letters of buffers in a message
 
 
 class Buffers:
-    """The buffers of a model that are not ``ignored``: finds them, and synchronizes them when a forward requires it."""
+    """The buffers of a model that are not ``ignored``: finds them, and synchronizes them when a forward requires it.
+
+    Modules may replace their buffers, and the memory of these, also on one rank alone. A copy raises ``Mismatch`` on
+    all ranks where names, dtypes or shapes differ: by the calls that carry it, before the first one by a message that
+    names what differs.
+    """
 
     def __init__(self, model: Model, switches: Switches, reducer: Reducer, ignored: Container[str]) -> None:
-        self._module, self._ignored = model.module, ignored
+        self._model, self._ignored = model, ignored
         self._switches = switches
         self._reducer = reducer
         self._communicator = model.communicator
-        self._copy = BufferCopy(model.communicator, str(model), model.device)
+        self._what = f"the buffers of {model}"
+        self._places: list[Any] = []  # addresses and layouts of the buffers at the last copy
+        self._lines: Sequence[str] = []  # the descriptions of these buffers
+        self._layout = ""  # a short form of them for calls; "" before the first copy
         self.look_up()
 
     def look_up(self) -> None:
         """Looks up the buffers again: modules may have replaced theirs."""
-        self.named = not_ignored(self._module.named_buffers(), self._ignored)
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """The buffers of the last look."""
-        return list(self.named.values())
+        self.named = not_ignored(self._model.module.named_buffers(), self._ignored)
 
     def due(self) -> _BufferCommHookLocation | None:
         """When the next forward synchronizes buffers: before or after the module is called; None if it does not."""
@@ -59,10 +60,10 @@ class Buffers:
         self.look_up()
         hook = self._hook()
         if hook is None:
-            self._copy(self.named, root)
+            self._copy(root)
             return
         try:
-            with torch.autograd._unsafe_preserve_version_counter(tuple(self.tensors)):
+            with torch.autograd._unsafe_preserve_version_counter(tuple(self.named.values())):
                 futures = hook.buffer_comm_hook(hook.buffer_comm_hook_state, self.named)
         except Exception as error:
             if self._communicator.exception() is None:  # the others may wait in their hooks
@@ -75,50 +76,28 @@ class Buffers:
     def _hook(self) -> _BufferCommHook | None:
         return getattr(self._switches, "buffer_hook", None)
 
-
-class BufferCopy:
-    """Copies one rank's buffers of a model to all ranks.
-
-    It holds the names, dtypes and shapes of the last copy, and the memory for the message. It holds no tensors, only
-    their addresses: modules may replace them and their memory, also on one rank alone. Names, dtypes and shapes
-    are compared with each copy, by the calls that carry it; before the first one by a message that names what differs.
-    """
-
-    def __init__(self, communicator: Communicator, model: str, device: torch.device) -> None:
-        self._communicator = communicator
-        self._what = f"the buffers of {model}"
-        self._device = device
-        self._places: list[Any] = []  # addresses and layouts of the buffers at the last look
-        self._lines: Sequence[str] = []  # the descriptions of these buffers
-        self._layout = ""  # a short form of them for calls; "" before the first look
-        self._broadcast: TensorBroadcast
-
-    def __call__(self, named: Mapping[str, torch.Tensor], root: int) -> None:
-        """Copies the values of rank ``root``. All ranks call it.
-
-        The buffers' version counters do not change: a backward may need a buffer as it was. Raises ``Mismatch`` on all
-        ranks, where names, dtypes or shapes differ between ranks.
-        """
-        tensors = [tensor for _, tensor in unwrapped(named.items())]
+    def _copy(self, root: int) -> None:
+        """Copies values without a change of version counters: a backward may need a buffer as it was."""
+        tensors = [tensor for _, tensor in unwrapped(self.named.items())]
         counted = tuple(tensor for tensor in tensors if not tensor.is_inference())
         with torch.autograd._unsafe_preserve_version_counter(counted), torch.inference_mode():
-            self._look_at(named, tensors)
+            self._look_at(tensors)
             self._broadcast(tensors, root, self._layout)
 
-    def _look_at(self, named: Mapping[str, torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+    def _look_at(self, tensors: Sequence[torch.Tensor]) -> None:
         places = []
         with contextlib.suppress(RuntimeError):  # one has no memory: below it is said which
-            places = [*named, *((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors)]
+            places = [*self.named, *((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors)]
         if places and places == self._places:
             return
         try:
-            lines = describe_layout(list(named.items()))
+            lines = describe_layout(list(self.named.items()))
         except InvalidUsage as error:  # the others would wait
             fail_all(self._communicator, error, f"{own_name(self._communicator)}: {error}")
         if not self._layout:
             check_same_on_all_ranks(self._communicator, f"{self._what} differ", lines)
         if not self._layout or lines != self._lines:
-            self._broadcast = TensorBroadcast(self._communicator, tensors, self._device)
+            self._broadcast = TensorBroadcast(self._communicator, tensors, self._model.device)
             text = ", ".join(sorted(lines, key=self._lines.__contains__))  # first what has changed
             digest = hashlib.sha256(to_utf8("\n".join(lines))).hexdigest()[:16]
             self._layout = f"a copy of {self._what} ({text[:_MOST_SHOWN]}, digest {digest})"

@@ -5,8 +5,6 @@ so tracing it would gain nothing, and cost a graph break at each of them. So for
 and on again for the module.
 """
 
-from __future__ import annotations
-
 import functools
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Finds the device of a module, a CPU or a CUDA device, and refuses what can't be done there."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,14 +8,12 @@ from torch._utils import _get_device_index
 
 from syncengine.errors import InvalidUsage
 
-_TYPES = ("cpu", "cuda")
-
 
 def device_of(named: Iterable[tuple[str, torch.Tensor]]) -> torch.device:
     """The device of all these parameters; CPU if there are none. ``InvalidUsage`` names one that lies elsewhere."""
     first = None
     for name, parameter in named:
-        if parameter.device.type not in _TYPES:
+        if parameter.device.type not in ("cpu", "cuda"):
             raise InvalidUsage(
                 f"syncengine.Parallel does not support parameter {name} on {parameter.device}; move the module to the "
                 "CPU or to a CUDA device before wrapping it"
@@ -62,12 +58,3 @@ def check_buffers_on(device: torch.device, buffers: Mapping[str, torch.Tensor]) 
                 f"syncengine.Parallel can't synchronize buffer {name} on {buffer.device} of a module on {device}; move "
                 "it there, or name it in the module's _ddp_params_and_buffers_to_ignore"
             )
-
-
-def check_not_capturing(model: str) -> None:
-    """Raises ``InvalidUsage`` while a CUDA graph is captured: `model` needs new buckets, which take memory."""
-    if torch.cuda.is_current_stream_capturing():
-        raise InvalidUsage(
-            f"{model}: its buckets are not final yet, and can't change while a CUDA graph is captured: run 3 steps "
-            "that synchronize before, and do not freeze or unfreeze parameters in between"
-        )

@@ -1,7 +1,5 @@
 """Finds the communicator of a model's ranks, from the user's arguments, and the group that tools expect to read."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -26,7 +24,11 @@ def resolve_group(process_group: Group | None, device_mesh: Any) -> tuple[Commun
     if device_mesh is not None:
         if process_group is not None:
             raise InvalidUsage("Cannot specify both process_group and device_mesh arguments.")
-        process_group = _group_of(device_mesh)
+        if not isinstance(device_mesh, dist.DeviceMesh):
+            raise InvalidUsage(f"device_mesh of type {type(device_mesh).__name__} is no torch DeviceMesh")
+        if device_mesh.ndim != 1:
+            raise InvalidUsage(f"Only 1D device mesh is supported, but got {device_mesh}: pass device_mesh['dp'], say")
+        process_group = device_mesh.get_group(mesh_dim=0)
     if isinstance(process_group, Communicator):
         return process_group, process_group
     if process_group is not None:
@@ -81,14 +83,6 @@ def localize_parameters(module: torch.nn.Module, device_mesh: dist.DeviceMesh) -
         from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 
         _pre_dp_module_transform(module)
-
-
-def _group_of(device_mesh: Any) -> dist.ProcessGroup:
-    if not isinstance(device_mesh, dist.DeviceMesh):
-        raise InvalidUsage(f"device_mesh of type {type(device_mesh).__name__} is no torch DeviceMesh")
-    if device_mesh.ndim != 1:
-        raise InvalidUsage(f"Only 1D device mesh is supported, but got {device_mesh}: pass device_mesh['dp'], say")
-    return device_mesh.get_group(mesh_dim=0)
 
 
 def with_group(communicator: Communicator) -> tuple[Communicator, Group]:

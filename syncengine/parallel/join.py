@@ -1,12 +1,8 @@
 """Uneven inputs: a rank that has run out of batches takes part in the others' steps, until nobody has a batch left."""
 
-from __future__ import annotations
-
 import contextlib
 from types import TracebackType
-from typing import Any
 
-import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable, JoinHook, _JoinConfig
 
 from syncengine.errors import InvalidUsage, SyncError, error_text
@@ -14,21 +10,6 @@ from syncengine.parallel.replication import own_name
 from syncengine.parallel.rounds import Intent, tell
 from syncengine.parallel.steps import Steps
 from syncengine.parallel.watchers import forward_watchers
-
-
-def leave(steps: Steps, error: Exception) -> None:
-    """Tells the others that ``error`` has ended this rank's part, so that they don't wait for it.
-
-    They learn of it in their next all-gather, between two steps. In the middle of a step they wait for gradients, so
-    the communicator fails.
-    """
-    communicator = steps.model.communicator
-    text = f"{own_name(communicator)} raised in join() of {steps.model}: {error_text(error)}"
-    with contextlib.suppress(SyncError):  # the communicator has failed already: they know
-        if steps.uneven.is_inside_step():
-            communicator.abort(text)
-        else:
-            tell(communicator, Intent(trains=0.0, leaves=1.0), text)
 
 
 class ParallelJoinHook(JoinHook):
@@ -53,7 +34,6 @@ class JoinContext:
     def __init__(self, joinable: Joinable, steps: Steps, enable: bool, throw_on_early_termination: bool) -> None:
         self._joinable = joinable
         self._steps = steps
-        self._throws = throw_on_early_termination
         self._config = _JoinConfig(enable, throw_on_early_termination, is_first_joinable=False)
 
     def __enter__(self) -> None:
@@ -72,7 +52,17 @@ class JoinContext:
         if kind is None:
             self._follow()
         elif isinstance(error, Exception) and not self._steps.uneven.join_is_over:
-            leave(self._steps, error)
+            self._leave(error)
+
+    def _leave(self, error: Exception) -> None:
+        """Tells the others that ``error`` has ended this rank's part, so that they don't wait for it."""
+        communicator = self._steps.model.communicator
+        text = f"{own_name(communicator)} raised in join() of {self._steps.model}: {error_text(error)}"
+        with contextlib.suppress(SyncError):  # the communicator has failed already: they know
+            if self._steps.uneven.is_inside_step():  # they wait for gradients
+                communicator.abort(text)
+            else:  # they learn of it in their next all-gather
+                tell(communicator, Intent(trains=0.0, leaves=1.0), text)
 
     def _follow(self) -> None:
         """Follows the other ranks until they have joined, too."""
@@ -82,17 +72,8 @@ class JoinContext:
             current = tell(communicator, Intent(trains=0.0))
             if not current.training:
                 break
-            if self._throws:
+            if self._config.throw_on_early_termination:
                 raise InvalidUsage(f"Rank {communicator.global_ranks[communicator.rank]} exhausted all inputs.")
             self._steps.shadow(current)
             is_last = False
         self._steps.uneven.sync_final_model(is_last)
-
-
-def check_torch_join(process_group: Any) -> None:
-    """Raises ``InvalidUsage`` where torch's ``Join`` can't work: it communicates over its own torch process group."""
-    if not isinstance(process_group, dist.ProcessGroup):
-        raise InvalidUsage(
-            "torch's Join needs a torch process group: pass one as process_group (or None, with torch.distributed "
-            "initialized first), or use model.join(), which needs none"
-        )

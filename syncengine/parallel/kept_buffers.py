@@ -161,8 +161,7 @@ def _same_bits(buffer: torch.Tensor | None, copy: torch.Tensor | None) -> bool:
         buffer = torch.empty_like(copy).copy_(buffer)
     if buffer.is_cuda:
         return torch.equal(_bytes_of(buffer), _bytes_of(copy))
-    difference: int = _compare(buffer.data_ptr(), copy.data_ptr(), copy.nbytes)
-    return difference == 0
+    return bool(_compare(buffer.data_ptr(), copy.data_ptr(), copy.nbytes) == 0)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,5 @@
 """The logging data that DDP keeps in ``model.logger``: facts about a model and times of its steps, by DDP's keys."""
 
-from __future__ import annotations
-
 import os
 import time
 import weakref
@@ -17,13 +15,7 @@ from syncengine.errors import InvalidUsage
 from syncengine.parallel.summary import FIRST_VERDICT, WINDOW, numbers_of, warn_of_straggler
 from syncengine.parallel.tools import ForTools
 
-_ENVIRONMENT = {
-    "master_addr": "MASTER_ADDR",
-    "master_port": "MASTER_PORT",
-    "torch_distributed_debug": "TORCH_DISTRIBUTED_DEBUG",
-    "cuda_visible_devices": "CUDA_VISIBLE_DEVICES",
-    "gloo_socket_ifname": "GLOO_SOCKET_IFNAME",
-}
+_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "TORCH_DISTRIBUTED_DEBUG", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME")
 _DTYPES = {torch.float32: "float", torch.float64: "double", torch.float16: "c10::Half", torch.bfloat16: "c10::BFloat16"}
 
 
@@ -55,21 +47,17 @@ class Logger:
     def set_error_and_log(self, text: str) -> None:
         """Notes an error in the logging data."""
         self._strings["error"] = text
-        self.numbers["has_error"] = 1
-        self.numbers["iteration"] = self._forwards
+        self.numbers.update(has_error=1, iteration=self._forwards)
 
     def note_forward(self) -> None:
-        """Counts a forward that synchronizes, before it runs.
-
-        ``iteration`` is the number of these before the last one timed, as in DDP.
-        """
+        """Counts a forward that synchronizes, before it runs."""
         before = self._forwards
         self._forwards = before + 1
         since = before - FIRST_VERDICT
         if since >= 0 and since % WINDOW == 0 and (model := self._model()) is not None and model.communicator.rank == 0:
             warn_of_straggler(model.reducer, model.communicator.global_ranks, str(model._model))
         if 0 < before <= 10 or (before and before % self.sample_rate == 0):
-            self.numbers["iteration"] = before
+            self.numbers["iteration"] = before  # as in DDP: those before the last one timed
 
 
 def _construction(model: ForTools) -> tuple[dict[str, str], dict[str, int]]:
@@ -80,7 +68,7 @@ def _construction(model: ForTools) -> tuple[dict[str, str], dict[str, int]]:
         "backend_name": dist.get_backend(group) if isinstance(group, dist.ProcessGroup) else "syncengine",
         "dtypes": ", ".join(dict.fromkeys(_DTYPES.get(p.dtype, str(p.dtype)) for p in parameters)),
         "device_ids": ", ".join(map(str, model.device_ids or ())),
-        **{key: os.environ.get(variable, "N/A") for key, variable in _ENVIRONMENT.items()},
+        **{variable.lower(): os.environ.get(variable, "N/A") for variable in _VARIABLES},
     }
     numbers = {
         "world_size": model.communicator.size,
@@ -112,8 +100,7 @@ def _add_runtime(model: ForTools, strings: dict[str, str], numbers: dict[str, in
     numbers["num_buckets_reduced"] = statistics["buckets"]
     numbers["has_rebuilt_buckets"] = int(model._has_rebuilt_buckets)
     numbers["unused_parameter_size"] = statistics["copied_bytes"].get("unused", 0)
-    order = model.reducer.ready_order()
-    if order:
+    if order := model.reducer.ready_order():
         strings["prev_iteration_grad_ready_order_indices"] = ", ".join(map(str, order))
     if model._has_rebuilt_buckets:
         buckets = (" ".join(map(str, bucket)) for bucket in model._planning.plan or ())

@@ -1,14 +1,12 @@
 """Steps of numbered micro-batches: one model, bit for bit, at any number of ranks (docs/numerics.md)."""
 
-from __future__ import annotations
-
 import hashlib
 import random
-import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn import SyncBatchNorm
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
@@ -57,7 +55,6 @@ class MicroBatches:
         self._model, self._loader, self._total, self._seed = model, loader, total, seed
         self._norms = [(name, m) for name, m in model.module.named_modules() if isinstance(m, SyncBatchNorm)]
         communicator = model.communicator
-        objection = ""
         try:
             batches = self._look_at_loader()
             objection = self._objection()
@@ -149,7 +146,6 @@ class MicroBatches:
         return self.step, own, cut_tree(len(own), len(own))[1]
 
     def _fetch(self, number: int, micro_batch: int) -> Any:
-        """The batch of the next micro-batch of this rank."""
         batch = next(self._fetched)
         _seed(self._seed, number, micro_batch)
         return batch
@@ -219,15 +215,17 @@ class MicroBatches:
             "prefetch_factor",
         )
         options: dict[str, Any] = {name: getattr(loader, name) for name in (*kept, "timeout")}
-        places: Any = _Places(self)
-        return DataLoader(dataset, batch_sampler=places, **options)
+        return DataLoader(dataset, batch_sampler=_Places(self), **options)
 
 
 micro_batches = MicroBatches
 
 
 class _Places:
-    """The seed and the indices of the samples of each of this rank's micro-batches, from a step on."""
+    """The seed and the indices of the samples of each of this rank's micro-batches, from a step on.
+
+    A call that has raised may be made again, which a generator would answer with the end.
+    """
 
     def __init__(self, batches: MicroBatches) -> None:
         self._loader, self._seed, self._total = batches._loader, batches._seed, batches._total
@@ -235,8 +233,7 @@ class _Places:
         self._at = 0
         self._epoch, self._order = -1, [[0]]
 
-    def __iter__(self) -> _Places:
-        """Returns this sampler, which is its own iterator."""
+    def __iter__(self) -> Iterator[list[Any]]:
         return self
 
     def __next__(self) -> list[Any]:
@@ -285,8 +282,7 @@ def _seed(*key: Any) -> None:
     if torch.cuda.is_initialized():  # never so in a worker of the loader
         torch.cuda.manual_seed(number)
     random.seed(number)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(number)
+    np.random.seed(number)
 
 
 def _check_loader(loader: DataLoader[Any]) -> None:

@@ -5,8 +5,6 @@ modules see casts of them while they are called, and autograd carries gradients 
 gradients keep their dtype, a forward without a backward has no effect, and it works on CPUs.
 """
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable, Iterable
@@ -20,8 +18,6 @@ from torch.utils.hooks import RemovableHandle
 
 from syncengine.errors import InvalidUsage
 from syncengine.hooks import Compress
-
-_COMPRESSED = (torch.float16, torch.bfloat16)
 
 
 class MixedPrecision:
@@ -57,11 +53,8 @@ class MixedPrecision:
         return {**self.__dict__, "casts": False}
 
     def around(self, call: Callable[[], Any]) -> Any:
-        """Runs the wrapper's ``call`` of the module. However it ends, the parameters are back in place.
-
-        torch calls ``_leave`` after an ``Exception``, but not after Ctrl-C.
-        """
-        self._put_back()  # after a call past the wrapper that has ended so
+        """Runs the wrapper's ``call`` of the module. However it ends, the parameters are back in place."""
+        self._put_back()  # after a call past the wrapper that Ctrl-C has ended, which torch does not tell to _leave
         try:
             return call()
         finally:
@@ -140,10 +133,7 @@ def _renew_flat_weights(module: nn.Module) -> None:
 
 
 def compression(settings: Any, parameters: Iterable[nn.Parameter]) -> Compress | None:
-    """The compressing hook for gradients; None if they are averaged in the parameters' own dtype.
-
-    Raises ``InvalidUsage`` for settings that can't be met.
-    """
+    """The compressing hook for gradients, if they need one. Raises ``InvalidUsage`` for settings that can't be met."""
     if not isinstance(settings, _MixedPrecision):
         raise InvalidUsage(
             f"mixed_precision={settings!r} is not a torch.nn.parallel.distributed._MixedPrecision: that, or None"
@@ -156,7 +146,7 @@ def compression(settings: Any, parameters: Iterable[nn.Parameter]) -> Compress |
     own = {parameter.dtype for parameter in parameters if parameter.requires_grad}
     if dtype is None or own <= {dtype}:
         return None
-    if dtype not in _COMPRESSED:
+    if dtype not in (torch.float16, torch.bfloat16):
         raise InvalidUsage(
             f"mixed_precision: gradients of {', '.join(sorted(map(str, own)))} can't be reduced in {dtype}: "
             "give reduce_dtype torch.float16, torch.bfloat16 or the parameters' own dtype (16-bit gradients are added "

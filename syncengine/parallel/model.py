@@ -1,7 +1,5 @@
 """The model, as all parts of ``Parallel`` know it: its parameters, its ranks, and switches."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,7 +9,6 @@ import torch
 from torch.nn.parallel.distributed import _BufferCommHook
 
 from syncengine._C import Communicator, ReducerOptions
-from syncengine.parallel.buckets import sparse_parameters
 
 _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 
@@ -31,15 +28,6 @@ class Model:
     def by_id(self) -> dict[int, str]:
         """Names of the parameters, by the ``id()`` of each."""
         return dict(zip(map(id, self.parameters), self.names, strict=True))
-
-    @classmethod
-    def of(
-        cls, module: torch.nn.Module, communicator: Communicator, device: torch.device, ignored: Container[str]
-    ) -> Model:
-        """Makes a Model of ``module`` with all its parameters but those that are ``ignored``."""
-        named = named_parameters(module, ignored)
-        parameters = list(named.values())
-        return cls(module, communicator, device, list(named), parameters, sparse_parameters(module, parameters))
 
     def __str__(self) -> str:
         """The name of the model in errors."""

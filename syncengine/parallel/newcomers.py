@@ -5,8 +5,6 @@ writes to ``_modules``), and those that were frozen then, are found by walking t
 costs as little.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Collection
 from functools import cache, partial

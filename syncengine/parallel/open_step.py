@@ -45,7 +45,6 @@ class Step:
         self._begun, self._is_over = 0, False  # micro-batches
 
     def __iter__(self) -> Step:
-        """Returns the step, which is its own iterator."""
         return self
 
     def __next__(self) -> tuple[int, Any]:

@@ -30,10 +30,7 @@ class BackwardOptimizers:
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Registers an optimizer for ``parameters``, as DDP's ``_register_fused_optim``.
-
-        It is torch's functional optimizer, if there is one, else an ordinary one for each parameter.
-        """
+        """Registers an optimizer for ``parameters``, as DDP's ``_register_fused_optim``."""
         from torch.distributed.optim.utils import functional_optim_map  # slow to import
 
         functional = functional_optim_map.get(optimizer)

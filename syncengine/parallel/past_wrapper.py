@@ -1,7 +1,5 @@
 """A warning for a model that is trained past its wrapper (``model.module(x)``), so that nobody averages gradients."""
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 import weakref
@@ -56,10 +54,8 @@ def _look(wrapper: Any, optimizer: torch.optim.Optimizer) -> None:
     parameter = _first_stepped(optimizer, names)
     if parameter is None:
         return
-    forwards = 0.0
-    for other in set(models.values()):
-        if not names.keys().isdisjoint(other._model.by_id):
-            forwards += other._switches.forwards
+    sharing = (other for other in set(models.values()) if not names.keys().isdisjoint(other._model.by_id))
+    forwards = sum(other._switches.forwards for other in sharing)
     now = Step(forwards, weakref.ref(parameter.grad), parameter.grad._version)
     steps = _steps.setdefault(wrapper, weakref.WeakKeyDictionary())
     if is_past_wrapper(steps.get(optimizer), now):

@@ -1,7 +1,5 @@
 """Plans buckets together with the other ranks, when a plan is due, and keeps the plan of the model."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,30 +46,24 @@ class Planning:
         self.bucket_bytes_cap = DDP_CAP if default else self.planner.cap
         self.bucket_bytes_cap_list = list(self.planner.caps) if self.planner.given_caps else []
 
+    @temporarily_clear_interpreter_stack()  # torch.func's transforms would wrap what ranks tell each other
     def renew(self, current: Round | None = None) -> None:
         """Makes the plan: the first one by registration, later ones by one rank's order of readiness.
 
         All ranks call it together when they exchange that order, or are in a join context. Otherwise the plan follows
         from facts that each rank has.
         """
-        with temporarily_clear_interpreter_stack():  # torch.func's transforms would wrap what ranks tell each other
-            self._make_plan(current)
-
-    def _make_plan(self, current: Round | None) -> None:
         trainable = self.reducer.wanted()
-        if self.plan is None:
-            if not trainable and self._trained_when_wrapped:  # they may be thawed before a backward
+        if self.plan is not None and (current is not None or (self._order is None and self.reducer.knows_order())):
+            order = self._agree_on_order(trainable, current)
+            self.has_rebuilt = True
+        elif self._order is not None:  # from facts that all ranks know: a rank may be here alone, and must not wait
+            order = _completed(self._order, trainable)
+        else:  # the first plan, or parameters were frozen or thawed before any backward
+            if self.plan is None and not trainable and self._trained_when_wrapped:  # they may be thawed before one
                 self._install(self.planner.initial(self._trained_when_wrapped), provisional=self.planner.rebuilds)
             self._install(self.planner.initial(trainable), provisional=self.planner.rebuilds)
             return
-        if current is not None or (self._order is None and self.reducer.knows_order()):
-            order = self._agree_on_order(trainable, current)
-            self.has_rebuilt = True
-        elif self._order is None:  # parameters were frozen or thawed before any backward
-            self._install(self.planner.initial(trainable), provisional=self.planner.rebuilds)
-            return
-        else:  # from facts that all ranks know: a rank may be here alone, with frozen parts, and must not wait
-            order = _completed(self._order, trainable)
         self._install(self.planner.rebuilt(order), provisional=False)
 
     def reserve_slots(self) -> int:

@@ -1,7 +1,5 @@
 """``model.reducer``: the engine's reducer, with the private methods of DDP's that other tools call."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -62,19 +60,6 @@ class NoReducer:
 
     drop_step = set_static_graph = _delay_all_reduce = _nothing
     _check_reducer_finalized = _remove_autograd_hooks = _nothing
-
-
-def _call_hook(reducer: weakref.ref[ModelReducer], bucket: dist.GradBucket) -> Any:
-    """Calls the reducer's communication hook. C++ keeps only this: the collector sees no cycle through C++."""
-    alive = reducer()
-    if alive is None:
-        raise InvalidUsage(
-            "the Parallel is gone in the middle of its backward, and its communication hook with it: keep the model "
-            "until its backward has ended"
-        )
-    hook, state = alive.hooks[0]
-    del alive  # an error of the hook keeps this frame
-    return hook(state, bucket)
 
 
 class ModelReducer(Reducer):
@@ -142,3 +127,16 @@ class ModelReducer(Reducer):
         counts = torch.tensor(ranks, dtype=torch.int32, device="cpu")
         model.communicator.all_reduce(counts)
         return counts.to(model.device)
+
+
+def _call_hook(reducer: weakref.ref[ModelReducer], bucket: dist.GradBucket) -> Any:
+    """Calls the reducer's communication hook. C++ keeps only this: the collector sees no cycle through C++."""
+    alive = reducer()
+    if alive is None:
+        raise InvalidUsage(
+            "the Parallel is gone in the middle of its backward, and its communication hook with it: keep the model "
+            "until its backward has ended"
+        )
+    hook, state = alive.hooks[0]
+    del alive  # an error of the hook keeps this frame
+    return hook(state, bucket)

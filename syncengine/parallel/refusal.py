@@ -38,17 +38,6 @@ def check_looks(audit: Any, nonfinite: Any) -> None:
         )
 
 
-def check_weight(weight: Any) -> float:
-    """The weight of gradients as a number. Raises ``InvalidUsage`` for anything else."""
-    try:
-        value = float(weight)
-    except (TypeError, ValueError, OverflowError):
-        value = math.nan
-    if not 0.0 <= value < math.inf:
-        raise InvalidUsage(f"weight({weight!r}): give a finite number of at least 0, such as the number of samples")
-    return value
-
-
 def refuse_delayed(delay_all_reduce_named_params: Any, param_to_hook_all_reduce: Any) -> None:
     """Raises ``InvalidUsage`` if either argument is given."""
     for name, value in (

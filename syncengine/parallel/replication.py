@@ -132,24 +132,6 @@ def check_same_on_all_ranks(
                 )
 
 
-def replaced_text(module: torch.nn.Module, names: Sequence[str], leaves: Sequence[torch.Tensor]) -> str:
-    """A text that says which parameter was replaced, if one of ``leaves`` has one of ``names`` now; or an empty text.
-
-    ``leaves`` are none of the parameters that had these names when the module was wrapped.
-    """
-    if not any(isinstance(leaf, torch.nn.Parameter) for leaf in leaves):
-        return ""
-    current = dict(module.named_parameters(remove_duplicate=False))
-    for name in names:
-        if any(leaf is current.get(name) for leaf in leaves):
-            return (
-                f"parameter {name} of Parallel({type(module).__name__}) was replaced after "
-                "wrapping, so it would not be synchronized. Wrap the module again, or write new values into the old "
-                "one with copy_(); for functional_call take tensors that are no nn.Parameter"
-            )
-    return ""
-
-
 def own_name(communicator: Communicator) -> str:
     """The name of this rank in errors."""
     return f"rank {communicator.global_ranks[communicator.rank]}"

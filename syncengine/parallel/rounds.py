@@ -3,8 +3,6 @@
 So ranks that have joined can match the others' collectives: a new bucket plan, buffers, gradients.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -87,9 +85,6 @@ class Round(NamedTuple):
                     )
 
 
-_MOMENT = 1.0  # seconds
-
-
 def notify_torch_join(joinable: Joinable, communicator: Communicator | None) -> None:
     """Tells ranks that wait in torch's ``Join`` that ``joinable`` goes on. Does nothing outside of ``Join``.
 
@@ -100,7 +95,7 @@ def notify_torch_join(joinable: Joinable, communicator: Communicator | None) -> 
         if notice := Join.notify_join_context(joinable):
             notice.wait()
     except RuntimeError:
-        deadline = time.monotonic() + _MOMENT  # a rank's connections end a moment before its process
+        deadline = time.monotonic() + 1.0  # in seconds: a rank's connections end a moment before its process
         while communicator is not None and time.monotonic() < deadline:
             communicator.check_peers()
             time.sleep(0.005)

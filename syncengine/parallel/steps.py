@@ -1,7 +1,5 @@
 """The steps of a model that several ranks train: the work around each forward, with a batch and without."""
 
-from __future__ import annotations
-
 import contextlib
 import weakref
 from collections.abc import Callable
@@ -15,55 +13,21 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import _StopRecomputationError
 from torch.utils.hooks import RemovableHandle
 
-from syncengine._C import NodeNumber, Reducer, ReducerOptions
+from syncengine._C import NodeNumber, Reducer
 from syncengine.errors import InvalidUsage, SyncError, error_text
 from syncengine.parallel.audit import Audit
 from syncengine.parallel.buffers import Buffers
-from syncengine.parallel.devices import check_not_capturing
 from syncengine.parallel.model import Model, Switches, looks_for_unused
 from syncengine.parallel.newcomers import Newcomers
 from syncengine.parallel.outputs import through_sink
 from syncengine.parallel.planning import Planning
 from syncengine.parallel.reducer import ModelReducer
-from syncengine.parallel.replication import own_name, replaced_text
+from syncengine.parallel.replication import own_name
 from syncengine.parallel.rounds import Round
 from syncengine.parallel.uneven import UnevenInputs
 from syncengine.parallel.watchers import follow_step
 
 PRE_FORWARD, POST_FORWARD = _BufferCommHookLocation.PRE_FORWARD, _BufferCommHookLocation.POST_FORWARD
-
-
-class _Undecided:
-    """Modules of which this rank has refused a forward: the others decide whether ``.grad`` stays what it was before.
-
-    No optimizer of torch's steps until they have, so that none does on this rank alone. This object holds a module's
-    reducer as long as the module lives, as the module may be wrapped anew meanwhile.
-    """
-
-    def __init__(self) -> None:
-        self._reducers: weakref.WeakKeyDictionary[torch.nn.Module, Reducer] = weakref.WeakKeyDictionary()
-        self.hook: RemovableHandle | None = None
-
-    def note(self, steps: Steps) -> None:
-        """Notes a module whose forward has raised, if the others have to decide."""
-        if steps.reducer.is_undecided():
-            self._reducers[steps.model.module] = steps.reducer
-            self.hook = self.hook or register_optimizer_step_pre_hook(self._before_step)
-
-    def decide(self, module: torch.nn.Module) -> None:
-        """Waits for the decision about ``module``, before any forward of it."""
-        if reducer := self._reducers.pop(module, None):
-            reducer.decide()
-        if self.hook and not self._reducers:
-            self.hook.remove()  # here, since in a step torch is going through its hooks
-            self.hook = None
-
-    def _before_step(self, *_: Any) -> None:
-        while self._reducers:
-            self._reducers.popitem()[1].decide()
-
-
-_undecided = _Undecided()
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +36,6 @@ class Steps:
 
     model: Model
     switches: Switches
-    options: ReducerOptions
     reducer: ModelReducer
     planning: Planning
     buffers: Buffers
@@ -82,15 +45,11 @@ class Steps:
     log: Any  # model.logger
 
     def forward(self, call: Callable[[], Any], joinable: Joinable) -> Any:
-        """Runs a forward by ``call``. Returns its output, whose backward averages, unless that is switched off.
-
-        ``joinable``: the wrapper, which may be in a join context. A forward in inference mode has no backward, whatever
-        enable_grad() says.
-        """
+        """Runs a forward of the wrapper ``joinable`` by ``call``. Returns its output, whose backward may average."""
         reducer, switches, uneven = self.reducer, self.switches, self.uneven
         if _undecided.hook is not None:
             _undecided.decide(self.model.module)
-        is_recorded = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        is_recorded = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()  # whatever enable_grad() says
         synchronize = is_recorded and switches.synchronizes
         sync_buffers = self.buffers.due()
         try:
@@ -100,8 +59,8 @@ class Steps:
             plans = is_recorded and (reducer.begin_forward(synchronize) or self.planning.plan is None) and synchronize
             if joinable._join_config.enable or plans or sync_buffers is PRE_FORWARD or uneven.weight is not None:
                 self._meet(joinable, synchronize, plans, sync_buffers is PRE_FORWARD)
-            if synchronize and self.audit.every:
-                self.audit.look(in_join=joinable._join_config.enable)
+            if synchronize and self.audit.every and not joinable._join_config.enable:
+                self.audit.look()
         except Exception as error:
             self.log.set_error_and_log(error_text(error))
             _undecided.note(self)
@@ -137,23 +96,21 @@ class Steps:
             uneven.average_with_weights()
         if other_leaves := Reducer.prepare_for_backward(reducer, tensors, began):
             self._check_not_replaced(other_leaves)
-        if looks_for_unused(self.options):
-            return through_sink(output, switches.sink_clone)
-        return output
+        return through_sink(output, switches.sink_clone) if looks_for_unused(self.planning.options) else output
 
     def _meet(self, joinable: Joinable, synchronize: bool, plans: bool, sends_buffers: bool) -> None:
-        """Exchanges with other ranks before this forward: the round of a join context, buffers, a new plan.
-
-        Buffers come first: another rank may have sent them in a forward before, which does not plan (no_sync).
-        """
-        if plans and self.model.device.type == "cuda":
-            check_not_capturing(str(self.model))
+        """Exchanges with other ranks before this forward: the round of a join context, buffers, a new plan."""
+        if plans and self.model.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise InvalidUsage(
+                f"{self.model}: its buckets are not final yet, and can't change while a CUDA graph is captured: run 3 "
+                "steps that synchronize before, and do not freeze or unfreeze parameters in between"
+            )
         current = None
         if joinable._join_config.enable:
             current = self.uneven.tell_joined(joinable, synchronize, plans, sends_buffers)
-        elif synchronize:
-            self.uneven.leave_join()
-        if sends_buffers:
+        elif synchronize and isinstance(self.uneven.weight, float):
+            self.uneven.weight = None  # given for a forward in a join context that is over: no rank was told of it
+        if sends_buffers:  # first, as another rank may have sent them in a forward before, without a plan (no_sync)
             root = None if current is None else current.buffers_from
             self.buffers.synchronize(root or 0)
         if plans:
@@ -162,7 +119,6 @@ class Steps:
             self.uneven.set_average(current)
 
     def _give_up(self, error: BaseException, synchronize: bool, sync_buffers_after: bool) -> None:
-        """Gives up a forward in which the module has raised ``error``."""
         if not synchronize and not sync_buffers_after:
             return
         if synchronize:
@@ -180,10 +136,19 @@ class Steps:
 
     def _check_not_replaced(self, leaves: list[torch.Tensor]) -> None:
         """Raises ``InvalidUsage``, here and on all ranks, if one of ``leaves`` has replaced a parameter."""
-        if text := replaced_text(self.model.module, self.model.names, leaves):
-            self.reducer.refuse_forward(text)
-            _undecided.note(self)
-            raise InvalidUsage(f"{own_name(self.model.communicator)}: {text}")
+        if not any(isinstance(leaf, torch.nn.Parameter) for leaf in leaves):
+            return
+        current = dict(self.model.module.named_parameters(remove_duplicate=False))
+        for name in self.model.names:
+            if any(leaf is current.get(name) for leaf in leaves):
+                text = (
+                    f"parameter {name} of {self.model} was replaced after wrapping, so it would not be synchronized. "
+                    "Wrap the module again, or write new values into the old one with copy_(); for functional_call "
+                    "take tensors that are no nn.Parameter"
+                )
+                self.reducer.refuse_forward(text)
+                _undecided.note(self)
+                raise InvalidUsage(f"{own_name(self.model.communicator)}: {text}")
 
     def shadow(self, current: Round) -> None:
         """Takes part, on a rank that has joined, in the collectives of the others' forward and backward."""
@@ -199,3 +164,36 @@ class Steps:
         if current.synchronizes:
             self.uneven.set_average(current)
             self.reducer.shadow_backward()
+
+
+class _Undecided:
+    """Modules of which this rank has refused a forward: the others decide whether ``.grad`` stays what it was before.
+
+    No optimizer of torch's steps until they have, so that none does on this rank alone. This object holds a module's
+    reducer as long as the module lives, as the module may be wrapped anew meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._reducers: weakref.WeakKeyDictionary[torch.nn.Module, Reducer] = weakref.WeakKeyDictionary()
+        self.hook: RemovableHandle | None = None
+
+    def note(self, steps: Steps) -> None:
+        """Notes a module whose forward has raised, if the others have to decide."""
+        if steps.reducer.is_undecided():
+            self._reducers[steps.model.module] = steps.reducer
+            self.hook = self.hook or register_optimizer_step_pre_hook(self._before_step)
+
+    def decide(self, module: torch.nn.Module) -> None:
+        """Waits for the decision about ``module``, before any forward of it."""
+        if reducer := self._reducers.pop(module, None):
+            reducer.decide()
+        if self.hook and not self._reducers:
+            self.hook.remove()  # here, since in a step torch is going through its hooks
+            self.hook = None
+
+    def _before_step(self, *_: Any) -> None:
+        while self._reducers:
+            self._reducers.popitem()[1].decide()
+
+
+_undecided = _Undecided()

@@ -1,9 +1,4 @@
-"""The times of steps, how much of them is synchronization, and which rank is late.
-
-They come as numbers, as a warning, and as one line at a run's end.
-"""
-
-from __future__ import annotations
+"""The times of steps, how much of them is synchronization, and which rank is late: numbers, a warning, a run's line."""
 
 import logging
 import math
@@ -157,9 +152,6 @@ def for_loggers(stats: dict[str, float]) -> dict[str, float]:
     """The numbers of ``Parallel.stats()`` that frameworks' loggers get by themselves; none before the first step."""
     names = ("step_ms", "exposed_sync_ms", "latest_rank", "latest_rank_ms")
     return {f"syncengine/{name}": stats[name] for name in names if stats["steps"]}
-
-
-# --- Stragglers
 
 
 def stragglers_of(reducer: ModelReducer, ranks: list[int]) -> Stragglers:

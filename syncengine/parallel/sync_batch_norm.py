@@ -1,7 +1,5 @@
 """``torch.nn.SyncBatchNorm`` between CPU ranks, for which torch itself has none."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
@@ -54,7 +52,9 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
         """
         found = self.__dict__.get("_found")
         if found is None or found.is_outdated(self.process_group):
-            found = self._found = _Found.by(self.process_group)
+            communicator = resolve_group(self.process_group, None)[0]
+            defaults = (None if default is None else weakref.ref(default) for default in _defaults())
+            found = self._found = _Found(communicator, self.process_group, tuple(defaults))
         return found.communicator
 
     @torch.no_grad()
@@ -81,12 +81,6 @@ class _Found(NamedTuple):
     communicator: Communicator
     process_group: Any
     defaults: tuple[weakref.ReferenceType[Any] | None, ...]
-
-    @classmethod
-    def by(cls, process_group: Any) -> _Found:
-        communicator = resolve_group(process_group, None)[0]
-        defaults = (None if default is None else weakref.ref(default) for default in _defaults())
-        return cls(communicator, process_group, tuple(defaults))
 
     def is_outdated(self, process_group: Any) -> bool:
         """Whether another communicator would be found. If there is no default any more, this one raises its error."""
@@ -130,9 +124,7 @@ def check_all_have_batches(module: torch.nn.Module, without: Collection[int]) ->
 def _ranks_of(layer: torch.nn.SyncBatchNorm) -> Sequence[int]:
     if isinstance(layer, SyncBatchNorm):
         return layer._communicator().global_ranks
-    if not dist.is_initialized():
-        return ()
-    return dist.get_process_group_ranks(layer.process_group)
+    return dist.get_process_group_ranks(layer.process_group) if dist.is_initialized() else ()
 
 
 class _Normalize(torch.autograd.Function):

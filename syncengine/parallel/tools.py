@@ -1,7 +1,5 @@
 """DDP's names on ``Parallel``, for torch and other tools, each forwarded to the part that it belongs to."""
 
-from __future__ import annotations
-
 import inspect
 import warnings
 from abc import ABCMeta
@@ -14,14 +12,14 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from syncengine._C import Communicator, ReducerOptions
+from syncengine._C import Communicator
 from syncengine.errors import InvalidUsage
 from syncengine.hooks import Compress
 from syncengine.parallel.broadcast import broadcast_named
 from syncengine.parallel.buffers import Buffers
 from syncengine.parallel.compiled import is_active
 from syncengine.parallel.groups import Group, check_group, resolve_group
-from syncengine.parallel.join import JoinContext, ParallelJoinHook, check_torch_join
+from syncengine.parallel.join import JoinContext, ParallelJoinHook
 from syncengine.parallel.optimizers import BackwardOptimizers
 from syncengine.parallel.planning import Planning
 from syncengine.parallel.reducer import ModelReducer
@@ -70,17 +68,14 @@ class ForTools(DistributedDataParallel, metaclass=_Kind):
     output_device: int | None
     logger: Any  # logging.Logger, which is made of this
     reducer: ModelReducer  # type: ignore[assignment] # in the place of torch's own; a NoReducer unless `_reduces`
-    _options: ReducerOptions
     _planning: Planning
     _buffer_sync: Buffers
     _optimizers: BackwardOptimizers
     _uneven: UnevenInputs
     _steps: Steps
 
-    # wrapper.py
-    _compose: Callable[..., None]  # (hooks: Sequence = (), number: int | None = None)
-    # DDP's own method, which has no annotations
-    _log_and_throw: Callable[[type[Exception], str], NoReturn]
+    _compose: Callable[..., None]  # of Parallel: (hooks: Sequence = (), number: int | None = None)
+    _log_and_throw: Callable[[type[Exception], str], NoReturn]  # DDP's own method, which has no annotations
 
     is_multi_device_module = False
     use_side_stream_for_tensor_copies = False
@@ -92,7 +87,7 @@ class ForTools(DistributedDataParallel, metaclass=_Kind):
     broadcast_buffers = _of("_switches", "forward_sync_buffers")
     buffer_hook = _of("_switches", "buffer_hook")
     _ddp_sink_clone = _of("_switches", "sink_clone")
-    modules_buffers = _of("_buffer_sync", "tensors")
+    modules_buffers: Any = property(lambda self: [*self.named_module_buffers.values()])
     named_module_buffers = _of("_buffer_sync", "named")
     bucket_bytes_cap = _of("_planning", "bucket_bytes_cap")
     bucket_bytes_cap_list = _of("_planning", "bucket_bytes_cap_list")
@@ -181,7 +176,11 @@ class ForTools(DistributedDataParallel, metaclass=_Kind):
 
     def join_hook(self, **kwargs: Any) -> ParallelJoinHook:
         """The hook for torch's ``Join``; takes ``divide_by_initial_world_size``."""
-        check_torch_join(self.process_group)
+        if not isinstance(self.process_group, dist.ProcessGroup):  # over which torch's Join communicates
+            raise InvalidUsage(
+                "torch's Join needs a torch process group: pass one as process_group (or None, with torch.distributed "
+                "initialized first), or use model.join(), which needs none"
+            )
         self._expect_join(kwargs.get("divide_by_initial_world_size", True))
         return ParallelJoinHook(self._steps)
 
@@ -258,7 +257,7 @@ class ForTools(DistributedDataParallel, metaclass=_Kind):
             return
         with self._logging_refusals():
             self.reducer.set_static_graph()
-        self.static_graph = self._options.static_graph = True
+        self.static_graph = self._planning.options.static_graph = True
         if self.find_unused_parameters:
             warn_of_find_unused(stacklevel=3)
         self._planning.start_over(self._planning.planner.follows_ddp)

@@ -1,7 +1,5 @@
 """Ranks with different amounts of data: the weights of their gradients, and their rounds in a join context."""
 
-from __future__ import annotations
-
 import gc
 import math
 from dataclasses import dataclass
@@ -30,10 +28,8 @@ class _Weights:
         self._work = communicator.all_gather(self._all, message, async_op=True)
 
     def wait(self) -> list[float]:
-        """The weights, by rank."""
         self._work.wait()
-        weights: list[float] = self._all.tolist()
-        return weights
+        return self._all.tolist()
 
 
 @dataclass(eq=False)
@@ -53,11 +49,6 @@ class UnevenInputs:
         """Gives this rank's gradients a weight in the next synchronized backward."""
         # A weight in a join context travels with the rank's intent, in the round of that forward.
         self.weight = weight if in_join else _Weights(self.model.communicator, weight)
-
-    def leave_join(self) -> None:
-        """Drops a weight that was given for a forward in a join context that is over: no rank was told of it."""
-        if isinstance(self.weight, float):
-            self.weight = None
 
     def average_with_weights(self) -> None:
         """Makes the next backward, and only that, average with the weights that are being exchanged for it, if any."""
@@ -79,7 +70,12 @@ class UnevenInputs:
         if joinable._join_config.throw_on_early_termination and len(current.training) < communicator.size:
             raise InvalidUsage("Detected at least one rank that exhausted inputs. Throwing across all ranks.")
         current.check()
-        self._check_sync_batch_norm(current)
+        if joined := {rank for i, rank in enumerate(communicator.global_ranks) if i not in current.training}:
+            try:
+                check_all_have_batches(self.model.module, joined)
+            except InvalidUsage as error:  # ranks that have joined can't know the layers of a forward
+                communicator.abort(f"{own_name(communicator)}: {error}")
+                raise
         self.join_is_over = False
         self._backwards_before = self.reducer.statistics()["backwards"] if synchronize else None
         return current
@@ -87,18 +83,6 @@ class UnevenInputs:
     def is_inside_step(self) -> bool:
         """Whether the other ranks wait, or will wait, for this rank's gradients."""
         return bool(self._backwards_before == self.reducer.statistics()["backwards"])
-
-    def _check_sync_batch_norm(self, current: Round) -> None:
-        """Aborts if a SyncBatchNorm would wait for ranks that have joined, which can't know the layers of a forward."""
-        communicator = self.model.communicator
-        joined = {rank for i, rank in enumerate(communicator.global_ranks) if i not in current.training}
-        if not joined:
-            return
-        try:
-            check_all_have_batches(self.model.module, joined)
-        except InvalidUsage as error:
-            communicator.abort(f"{own_name(communicator)}: {error}")
-            raise
 
     def set_average(self, current: Round) -> None:
         """Sets the divisor of the next backward in a join context, and whether ranks without a batch take part."""

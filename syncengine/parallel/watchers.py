@@ -1,7 +1,5 @@
 """All ``Parallel``s of this process, and the optimizers, a layer above, that are told of their forwards."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from typing import Any

@@ -18,6 +18,7 @@ from syncengine.communicator import shrink
 from syncengine.errors import InvalidUsage
 from syncengine.parallel.audit import Audit
 from syncengine.parallel.broadcast import broadcast_named, describe_layout
+from syncengine.parallel.buckets import sparse_parameters
 from syncengine.parallel.buffers import Buffers, choose_buffer_sync, named_state
 from syncengine.parallel.compiled import call_module, is_active, not_compiled
 from syncengine.parallel.devices import check_buffers_on, check_device_ids, device_of
@@ -43,7 +44,6 @@ from syncengine.parallel.refusal import (
     check_arguments,
     check_looks,
     check_parameters,
-    check_weight,
     refuse_delayed,
     warn_of_find_unused,
     warn_of_wrapper,
@@ -58,7 +58,7 @@ from syncengine.parallel.watchers import common, forward_watchers, register
 from syncengine_autoload import SERVED_BY
 
 # Attributes that are made anew for a copy of the wrapper.
-_PARTS = {"reducer", "_model", "_options", "_planning", "_buffer_sync", "_uneven", "_steps"}
+_PARTS = {"reducer", "_model", "_planning", "_buffer_sync", "_uneven", "_steps"}
 _PARTS |= {"process_group", "communicator", "logger", "_optimizers", SERVED_BY}
 
 
@@ -187,10 +187,13 @@ class Parallel(ForTools):
         register(self)
         if not hooks and self._precision is not None and self._precision.compress is not None:
             hooks = [(self._precision.compress, None)]
-        self._model = model = Model.of(self.module, self.communicator, self.device, self.parameters_to_ignore)
+        named = named_parameters(self.module, self.parameters_to_ignore)
+        parameters = list(named.values())
+        sparse = sparse_parameters(self.module, parameters)
+        self._model = model = Model(self.module, self.communicator, self.device, list(named), parameters, sparse)
         if model.parameters and self.device_type == "cuda":
             check_buffers_on(self.device, not_ignored(self.module.named_buffers(), self.parameters_to_ignore))
-        self._options = options = self._reducer_options()
+        options = self._reducer_options()
         if hooks or (model.parameters and (self.communicator.size > 1 or self._nonfinite)):
             reducer = ModelReducer(model, options, self)
             follow(model, reducer.step_times())
@@ -203,9 +206,7 @@ class Parallel(ForTools):
         self._uneven = UnevenInputs(model, self._switches, reducer, buffers)
         new = Newcomers(model, self.parameters_to_ignore)
         audit = Audit(model, self._audit_every)
-        self._steps = Steps(
-            model, self._switches, options, reducer, planning, buffers, self._uneven, new, audit, self.logger
-        )
+        self._steps = Steps(model, self._switches, reducer, planning, buffers, self._uneven, new, audit, self.logger)
         for hook, state in hooks:
             self._install_hook(state, hook)
 
@@ -283,8 +284,6 @@ class Parallel(ForTools):
         self._optimizers = BackwardOptimizers()
         self._compose(number=number)
 
-    # --- Forward
-
     @not_compiled
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Calls the module; whether its backward will synchronize is decided here, as in DDP."""
@@ -327,7 +326,12 @@ class Parallel(ForTools):
 
         Raises ``InvalidUsage`` unless 0 <= n < inf, within the forward, and in the forward if all ranks give 0.
         """
-        weight = check_weight(n)
+        try:
+            weight = float(n)
+        except (TypeError, ValueError, OverflowError):
+            weight = math.nan
+        if not 0.0 <= weight < math.inf:
+            raise InvalidUsage(f"weight({n!r}): give a finite number of at least 0, such as the number of samples")
         if is_active(self):
             raise InvalidUsage(
                 f"weight({n!r}) was called within the forward of {self._model}, where other ranks do not expect it: "

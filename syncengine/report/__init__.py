@@ -1,7 +1,5 @@
 """`syncengine report`: makes one page of a trace, the verdict first."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Sequence
@@ -47,10 +45,7 @@ def run(options: argparse.Namespace, _arguments: Sequence[str]) -> int:
 
 
 def write_report(*directories: Path, out: Path | None = None) -> tuple[str, Path]:
-    """Writes the page of one trace, or of two. Returns its verdict, and its path.
-
-    Raises ``InvalidUsage`` without a trace, and if the page can't be written.
-    """
+    """Writes the page of one trace, or of two. Returns its verdict and path. Raises ``InvalidUsage`` if it can't."""
     analyses = [analyze(read(directory)) for directory in directories]
     out = out or directories[-1] / ("report.html" if len(directories) == 1 else "compared.html")
     page = page_of(analyses, directories)

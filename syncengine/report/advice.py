@@ -1,7 +1,6 @@
 """Advice with the gain that a trace lets expect, and the changes between two traces."""
 
-from __future__ import annotations
-
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from syncengine.report.analysis import PHASES_SHOWN, Analysis, ms_text
@@ -19,48 +18,44 @@ class Advice:
 
 def advise(of: Analysis) -> list[Advice]:
     """The changes to try that may gain a percent of a step or more, most gain first."""
-    found: list[tuple[float, str]] = []
+    advice = [Advice(text, gain, 100 * gain / of.step_ms) for gain, text in sorted(_gains(of), reverse=True)]
+    return [one for one in advice if one.percent >= 1]
+
+
+def _gains(of: Analysis) -> Iterator[tuple[float, str]]:
     if of.late is None and of.steps:
-        found.append(
-            (
-                of.waiting_ms,
-                "Let ranks wait less for each other: give each as much to do, and take no more ranks (and threads, "
-                "OMP_NUM_THREADS) on a host than it has processor cores, since they take turns.",
-            )
+        yield (
+            of.waiting_ms,
+            "Let ranks wait less for each other: give each as much to do, and take no more ranks (and threads, "
+            "OMP_NUM_THREADS) on a host than it has processor cores, since they take turns.",
         )
     elif of.late is not None:
         remedy = WHERE[of.late.phase].partition(": ")[2]
-        found.append((of.late.late_ms, f"Make rank {of.late.rank} as fast as the others: {remedy}."))
+        yield of.late.late_ms, f"Make rank {of.late.rank} as fast as the others: {remedy}."
     if of.overlap:
         worst = max(of.overlap.values(), key=lambda o: o.exposed)
         last = min(1.0, (1 << 20) / max(1, of.reduced_bytes)) * worst.reducing  # of a bucket of 1 MiB
-        found += [
-            (
-                worst.exposed - worst.least_exposed,
-                "Leave the engine a processor core beside each rank's own threads (OMP_NUM_THREADS, or fewer ranks a "
-                "host): with these buckets, more of the reductions could be hidden behind backward.",
-            ),
-            (
-                worst.least_exposed - last,
-                "Take smaller buckets (bucket_cap_mb=1): the last one can begin only when backward has ended.",
-            ),
-            (
-                worst.exposed / 2,
-                "Send gradients in 16 bits (model.register_comm_hook(None, syncengine.hooks.bf16_compress)): half the "
-                "bytes, but the averages are rounded.",
-            ),
-        ]
+        yield (
+            worst.exposed - worst.least_exposed,
+            "Leave the engine a processor core beside each rank's own threads (OMP_NUM_THREADS, or fewer ranks a "
+            "host): with these buckets, more of the reductions could be hidden behind backward.",
+        )
+        yield (
+            worst.least_exposed - last,
+            "Take smaller buckets (bucket_cap_mb=1): the last one can begin only when backward has ended.",
+        )
+        yield (
+            worst.exposed / 2,
+            "Send gradients in 16 bits (model.register_comm_hook(None, syncengine.hooks.bf16_compress)): half the "
+            "bytes, but the averages are rounded.",
+        )
     if (ranks := len(of.ranks)) > 1:
         optimizer = max(of_rank.phases_ms["optimizer"] for of_rank in of.ranks.values())
-        found.append(
-            (
-                optimizer * (1 - 1 / ranks),
-                f"Let each rank update one part of the parameters (syncengine.ShardedOptimizer): 1/{ranks} of the "
-                "optimizer's work, if the ranks share a host.",
-            )
+        yield (
+            optimizer * (1 - 1 / ranks),
+            f"Let each rank update one part of the parameters (syncengine.ShardedOptimizer): 1/{ranks} of the "
+            "optimizer's work, if the ranks share a host.",
         )
-    advice = [Advice(text, gain, 100 * gain / of.step_ms) for gain, text in sorted(found, reverse=True)]
-    return [one for one in advice if one.percent >= 1]
 
 
 @dataclass(frozen=True)
@@ -110,17 +105,13 @@ def compare_verdict(before: Analysis, after: Analysis) -> str:
         said = f"Not the same is compared: {models[0]}, then {models[1]}. "
     if after.missing or (after.late and (before.late is None or before.late.rank != after.late.rank)):
         said += f"{after.verdict} "
-    return said + _compare_times(before, after)
-
-
-def _compare_times(before: Analysis, after: Analysis) -> str:
     step, *others = changes(before, after)
     if abs(step.ratio) < 0.02:
-        return f"A step takes as long as before: {ms_text(step.before)}, then {ms_text(step.after)}."
+        return f"{said}A step takes as long as before: {ms_text(step.before)}, then {ms_text(step.after)}."
     phases = [change for change in others if change.what in PHASES_SHOWN.values()]
     moved = max(phases, key=lambda c: (c.after - c.before) * (1 if step.ratio > 0 else -1))
     much = f"{100 * abs(step.ratio):.0f} % {'longer' if step.ratio > 0 else 'less'}"
     times = f"{ms_text(step.before)}, then {ms_text(step.after)}"
-    return f"A step takes {much} than before ({times}), mostly in {moved.what}: " + (
+    return f"{said}A step takes {much} than before ({times}), mostly in {moved.what}: " + (
         f"{ms_text(moved.before)}, then {ms_text(moved.after)}."
     )

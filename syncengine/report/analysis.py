@@ -1,7 +1,5 @@
 """The numbers of a trace, under the names that `--json` gives them. Times are milliseconds."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence

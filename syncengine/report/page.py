@@ -1,7 +1,5 @@
 """The page of a report: HTML that needs nothing else, no script among it. page.html is its template."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Pictures of a trace, drawn by matplotlib in colours that colour-blind people tell apart (Okabe and Ito)."""
 
-from __future__ import annotations
-
 import base64
 import io
 import itertools
@@ -86,7 +84,6 @@ def _draw_one(title: str, axis: str, rows: Rows, until: float) -> str:
 
 
 def _phases(of: Analysis) -> Rows:
-    """The phases of a step on each rank: medians."""
     rows = {}
     for rank, of_rank in of.ranks.items():
         times = [of_rank.phases_ms[phase] for phase in PHASES_SHOWN]
@@ -96,7 +93,6 @@ def _phases(of: Analysis) -> Rows:
 
 
 def _one_step(of: Analysis) -> Rows:
-    """One step of middle length: the phases of each rank, and its reductions of buckets."""
     first = min(step.begin for step in of.example.values())
     return {
         rank: [

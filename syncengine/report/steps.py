@@ -1,9 +1,4 @@
-"""Steps of a trace, and the reductions in them: pure functions of its events.
-
-Times are in nanoseconds, unless a name says otherwise.
-"""
-
-from __future__ import annotations
+"""Steps of a trace, and the reductions in them. Times are in nanoseconds, unless a name says otherwise."""
 
 from bisect import bisect_left
 from collections import Counter
@@ -35,16 +30,13 @@ class Step:
 
 
 def steps_of(trace: Trace) -> tuple[str, dict[int, dict[int, Step]]]:
-    """The model with most steps, and its steps that all ranks have recorded: by number and rank.
-
-    The first step is left out if there are more than four, since it makes memory and plans that the others use.
-    """
+    """The model with most steps, and its steps that all ranks have recorded: by number and rank."""
     counts = Counter(event.text for event in trace.events if event.kind == Kind.STEP)
     model = max(counts, key=lambda text: counts[text], default="")
     found = {rank: _steps(of_rank.events, model) for rank, of_rank in trace.ranks.items()}
     numbers = sorted(set.intersection(*map(set, found.values())))
     if len(numbers) > 4:
-        numbers = numbers[1:]
+        numbers = numbers[1:]  # the first step makes memory and plans that the others use
     return model, {number: {rank: of_rank[number] for rank, of_rank in found.items()} for number in numbers}
 
 
@@ -78,10 +70,7 @@ class Reduction(NamedTuple):
 
 
 def reductions_of(step: Mapping[int, Step]) -> dict[int, list[Reduction]]:
-    """The reductions of each rank in a step that all ranks have recorded.
-
-    The time in which a rank waits for the last announcement is no part of the reduction.
-    """
+    """The reductions of each rank in a step of all ranks, without the waits for a bucket's last announcement."""
     events = [event for of_rank in step.values() for event in of_rank.events]
     announced, reduced = by_operation(events, Kind.ANNOUNCED), by_operation(events, Kind.REDUCED)
     found: dict[int, list[Reduction]] = {rank: [] for rank in step}

@@ -1,7 +1,5 @@
 """Agreements: ranks compare facts before they change the memory that they have in common, so all do it or none."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """A block: parameters that came into shared memory together, with the shard and the state that update them."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
@@ -68,21 +66,6 @@ class Block:
             self.shard.follow()
         if self.state.loaded:
             self.state.take()
-
-    def describe_gradients(self) -> list[str]:
-        """Lines for messages that say which parameters have a gradient."""
-        return [f"{name}: {'no ' if p.grad is None else ''}gradient" for name, p in self.weights.named]
-
-    def sparse_gradient(self, gradients: bytes) -> str:
-        """A text that names a parameter with a sparse gradient; empty if there is none.
-
-        ``gradients``: as from ``WatchedWeights.gradients``.
-        """
-        index = gradients.find(2)
-        if index < 0:
-            return ""
-        name = self.weights.named[index].name
-        return f"the gradient of parameter {name} is sparse: ShardedOptimizer needs dense ones (sparse=False)"
 
 
 def part(memories: Sequence[CommonMemory], claims: Sequence[Claim], torn: str = "") -> bool:

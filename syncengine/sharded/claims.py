@@ -1,7 +1,5 @@
 """Claims: notes of the parameters in shared memory, which keep other code from writing to them."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import weakref

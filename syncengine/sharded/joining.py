@@ -4,8 +4,6 @@ Such ranks have no gradients of their own. A rank that trains sends them its gra
 that clipping and the like count; and the options of its parameter groups, which a scheduler may have changed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch
@@ -15,7 +13,7 @@ from syncengine.errors import InvalidUsage
 from syncengine.parallel import Parallel
 from syncengine.parallel.rounds import Intent, Round, tell
 from syncengine.sharded.agreement import gather_json
-from syncengine.sharded.shard import NOT_OPTIONS, Groups, members_of, plain_data, take_option
+from syncengine.sharded.shard import Groups, members_of, options_of, plain_data, take_option
 from syncengine.sharded.sharing import Sharing
 from syncengine.sharded.state import State
 
@@ -48,9 +46,8 @@ def catch_up(sharing: Sharing, groups: Groups, state: State, current: Round | No
     source, trains = current.training[0], communicator.rank in current.training
     members = members_of(groups)
     late_ones = {id(member.parameter) for member in late}
-    options = [{k: plain_data(v) for k, v in group.items() if k not in NOT_OPTIONS} for group in groups]
     sent = {
-        "options": options,
+        "options": [{k: plain_data(v) for k, v in options_of(group).items()} for group in groups],
         "late": [place for place, member in enumerate(members) if id(member.parameter) in late_ones],
         "has": [member.parameter.grad is not None for member in members],
     }
@@ -68,11 +65,10 @@ def catch_up(sharing: Sharing, groups: Groups, state: State, current: Round | No
                 parameter.grad = same if grad is None else same.copy_(grad)
             assert parameter.grad is not None
             communicator.broadcast(parameter.grad.detach(), source)
-    if trains:
-        return
-    for group, theirs in zip(groups, told["options"], strict=True):
-        for key, value in theirs.items():
-            take_option(group, key, value)
+    if not trains:
+        for group, theirs in zip(groups, told["options"], strict=True):
+            for key, value in theirs.items():
+                take_option(group, key, value)
 
 
 class StepHook(JoinHook):

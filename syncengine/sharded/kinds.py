@@ -1,7 +1,5 @@
 """Kinds of optimizers: those that treat each element by itself can be cut, as a slice's bits are the whole's."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

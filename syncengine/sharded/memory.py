@@ -24,12 +24,7 @@ class Host:
         hosts = communicator.hosts
         self.communicator = communicator
         self.members = [rank for rank, host in enumerate(hosts) if host == hosts[communicator.rank]]
-        self.rank = self.members.index(communicator.rank)
-
-    @property
-    def size(self) -> int:
-        """The number of members on this host."""
-        return len(self.members)
+        self.rank, self.size = self.members.index(communicator.rank), len(self.members)
 
     def name(self, member: int) -> str:
         """The name of the ``member``-th of them in messages."""
@@ -63,21 +58,19 @@ def create_common(host: Host, what: str, size: int) -> CommonMemory:
 
     Raises on all ranks if memory is short on one. If ranks can't connect, the communicator has failed.
     """
-    offer, error = None, ""
+    communicator, offer, error = host.communicator, None, ""
     try:
         offer = MemoryExchange(size if host.rank == 0 else 0)
     except InvalidUsage as problem:
         error = f"{what}: {problem}"
-    agree(host.communicator, what, b"", list, error, str)
+    agree(communicator, what, b"", list, error, str)
     assert offer is not None
-    addresses = gather_json(host.communicator, offer.address().decode())
+    addresses = gather_json(communicator, offer.address().decode())
     here = [address.encode() if rank in host.members else b"" for rank, address in enumerate(addresses)]
     try:
-        return offer.exchange(
-            host.communicator.rank, here, host.members[0], host.communicator.timeout, host.communicator.global_ranks
-        )
+        return offer.exchange(communicator.rank, here, host.members[0], communicator.timeout, communicator.global_ranks)
     except SyncError as problem:  # other ranks may not have it
-        fail_all(host.communicator, problem)
+        fail_all(communicator, problem)
 
 
 def size_of(layouts: Iterable[Layout]) -> int:
@@ -95,10 +88,7 @@ def tensors_in(memory: CommonMemory, layouts: Sequence[Layout], begin: int = 0) 
 
 
 class FreedMemory:
-    """Counts memory that is freed because tensors have moved into common memory, and returns it to the machine.
-
-    malloc would keep it, since each tensor is small for malloc; all of them together would be a second copy.
-    """
+    """Returns memory of tensors that have moved into common memory to the machine: malloc would keep a second copy."""
 
     def __init__(self) -> None:
         self._freed = 0

@@ -1,7 +1,5 @@
 """Finds parameters that can't move into memory that all ranks share, as other code holds or writes to them."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import sys
@@ -15,10 +13,7 @@ from syncengine.sharded.weights import Named
 
 
 def why_not_shared(named: Sequence[Named], modules: Sequence[torch.nn.Module] = ()) -> str:
-    """Why these parameters can't move into common memory, naming the first that can't; or an empty text.
-
-    ``modules``: the modules that have the parameters, which may write to them, or hold their memory elsewhere.
-    """
+    """Why these parameters of ``modules`` can't move into common memory, naming the first of them; or an empty text."""
     names = {id(parameter): name for name, parameter in named}
     if problem := _renorms(modules, names):
         return problem
@@ -83,10 +78,7 @@ def _mapped_for_others() -> list[range]:
 
 
 def _shares_memory(named: Sequence[Named], modules: Sequence[torch.nn.Module]) -> str:
-    """A text if the parameters ``named``, which lie in one storage, overlap, or something else holds that storage.
-
-    Such a holder would not follow the parameters.
-    """
+    """A text if the parameters ``named``, which lie in one storage, overlap, or something else holds that storage."""
     end, before = 0, ""
     for name, parameter in sorted(named, key=lambda one: one.parameter.storage_offset()):
         begin = int(parameter.storage_offset())

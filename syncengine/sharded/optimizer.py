@@ -99,7 +99,6 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         _optimizers[self._made] = self
 
     def _begin(self) -> None:
-        """Begins with no shared parameters."""
         self._sharing = self._new_sharing()
         self._parting = weakref.finalize(self, part, self._sharing.memories, self._sharing.claims)
         self._parting.atexit = False

@@ -1,7 +1,5 @@
 """This rank's part of the parameters, and torch's own optimizer over it."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
@@ -42,10 +40,7 @@ def cut_elements(sizes: Sequence[tuple[int, int]], ranks: int) -> list[list[Slic
 
 
 def deal_whole(sizes: Sequence[tuple[int, int]], ranks: int) -> list[list[Slice]]:
-    """Each rank's parameters, uncut: the largest first, each to the rank that has least.
-
-    ``sizes``: as for cut_elements.
-    """
+    """Each rank's parameters, uncut: the largest first, each to the rank that has least. Sizes as in cut_elements."""
     load = [0] * ranks
     parts: list[list[Slice]] = [[] for _ in range(ranks)]
     for index, (elements, item) in sorted(enumerate(sizes), key=lambda one: -one[1][0] * one[1][1]):
@@ -140,8 +135,7 @@ class Shard:
     def update(self, groups: Sequence[dict[str, Any]]) -> bytes:
         """Makes one step of the optimizer on this rank's pieces, with the options of ``groups``.
 
-        Returns a byte for each member: whether it was written to here. Fused kernels do not raise versions, so there
-        each member with a gradient counts as written.
+        Returns a byte for each member: whether it was written to here.
         """
         self._options = list(map(dict, groups))
         for ours, theirs in zip(self.optimizer.param_groups, self._options, strict=False):
@@ -157,7 +151,7 @@ class Shard:
         written = bytearray(len(self.members))
         for piece, version in zip(self.pieces, versions, strict=True):
             parameter, group = self.members[piece.index]
-            unseen = groups[group].get("fused") and parameter.grad is not None
+            unseen = groups[group].get("fused") and parameter.grad is not None  # fused kernels raise no version
             written[piece.index] = bool(unseen) or piece.tensor._version != version
         return bytes(written)
 

@@ -1,7 +1,5 @@
 """The blocks that one optimizer has in common with those of the other ranks, and their updates."""
 
-from __future__ import annotations
-
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -46,10 +44,7 @@ class ParameterRegistry:
         self._sizes = None
 
     def unshared(self, groups: Groups) -> list[Member]:
-        """The parameters that are not in shared memory, or not yet.
-
-        The call returns the same list object as long as these parameters stay the same.
-        """
+        """The parameters that are not in shared memory: the same list object as long as these stay the same."""
         lists = list(map(_parameters, groups))
         sizes, parameters = list(map(len, lists)), list(chain.from_iterable(lists))
         if self._sizes == sizes and all(map(is_, parameters, self._parameters)):
@@ -70,13 +65,6 @@ class ParameterRegistry:
             if member.parameter.grad is not None and member.parameter in self.names:
                 found.append(member)
         return found
-
-    def edited(self) -> str:
-        """A text that names the first stray: a shared parameter that has left its group."""
-        return (
-            f"parameter {self.names[self.strays[0]]} is not in the group any more in which it was shared: to "
-            "change groups, release() this ShardedOptimizer and make another one"
-        )
 
 
 class Sharing:
@@ -143,7 +131,11 @@ class Sharing:
         if not members or self.host is None:
             return
         named = [Named(self.registry.names[member.parameter], member.parameter) for member in members]
-        lines = _describe_shared(named, members, state)
+        lines = [
+            f"{name}: {str(p.dtype).removeprefix('torch.')} {tuple(p.shape)}, group {group}, "
+            + (f"state with CRC-32 {digest(entries):08x}" if (entries := state.get(p)) else "no state")  # {}: was read
+            for (name, p), (_, group) in zip(named, members, strict=True)
+        ]
         communicator = self.host.communicator
         what = "what ShardedOptimizer is to share differs"
         modules = [model.module for known in self.models if (model := known()) is not None]
@@ -203,7 +195,11 @@ class Sharing:
     def _problem(self, groups: Groups) -> str:
         """Why this rank can't make an update; or an empty text."""
         if self.registry.strays:
-            return self.registry.edited()
+            name = self.registry.names[self.registry.strays[0]]
+            return (
+                f"parameter {name} is not in the group any more in which it was shared: to change groups, release() "
+                "this ShardedOptimizer and make another one"
+            )
         return self.written() or self._coupling(groups) or _why_not_averages(self.models)
 
     # --- The end of sharing
@@ -215,12 +211,8 @@ class Sharing:
             if isinstance(error, SyncError):
                 self.end(error)
         if raises is not None and isinstance(self.over, raises):
-            raise self._again()
+            raise type(self.over)(str(self.over))  # a copy: a raised one holds its callers, and they hold this
         return self.over is not None
-
-    def _again(self) -> SyncError:
-        """A copy of the error that has ended the sharing: a raised one holds its callers, and they hold this."""
-        return type(self.over)(str(self.over)) if self.over is not None else SyncError()
 
     def end(self, error: SyncError) -> None:
         """Ends all updates. This rank keeps weights and state as they are, for itself."""
@@ -238,15 +230,6 @@ class Sharing:
                 "shared: they stay in memory that other ranks may write to",
                 stacklevel=2,
             )
-
-
-def _describe_shared(named: Sequence[Named], members: Sequence[Member], state: State) -> list[str]:
-    """A line for each parameter that is to be shared, for ranks to compare."""
-    return [
-        f"{name}: {str(p.dtype).removeprefix('torch.')} {tuple(p.shape)}, group {group}, "
-        + (f"state with CRC-32 {digest(entries):08x}" if (entries := state.get(p)) else "no state")  # {}: was read
-        for (name, p), (_, group) in zip(named, members, strict=True)
-    ]
 
 
 def _why_not_averages(models: Iterable[Callable[[], Parallel | None]]) -> str:

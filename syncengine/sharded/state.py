@@ -8,8 +8,6 @@ A value that the user puts in the place of such an entry between steps is loaded
 entry is refused, since all ranks would have written to the same memory, one after another.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Mapping, MutableMapping, Sequence
 from operator import is_
@@ -38,11 +36,7 @@ class Entry(NamedTuple):
 
 
 class SharedState:
-    """The state of one shard's parameters, which have these ``names``.
-
-    ``whole`` is the sharded optimizer's own ``state``. ``memories``: the list of shared memories, which this class
-    keeps up to date.
-    """
+    """The state of one shard's parameters. ``whole`` is the optimizer's own; the list ``memories`` is kept current."""
 
     def __init__(
         self, host: Host, shard: Shard, names: Sequence[str], whole: State, memories: list[CommonMemory]
@@ -132,7 +126,8 @@ class SharedState:
         """
         entry = self._entries[piece.index, key]
         if isinstance(value, torch.Tensor):
-            if isinstance(installed, torch.Tensor) and _is_like(value, installed):
+            like = isinstance(installed, torch.Tensor) and value.shape == installed.shape
+            if like and value.dtype == installed.dtype and value.layout is installed.layout:
                 return installed.copy_(value)
         elif type(value).__name__ == entry.kind:
             if entry.owner == self._host.rank:
@@ -308,10 +303,6 @@ def _describe(piece: Piece, key: str, value: Any) -> tuple[str, Layout]:
         parameter = piece.parameter
         return "elements", Layout(tuple(parameter.shape), tuple(parameter.stride()), value.dtype)
     raise InvalidUsage(_not_elementwise(key, value))
-
-
-def _is_like(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype and one.layout is other.layout
 
 
 def _not_elementwise(key: str, value: torch.Tensor) -> str:

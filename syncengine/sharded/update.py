@@ -6,8 +6,6 @@ that it has. So after any failure a survivor can tell whether the weights are wh
 torn, because a rank has died, or its optimizer has raised, in the middle of it.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 
@@ -47,7 +45,8 @@ class Update:
         try:
             for block, gradients in zip(self._blocks, self.written, strict=True):
                 if 2 in gradients and not problem:
-                    problem = block.sparse_gradient(gradients)
+                    problem = f"the gradient of parameter {block.weights.named[gradients.index(2)].name} is sparse: "
+                    problem += "ShardedOptimizer needs dense ones (sparse=False)"
             self._agree(problem)
             for block in self._blocks:
                 block.give_loaded()
@@ -84,7 +83,8 @@ class Update:
         agree(self._communicator, what, facts, lambda: self._describe(options), problem, self._advise)
 
     def _describe(self, options: Sequence[str]) -> list[str]:
-        gradients = [line for block in self._blocks for line in block.describe_gradients()]
+        named = [one for block in self._blocks for one in block.weights.named]
+        gradients = [f"{name}: {'no ' if p.grad is None else ''}gradient" for name, p in named]
         return [f"step {self._number}", *options, *gradients]
 
     def _advise(self) -> str:

@@ -1,7 +1,5 @@
 """Parameters in memory that all ranks of a host have in common: moves them there, and notices writes to them."""
 
-from __future__ import annotations
-
 import itertools
 import zlib
 from collections.abc import Sequence
@@ -14,8 +12,6 @@ from syncengine.errors import to_utf8
 from syncengine.parallel.watchers import common
 from syncengine.sharded.agreement import agree
 from syncengine.sharded.memory import FreedMemory, Host, Layout, create_common, flat, size_of, tensors_in
-
-_LOOK = "Give them the same values on every rank before the first step."
 
 
 class Named(NamedTuple):
@@ -58,7 +54,9 @@ class SharedWeights:
 
         Raises ``Mismatch`` on all ranks, naming the parameter, if ranks have different values.
         """
-        self._renew()
+        moved = [memory.data_ptr() != at for memory, at in zip(self._common, self._addresses, strict=True)]
+        if any(moved):  # share_memory_(), or sending a tensor to a process, moves the storage, and all tensors of it
+            self._common = tensors_in(self.memory, self._layouts)
         sums = [checksum(parameter) for parameter in self.parameters]
         lines = [
             f"{name}: {str(p.dtype).removeprefix('torch.')} {tuple(p.shape)} strides {p.stride()}, CRC-32 {value:08x}"
@@ -66,7 +64,8 @@ class SharedWeights:
         ]
         communicator = self._host.communicator
         what = "a parameter of ShardedOptimizer differs"
-        agree(communicator, what, to_utf8("\n".join(lines)), lambda: lines, "", lambda: _LOOK)
+        remedy = "Give them the same values on every rank before the first step."
+        agree(communicator, what, to_utf8("\n".join(lines)), lambda: lines, "", lambda: remedy)
         if self.memory not in self._memories:
             self._memories.append(self.memory)
         freed_memory = FreedMemory()
@@ -95,20 +94,12 @@ class SharedWeights:
             common.pop(parameter, None)
         self.loaded = True
 
-    def _renew(self) -> None:
-        """Makes the common tensors anew if one has moved.
-
-        ``share_memory_()``, or sending a tensor to a process, moves the contents of its storage, and all tensors of it.
-        """
-        if any(memory.data_ptr() != at for memory, at in zip(self._common, self._addresses, strict=True)):
-            self._common = tensors_in(self.memory, self._layouts)
-
-    def note_update(self, written: bytes | None = None) -> None:
-        """Notes that all ranks have updated the parameters that are ``written``, a byte for each; None: all of them.
+    def note_update(self, written: bytes) -> None:
+        """Notes that all ranks have updated the parameters that are ``written``, a byte for each.
 
         It raises their versions, so that autograd refuses graphs that hold the old values.
         """
-        if written is None or all(written):
+        if all(written):
             self.watched.note_update()
         elif any(written):
             torch.autograd.graph.increment_version(itertools.compress(self.parameters, written))

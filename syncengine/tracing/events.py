@@ -1,7 +1,5 @@
 """The events of a trace: reads the rings of all ranks, and puts them on one clock. See docs/tracing.md."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -125,17 +123,11 @@ class RankTrace:
 
 
 def _lives(pid: int) -> bool:
-    """Whether the process ``pid`` runs.
-
-    A process that has ended, but was not waited for, has no program any more. Another user's process counts as alive,
-    since its program may not be looked at.
-    """
+    """Whether the process ``pid`` runs. Another user's process counts as alive, since it may not be looked at."""
     try:
-        Path(f"/proc/{pid}/exe").stat()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    except OSError:
-        return True
+        Path(f"/proc/{pid}/exe").stat()  # a process that has ended, but was not waited for, has no program any more
+    except OSError as error:
+        return not isinstance(error, FileNotFoundError | ProcessLookupError)
     return True
 
 
@@ -191,8 +183,11 @@ def read(directory: str | os.PathLike[str]) -> Trace:
     size = newest.about["size"]
     ranks = {rank: of_rank for rank, of_rank in ranks.items() if rank < size}  # others: of an earlier run
     offsets, uncertainty = _align(ranks)
-    aligned = {rank: _shifted(of_rank, offsets[of_rank.host]) for rank, of_rank in ranks.items()}
-    return Trace(aligned, size, uncertainty)
+    for rank, of_rank in ranks.items():
+        if offset := offsets[of_rank.host]:
+            events = [event._replace(begin=event.begin + offset, end=event.end + offset) for event in of_rank.events]
+            ranks[rank] = replace(of_rank, events=events, offset=offset)
+    return Trace(ranks, size, uncertainty)
 
 
 def is_complete(directory: str | os.PathLike[str], size: int) -> bool:
@@ -279,10 +274,3 @@ def _passes(of_ranks: list[RankTrace]) -> dict[Operation, tuple[int, int]]:
         operation: (max(event.begin for event in announced[operation]), min(event.end for event in past[operation]))
         for operation in announced.keys() & past.keys()
     }
-
-
-def _shifted(of_rank: RankTrace, offset: int) -> RankTrace:
-    if offset == 0:
-        return of_rank
-    events = [event._replace(begin=event.begin + offset, end=event.end + offset) for event in of_rank.events]
-    return replace(of_rank, events=events, offset=offset)

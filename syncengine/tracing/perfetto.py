@@ -1,7 +1,5 @@
 """Makes one file of a trace, for ui.perfetto.dev, by the protobuf classes of Perfetto's own package."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import itertools
@@ -16,7 +14,6 @@ from typing import Any
 from syncengine.errors import InvalidUsage, name_ranks
 from syncengine.tracing.events import Event, Kind, Operation, Phase, RankTrace, Trace, read
 
-_PACKAGE = "perfetto.protos.perfetto.trace.perfetto_trace_pb2"
 _NOTHING = (1 << 64) - 1  # trace::kNobody
 
 # The rows of a rank, in the order in which they are shown. Events of all other kinds have a row behind these.
@@ -79,13 +76,12 @@ def caveats(trace: Trace) -> list[str]:
 
 def serialize(trace: Trace) -> bytes:
     """The bytes of the trace as Perfetto's protobuf ``Trace``."""
-    data: bytes = _Writer(_import_package(), trace).file.SerializeToString()
-    return data
+    return bytes(_Writer(_import_package(), trace).file.SerializeToString())
 
 
 def _import_package() -> Any:
     try:
-        return importlib.import_module(_PACKAGE)
+        return importlib.import_module("perfetto.protos.perfetto.trace.perfetto_trace_pb2")
     except ModuleNotFoundError as error:
         raise InvalidUsage("this needs the package perfetto: pip install perfetto") from error
 

@@ -1,7 +1,5 @@
 """Begins and ends a trace on this rank; the last rank that ends makes one file of all ranks' events."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

@@ -243,7 +243,7 @@ def test_times_are_those_of_the_slowest_rank():
         output.copy_(torch.stack([input, 3 * input]))
 
     communicator = SimpleNamespace(size=2, barrier=lambda: None, all_gather=all_gather)
-    case = SimpleNamespace(fill=lambda turn: None, call=lambda: None, wrong=lambda turn: 2)
+    case = SimpleNamespace(check=lambda turn, communicator: 2, call=lambda: None)
     take_turns = importlib.import_module("syncengine.bench.measure").take_turns
     times, wrong = take_turns({"one": case, "other": case}, 5, 1, True, communicator)
     (said,) = own
