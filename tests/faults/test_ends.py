@@ -58,6 +58,7 @@ INIT = 'dist.init_process_group("syncengine")'
 OWN_INIT = "import syncengine; syncengine.init()"
 OWN_CALL = "syncengine.all_reduce(torch.ones(1000))"
 RANK = {INIT: "dist.get_rank()", OWN_INIT: "syncengine.rank()"}
+OWN = "own error of rank 1"
 CLONE_NEWPID = 0x20000000
 TRIES = int(os.environ.get("SYNCENGINE_TEST_TRIES", "5"))
 PIECES = [min(20, TRIES - begin) for begin in range(0, TRIES, 20)]  # a piece ends within a test's limit of time
@@ -70,12 +71,12 @@ def script(folder: Path, how: str, call: str = CALL, main: str = "rank_main(0)",
 
 
 def spawned(programs: RankPool, folder: Path, method: str, tries: int) -> int:
-    path = script(folder, "raise ValueError('own error of rank 1')", main=SPAWN)
+    path = script(folder, f"raise ValueError('{OWN}')", main=SPAWN)
     environ = environ_of(PYTHONPATH=f"{ROOT}:{SUPPORT}")
     shown = 0
     for _ in range(tries):
         (ended,) = run_programs(programs, [path, method], [environ])
-        shown += "own error of rank 1" in ended.stderr and "Process 1 terminated with the following" in ended.stderr
+        shown += OWN in ended.stderr and "Process 1 terminated with the following" in ended.stderr
     return shown
 
 
@@ -111,16 +112,19 @@ def test_run_returns_the_code_each_time(programs: RankPool, tmp_path: Path, how:
     assert launched(programs, tmp_path, how, call, tries) == [code] * tries
 
 
-# What each launcher says of the rank that it shows.
+# What each launcher says first of a rank that has failed: its number and its exit code.
 SHOWN = {
-    "torchrun": r"Root Cause .*\n\[\d\]:\n(.*\n){2}  rank      : 1 .*\n  exitcode  : 3 ",
-    "openmpi": r"Process name: \[\S+,1\]\s+Exit code: +3\n",
-    "mpich": "",  # nothing, but it returns that code
-    "srun": r"^srun: error: \S+: task 1: Exited with exit code 3\n",
+    "run": r"^syncengine run: rank (\d) \(pid \d+\) ended with exit code (\d)$",
+    "torchrun": r"Root Cause .*\n\[\d\]:\n(?:.*\n){2}  rank      : (\d) .*\n  exitcode  : (\d) ",
+    "openmpi": r"Process name: \[\S+,(\d)\]\s+Exit code: +(\d)\n",
+    "mpich": None,  # nothing, but it returns that code
+    "srun": r"^srun: error: \S+: task (\d): Exited with exit code (\d)$",
 }
 
 
 def command_of(launcher: str) -> list[str]:
+    if launcher == "run":
+        return [sys.executable, "-m", "syncengine", "run", "-n", "3"]
     if launcher == "torchrun":
         return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
     if launcher == "srun":
@@ -134,10 +138,18 @@ def command_of(launcher: str) -> list[str]:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("tries", PIECES)
-@pytest.mark.parametrize("call", [OWN_CALL, CATCHING.replace(CALL, OWN_CALL)], ids=["raises", "catches"])
+@pytest.mark.parametrize(
+    ("how", "code", "call"),
+    [
+        (f"raise ValueError('{OWN}')", 1, OWN_CALL),
+        ("sys.exit(3)", 3, OWN_CALL),
+        ("sys.exit(3)", 3, CATCHING.replace(CALL, OWN_CALL)),
+    ],
+    ids=["raises", "exits", "catches"],
+)
 @pytest.mark.parametrize("launcher", SHOWN)
-def test_launchers_show_the_rank_that_failed(tmp_path: Path, launcher: str, call: str, tries: int):
-    path = script(tmp_path, "sys.exit(3)", call, init=OWN_INIT)
+def test_launchers_show_the_rank_that_failed(tmp_path: Path, launcher: str, how: str, code: int, call: str, tries: int):
+    path = script(tmp_path, how, call, init=OWN_INIT)
     environ = environ_of(PYTHONPATH=f"{ROOT}:{SUPPORT}")
     with contextlib.ExitStack() as running:
         if launcher == "srun":
@@ -146,11 +158,15 @@ def test_launchers_show_the_rank_that_failed(tmp_path: Path, launcher: str, call
             (tmp_path / "slurm").mkdir()
             environ |= running.enter_context(slurm(tmp_path / "slurm"))
         for _ in range(tries):
-            said = subprocess.run(
+            ended = subprocess.run(
                 [*command_of(launcher), path], env=environ, capture_output=True, text=True, timeout=300, check=False
             )
-            assert re.search(SHOWN[launcher], said.stdout + said.stderr, re.MULTILINE), said.stdout + said.stderr
-            assert said.returncode == 3 or launcher in ("torchrun", "srun")
+            said = ended.stdout + ended.stderr
+            if pattern := SHOWN[launcher]:
+                shown = re.search(pattern, said, re.MULTILINE)
+                assert shown and shown.groups() == ("1", str(code)), said
+            assert (OWN in said) == ("raise" in how), said
+            assert ended.returncode == code or launcher in ("torchrun", "srun"), said
 
 
 def die_without_notice(refused: list[int]) -> str:

@@ -239,7 +239,7 @@ class Asked:
 
 
 def test_another_host_is_ahead_of_its_message(monkeypatch) -> None:
-    monkeypatch.setattr(connect, "_LATE", 0.05)
+    monkeypatch.setattr(connect, "given_up", set())
 
     def has_failed(communicator: Quiet, exchange: Asked | None) -> bool:
         return connect.Connection(communicator, exchange).has_failed()
@@ -248,7 +248,9 @@ def test_another_host_is_ahead_of_its_message(monkeypatch) -> None:
         assert not has_failed(Quiet(looks=1e9), exchange)
         assert has_failed(Quiet(looks=0), exchange)
     soon, never = Quiet(looks=3), Quiet(looks=1e9)
+    monkeypatch.setattr(connect, "_LATE", 1e9)
     assert has_failed(soon, Asked(True)) and not soon.aborted
+    monkeypatch.setattr(connect, "_LATE", 0.05)
     assert has_failed(never, Asked(True)) and "another rank has given up this communicator" in never.aborted
 
 

@@ -108,6 +108,18 @@ def test_who_comes_last_hears_it_too(programs: RankPool, tmp_path: Path, unused_
 
 
 @pytest.mark.thorough
+def test_the_store_ends_with_rank_0(programs: RankPool, tmp_path: Path, unused_port: int):
+    """The others, which have met before, come to a second meeting when the process that served the store is gone."""
+    before = f"{IMPORT}\n{INIT}\npid = torch.tensor([os.getpid()])\nsyncengine.broadcast(pid, 0)"
+    gone = "while os.path.exists(f'/proc/{pid.item()}'):\n        time.sleep(0.01)"
+    come = f"{gone}\n    syncengine.init(torch_group=True)"
+    path = script(tmp_path, before, "raise ValueError('shard 0 is empty')", come, failing=0)
+    answers = said(programs, path, by_hand(unused_port))
+    assert answers.pop(0) == "ValueError: shard 0 is empty"
+    check_told(answers, "Aborted: rank 0: ValueError: shard 0 is empty")
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("failing", mostly_nightly([0, 1], 1))
 def test_an_import_that_fails(programs: RankPool, tmp_path: Path, unused_port: int, broken: str, failing: int):
     path = script(tmp_path, "import torch", BROKEN, f"import syncengine; {INIT}", failing)
