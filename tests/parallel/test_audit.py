@@ -1,14 +1,11 @@
 """Drift between ranks: `Parallel(audit=N)` names the parameter and the rank."""
 
-from __future__ import annotations
-
 import copy
-import inspect
 from typing import Any
 
 import pytest
 import torch
-from parallel_models import Conv, Mlp, data
+from parallel_models import Conv, Mlp, backwards, data
 from pool import RankPool, run_on_ranks
 from torch import nn
 
@@ -19,11 +16,8 @@ from syncengine.parallel.audit import _checksums, _who_differs
 
 def flip(tensor: torch.Tensor, element: int, bit: int) -> None:
     """As a faulty memory does."""
-    size = tensor.element_size()
-    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
-    flat = tensor.data.view(-1).view(words)
-    value = 1 << bit if 1 << bit <= torch.iinfo(words).max else torch.iinfo(words).min
-    flat[element] ^= value
+    octets = tensor.data.view(-1).view(torch.uint8)
+    octets[element * tensor.element_size() + bit // 8] ^= 1 << bit % 8
 
 
 def drift(rank: int, name: str, element: int, bit: int, after: int, every: int, count: int) -> tuple[int, str]:
@@ -59,10 +53,11 @@ def test_two_ranks_are_both_named(pool: RankPool):
         assert "different bits in head.bias (rank 0 against rank 1)." in text
 
 
-@pytest.mark.parametrize("every", [0, 4])
-def test_otherwise_nobody_is_named(pool: RankPool, every: int):
-    drifts = (-1, "", 0, 0, 0) if every else (1, "head.bias", 0, 0, 1)
-    assert pool.run(drift, *drifts, every, 9, world=3) == [(9, "")] * 3
+@pytest.mark.parametrize(
+    "drifts", [(1, "head.bias", 0, 0, 1, 0, 9), (-1, "", 0, 0, 0, 4, 9)], ids=["no audit", "no drift"]
+)
+def test_otherwise_nobody_is_named(pool: RankPool, drifts: tuple[Any, ...]):
+    assert pool.run(drift, *drifts, world=3) == [(9, "")] * 3
 
 
 @run_on_ranks()
@@ -79,8 +74,7 @@ def test_several_parameters_are_counted():
         model(data(0))
     # The model can still be used, and saved to find out what happened.
     model.load_state_dict({name: torch.zeros_like(value) for name, value in model.state_dict().items()})
-    for i in range(3):
-        model(data(i)).square().mean().backward()
+    backwards(model)
     assert "different bits in layers.0.weight (rank 0 against rank 1), layers.0.bias" in str(error.value)
     assert f" and {len(list(model.parameters())) - 3} others." in str(error.value)
 
@@ -104,41 +98,33 @@ def test_what_is_each_ranks_own_is_not_compared():
 def test_accumulation_and_join_and_copies():
     """Forwards under no_sync do not count, nor those in a join context: ranks have different numbers of them."""
     model = copy.deepcopy(syncengine.Parallel(Mlp(), audit=2))
-    for i in range(3):
-        with model.no_sync():
-            model(data(i)).square().mean().backward()
+    with model.no_sync():
+        backwards(model)
     with model.join():
-        for i in range(3 + syncengine.rank()):
-            model(data(i)).square().mean().backward()
+        backwards(model, 3 + syncengine.rank())
     if syncengine.rank() == 1:
         flip(model.module.head.weight, 0, 5)
     for steps in (2, 1):
-        for i in range(steps):
-            model(data(i)).square().mean().backward()
+        backwards(model, steps)
         with pytest.raises(Mismatch, match=r"head\.weight \(rank 0 against rank 1\)"):
             model(data(0))
 
 
-def count_operations(every: int) -> list[dict[str, int]]:
-    """Of each forward from the second on, behind which nothing is planned."""
+@pytest.mark.parametrize(("every", "world"), [(3, 2), (3, 3), (0, 2)])
+@run_on_ranks()
+def test_a_comparison_is_one_operation(every: int, world: int):
+    """The forwards from the third on are looked at, in which nothing is planned."""
     model = syncengine.Parallel(Mlp(), audit=every)
-    found = []
-    for i in range(9):
-        before = model.communicator.counters()
+    counters = model.communicator.counters
+    backwards(model, 2)
+    for i in range(2, 9):
+        before = counters()
         loss = model(data(i)).square().mean()
-        after = model.communicator.counters()
-        found.append({name: after[name] - before[name] for name in ("operations", "staged_bytes", "messages")})
+        after = counters()
+        due = every > 0 and i % every == 0
+        counted = {name: after[name] - before[name] for name in ("operations", "staged_bytes", "messages")}
+        assert counted == {"operations": int(due), "staged_bytes": 8 * 10 * due, "messages": 0}, i
         loss.backward()
-    return found[2:]
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_a_comparison_is_one_operation(pool: RankPool, world: int):
-    for found in pool.run(count_operations, 3, world=world):
-        for i, counted in enumerate(found, 2):
-            due = i % 3 == 0
-            assert counted == {"operations": int(due), "staged_bytes": 8 * 10 * due, "messages": 0}, i
-    assert all(not any(counted.values()) for found in pool.run(count_operations, 0) for counted in found)
 
 
 @run_on_ranks()
@@ -153,11 +139,6 @@ def test_what_is_no_number_of_steps_is_refused(audit: Any):
         syncengine.Parallel(nn.Linear(2, 2), audit=audit)
 
 
-def test_it_is_not_given_by_position():
-    """So that DDP can get more arguments."""
-    assert inspect.signature(syncengine.Parallel.__init__).parameters["audit"].kind is inspect.Parameter.KEYWORD_ONLY
-
-
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int8, torch.bool, torch.complex64]
 )
@@ -166,12 +147,10 @@ def test_each_bit_counts(dtype: torch.dtype):
     before = _checksums([values, values.t(), values[:, :1], values[:0], torch.tensor(1.5)])
     assert before.shape == (5,)
     assert before[0] == before[1] == _checksums([values.t().contiguous()])  # whatever the strides
-    parts = torch.view_as_real(values) if values.is_complex() else values
-    bits = 1 if dtype == torch.bool else 8 * parts.element_size()
-    for bit in range(bits):
-        changed = parts.clone()
-        flip(changed.view(torch.uint8) if dtype == torch.bool else changed, 4, bit)
-        assert (_checksums([changed]) != _checksums([parts])).all()
+    for bit in range(1 if dtype == torch.bool else 8 * values.element_size()):
+        changed = values.clone()
+        flip(changed, 4, bit)
+        assert (_checksums([changed]) != _checksums([values])).all()
 
 
 def test_a_majority_says_who_is_wrong():

@@ -1,7 +1,6 @@
-"""Communication hooks: what they see, raise and cost. torch's own are in test_torch_comm_hooks.py."""
+"""Communication hooks, those on buffers too: what they see, raise and cost. torch's: test_torch_comm_hooks.py."""
 
-from __future__ import annotations
-
+import contextlib
 import gc
 import os
 import signal
@@ -34,10 +33,11 @@ from pool import RankPool, run_on_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _BufferCommHookLocation as Location
 from torch_versions import since_2_13
 
 import syncengine
-from syncengine.errors import Aborted
+from syncengine.errors import Aborted, InvalidUsage
 
 pytestmark = pytest.mark.usefixtures("kinds_of_buckets")
 
@@ -47,8 +47,6 @@ pytestmark = pytest.mark.usefixtures("kinds_of_buckets")
 @pytest.mark.thorough
 @run_on_ranks(gloo=True)
 def test_the_bucket_is_ddps():
-    seen = []
-
     def watch(state, bucket):
         assert type(bucket) is dist.GradBucket
         shapes = [
@@ -74,9 +72,9 @@ def test_the_bucket_is_ddps():
         (Mlp, {"bucket_cap_mb_list": [0.2, 0.6]}),  # several buckets from the beginning
         (Mlp, {"bucket_cap_mb": 0.5, "find_unused_parameters": True}),
     ):
-        seen.append(of_both(step, make, **options))
-        assert seen[-1][0] == seen[-1][1]
-    assert len(seen[0][0]) > 3
+        ours, theirs = of_both(step, make, **options)
+        assert ours == theirs
+        assert len(ours) > 3
 
 
 @run_on_ranks(gloo=True)
@@ -185,14 +183,6 @@ def test_hooks_make_the_weighted_mean():
 def test_a_backward_in_another_thread_ends_after_the_hook_of_an_earlier_bucket():
     """Two threads go through one forward; the first hook still runs when all gradients have come."""
 
-    class Heads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.late, self.early = (nn.Linear(24, 300, bias=False) for _ in range(2))
-
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return self.late(x), self.early(x)
-
     def hook(state, bucket):
         if waits and bucket.index() == 0:
             called.set()
@@ -201,7 +191,9 @@ def test_a_backward_in_another_thread_ends_after_the_hook_of_an_earlier_bucket()
 
     waits, errors = False, []
     called, ended = threading.Event(), threading.Event()
-    model = syncengine.Parallel(Heads(), bucket_cap_mb=1e-3)
+    heads = nn.ModuleList(nn.Linear(24, 300, bias=False) for _ in range(2))
+    heads.forward = lambda x: [head(x) for head in heads]
+    model = syncengine.Parallel(heads, bucket_cap_mb=1e-3)
     model.register_comm_hook(None, hook)
     for i in range(2):
         sum(out.square().sum() for out in model(data(i))).backward()
@@ -230,11 +222,20 @@ def test_a_backward_in_another_thread_ends_after_the_hook_of_an_earlier_bucket()
 # --- Errors
 
 
-def raising_hook(where: str) -> tuple[str, str, float]:
-    module = Mlp()
-    rank = syncengine.rank()
+@pytest.mark.parametrize(
+    ("where", "kind", "text"),
+    [
+        ("in the hook", KeyError, "no such bucket"),
+        ("in its future", KeyError, "no such bucket"),
+        ("wrong size", InvalidUsage, "1 elements instead of"),
+        ("no future", RuntimeError, "callback must return a torch.futures.Future object, not NoneType"),
+    ],
+)
+@run_on_ranks()
+def test_an_error_of_a_hook_reaches_every_rank_at_once(where: str, kind: type[Exception], text: str):
+    rank, module = syncengine.rank(), Mlp()
 
-    def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def hook(state, bucket):
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         if rank == 0:
             return future  # never completed: waits for the peer, which does not come
@@ -248,61 +249,42 @@ def raising_hook(where: str) -> tuple[str, str, float]:
             return None
         return future
 
+    raised = kind if rank == 1 else Aborted
     started = time.monotonic()
-    try:  # the error of one rank may reach the other long before its backward
+    with pytest.raises(raised, match=text) as error:  # it may reach rank 0 long before its backward
         model = syncengine.Parallel(module, **CAP)
         model.register_comm_hook(None, hook)
         model(data()).sum().backward()
-    except BaseException as error:
-        assert all(p.grad is None for p in module.parameters())
-        return type(error).__name__, str(error), time.monotonic() - started
-    raise AssertionError("no error")
-
-
-@pytest.mark.parametrize(
-    ("where", "kind", "text"),
-    [
-        ("in the hook", "KeyError", "no such bucket"),
-        ("in its future", "KeyError", "no such bucket"),
-        ("wrong size", "InvalidUsage", "1 elements instead of"),
-        ("no future", "RuntimeError", "callback must return a torch.futures.Future object, not NoneType"),
-    ],
-)
-def test_an_error_of_a_hook_reaches_every_rank_at_once(pool: RankPool, where: str, kind: str, text: str):
-    (peer_kind, peer_text, peer_seconds), (own_kind, own_text, _) = pool.run(raising_hook, where)
-    assert own_kind == kind
-    assert text in own_text
-    assert peer_kind == "Aborted"
-    assert "rank 1: the communication hook" in peer_text
-    assert text in peer_text
-    assert peer_seconds < WITHIN
+    seconds = time.monotonic() - started
+    assert error.type is raised
+    assert all(p.grad is None for p in module.parameters())
+    if rank == 0:
+        assert seconds < WITHIN
+        assert "rank 1: the communication hook" in str(error.value)
 
 
 def with_result(kind: str) -> list[str]:
     """Of both, whose hook gives what is none: the type of the error."""
 
-    def hook(state, bucket):  # DDP takes no annotations as text
-        if kind in ("nothing", "a tensor"):
-            return None if kind == "nothing" else bucket.buffer()
+    def hook(state, bucket):
+        if kind == "a tensor":
+            return bucket.buffer()
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result({"a number": 3, "a list": [bucket.buffer()], "a text": "x"}[kind])
         return future
 
-    kinds = []
-    for wrap in (syncengine.Parallel, DistributedDataParallel):
-        if kind == "nothing" and wrap is DistributedDataParallel:
-            break  # it dies of it
-        model = wrap(nn.Linear(24, 2))
+    def step(model: nn.Module) -> str:
         model.register_comm_hook(None, hook)
         dist.barrier()  # both are at the same place when an error ends it
-        kinds.append(outcome(lambda model=model: model(data()).sum().backward())[0])
-    return kinds
+        return outcome(lambda: model(data()).sum().backward())[0]
+
+    return of_both(step, partial(nn.Linear, 24, 2))
 
 
-@pytest.mark.parametrize("kind", ["nothing", "a tensor", "a number", "a list", "a text"])
+@pytest.mark.parametrize("kind", ["a tensor", "a number", "a list", "a text"])
 def test_what_a_hook_must_not_return_is_ddps_error(pool: RankPool, kind: str):
-    ours, *theirs = zip(*pool.run(with_result, kind, gloo=True), strict=True)
-    assert not theirs or set(theirs[0]) == {"RuntimeError"}
+    ours, theirs = zip(*pool.run(with_result, kind, gloo=True), strict=True)
+    assert set(theirs) == {"RuntimeError"}
     assert "RuntimeError" in ours
     assert set(ours) <= {"RuntimeError", "Aborted"}
 
@@ -387,3 +369,91 @@ def test_a_model_that_its_hook_refers_to_is_freed(as_state: bool):
     del model
     gc.collect()
     assert gone() is None
+
+
+# --- Hooks on buffers
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(24, 2)
+        self.register_buffer("seen", torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += x[0, :2]
+        return self.layer(x)
+
+
+@run_on_ranks(gloo=True)
+def test_buffer_hooks():
+    def hook(state: list[str], buffers: dict[str, torch.Tensor], async_op: bool) -> Any:
+        state += buffers
+        works = [dist.all_reduce(b, async_op=async_op) for b in buffers.values()]
+        return [work.get_future() for work in works] if async_op else None
+
+    def step(model: nn.Module, location: Location, async_op: bool) -> None:
+        names: list[str] = []
+        model._register_buffer_comm_hook(names, partial(hook, async_op=async_op), location)
+        backwards(model)
+        assert names == ["seen"] * 3
+
+    for location, async_op in ((Location.POST_FORWARD, True), (Location.PRE_FORWARD, False)):
+        both(Counting, partial(step, location=location, async_op=async_op))
+
+
+@run_on_ranks(gloo=True)
+def test_buffer_hooks_under_no_sync():
+    def hook(state: list[float], buffers: dict[str, torch.Tensor]) -> None:
+        dist.all_reduce(buffers["seen"])
+        state.append(buffers["seen"].sum().item())
+
+    def step(model: nn.Module, location: Location) -> list[float]:
+        seen: list[float] = []
+        model._register_buffer_comm_hook(seen, hook, location)
+        for i in range(7):
+            with model.no_sync() if i % 3 else contextlib.nullcontext():
+                model(data(i)).sum().backward()
+        return [*seen, model.module.seen.sum().item()]
+
+    for location in Location:
+        ours, theirs = of_both(partial(step, location=location), Counting)
+        assert ours == theirs
+        assert 1 < len(ours) < 8
+
+
+@pytest.mark.parametrize(
+    ("location", "kind"), [(Location.PRE_FORWARD, ValueError), (Location.POST_FORWARD, InvalidUsage)], ids=str
+)
+@run_on_ranks(gloo=True, settings={"timeout": 20.0})
+def test_an_error_in_a_buffer_hook_is_told_to_ranks_that_wait_in_theirs(location: Location, kind: type[Exception]):
+    def hook(rank: int, buffers: dict[str, torch.Tensor]) -> None:
+        if rank == 1:
+            raise kind("no buffers today")
+        syncengine.all_reduce(buffers["seen"])
+
+    model = syncengine.Parallel(Counting())
+    model._register_buffer_comm_hook(syncengine.rank(), hook, location)
+    with pytest.raises((kind, Aborted)) as error:
+        model(data(0)).sum().backward()
+    dist.barrier()  # rank 1 lives on
+    told = "" if syncengine.rank() == 1 else f"rank 1 raised in its buffer hook: {kind.__name__}: "
+    assert str(error.value) == told + "no buffers today"
+
+
+@run_on_ranks(gloo=True)
+def test_a_buffer_hook_may_call_the_models_own_broadcast():
+    def hook(model: nn.Module, buffers: dict[str, torch.Tensor]) -> None:
+        model._default_broadcast_coalesced(list(buffers.values()))
+
+    for location in Location:
+        results = []
+        ours = partial(syncengine.Parallel, process_group=syncengine.default_communicator())
+        for wrap in (ours, DistributedDataParallel):
+            torch.manual_seed(0)
+            model = wrap(Counting())
+            model._register_buffer_comm_hook(model, hook, location)
+            for i in range(3):
+                model(data(i)).sum().backward()
+            results.append([*gradients(model), model.module.seen])
+        assert not different_bits(*results)

@@ -1,19 +1,15 @@
 """torch.compile over, under and inside the wrapper: the bits of DDP under the same compiler, and the same graphs."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch._dynamo
 from marks import mostly_nightly
-from models.workload import same_bits
-from parallel_models import assert_averaged, data, gradients
+from parallel_models import assert_averaged, both, data, gradients
 from pool import RankPool, run_on_ranks
 from torch import nn
 from torch._dynamo import compiled_autograd
@@ -53,44 +49,11 @@ class Narrow(nn.Module):
         return self.layers(x)
 
 
-Compile = Callable[[nn.Module], nn.Module]
-
-
 @pytest.fixture(scope="module", autouse=True)
 def own_processes(pool: RankPool) -> Iterator[None]:
     """Compilers leave threads, and caches that hold gradients."""
     yield
     pool.refresh()
-
-
-def over(wrap: Compile, module: nn.Module, backend: Any) -> nn.Module:
-    return torch.compile(wrap(module), backend=backend)
-
-
-def over_in_place(wrap: Compile, module: nn.Module, backend: Any) -> nn.Module:
-    model = wrap(module)
-    model.compile(backend=backend)
-    return model
-
-
-def under(wrap: Compile, module: nn.Module, backend: Any) -> nn.Module:
-    return wrap(torch.compile(module, backend=backend, fullgraph=True))
-
-
-def parts(wrap: Compile, module: nn.Module, backend: Any) -> nn.Module:
-    module.first = torch.compile(module.first, backend=backend)
-    module.second.compile(backend=backend)
-    return wrap(module)
-
-
-PLACES = {f.__name__: f for f in (over, over_in_place, under, parts)}
-
-
-@dataclass
-class Outcome:
-    tensors: list[torch.Tensor]  # losses, gradients and state of all steps
-    graphs: int
-    names: list[str]
 
 
 @contextmanager
@@ -102,21 +65,47 @@ def fresh_dynamo(optimize_ddp: bool | str) -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def outcome(
-    wrap: Callable[..., nn.Module],
-    place: str,
-    backend: str,
-    optimize_ddp: bool | str,
-    make: Callable[[], nn.Module] = Wide,
-    modes: bool = False,
-    **options: Any,
-) -> Outcome:
-    """Trains for three steps; with `modes` also under no_sync and without gradients, which compiles anew."""
-    with fresh_dynamo(optimize_ddp):
-        torch.manual_seed(0)
+FINE = {"bucket_cap_mb": 1}
+CASES = [
+    ("over", "aot_eager", True, FINE),
+    ("over", "eager", False, {"modes": True}),
+    ("over_in_place", "eager", "ddp_optimizer", {"modes": True}),
+    ("under", "aot_eager", True, FINE),
+    ("under", "eager", "no_optimization", {}),
+    ("parts", "eager", True, FINE),
+    ("over", "eager", True, {"find_unused_parameters": True}),
+    ("under", "aot_eager", True, {"make": Checkpointed}),
+    ("over", "inductor", True, {"make": Narrow}),
+]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("place", "backend", "optimize_ddp", "options"), mostly_nightly(CASES, 0, 3, 5))
+@run_on_ranks(gloo=True, timeout=300)
+def test_compiled_training_has_the_bits_and_graphs_of_ddp(
+    place: str, backend: str, optimize_ddp: bool | str, options: dict[str, Any]
+):
+    """Three steps; with `modes` also under no_sync and without gradients, which compiles anew."""
+    make, modes = options.pop("make", Wide), options.pop("modes", False)
+
+    def fresh() -> nn.Module:
+        nonlocal counter
+        torch._dynamo.reset()
         counter = CompileCounterWithBackend(backend)
-        model = PLACES[place](lambda module: wrap(module, **options), make(), counter)
-        tensors = []
+        module = make()
+        if place == "under":
+            return torch.compile(module, backend=counter, fullgraph=True)
+        if place == "parts":
+            module.first = torch.compile(module.first, backend=counter)
+            module.second.compile(backend=counter)
+        return module
+
+    def step(model: nn.Module) -> list[torch.Tensor]:
+        if place == "over":
+            model = torch.compile(model, backend=counter)
+        elif place == "over_in_place":
+            model.compile(backend=counter)
+        found = []
         for i in range(3):
             model.zero_grad()
             if modes and i > 0:
@@ -124,64 +113,23 @@ def outcome(
                     model(data(i + 10)).square().mean().backward()
             loss = model(data(i)).square().mean()
             loss.backward()
-            tensors += [loss.detach(), *gradients(model)]
+            found += [loss.detach(), *gradients(model)]
         if modes:
             with torch.no_grad():
-                tensors.append(model.eval()(data(9)))
-        state = model.state_dict()
-        return Outcome([*tensors, *(t.clone() for t in state.values())], counter.frame_count, list(state))
+                found.append(model.eval()(data(9)))
+        return [*found, torch.tensor(counter.frame_count)]
 
-
-FINE = {"bucket_cap_mb": 1}
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("place", "backend", "optimize_ddp", "options"),
-    mostly_nightly(
-        [
-            ("over", "aot_eager", True, FINE),
-            ("over", "eager", False, {"modes": True}),
-            ("over_in_place", "eager", "ddp_optimizer", {"modes": True}),
-            ("under", "aot_eager", True, FINE),
-            ("under", "eager", "no_optimization", {}),
-            ("parts", "eager", True, FINE),
-            ("over", "eager", True, {"find_unused_parameters": True}),
-            ("under", "aot_eager", True, {"make": Checkpointed}),
-            ("over", "inductor", True, {"make": Narrow}),
-        ],
-        0,
-        3,
-        5,
-    ),
-)
-@run_on_ranks(gloo=True, timeout=300)
-def test_compiled_training_has_the_bits_and_graphs_of_ddp(
-    place: str, backend: str, optimize_ddp: bool | str, options: dict[str, Any]
-):
-    wraps = (syncengine.Parallel, DistributedDataParallel)
-    ours, theirs = (outcome(wrap, place, backend, optimize_ddp, **options) for wrap in wraps)
-    assert ours.names == theirs.names
-    assert all(same_bits(a, b) for a, b in zip(ours.tensors, theirs.tensors, strict=True))
-    assert ours.graphs == theirs.graphs >= (2 if place == "parts" else 1)
-
-
-@pytest.mark.nightly
-@run_on_ranks()
-def test_graphs_are_cut_by_the_bucket_cap():
-    """So that gradients come while backward runs."""
-    fine, coarse = (outcome(syncengine.Parallel, "over", "eager", True, **options) for options in (FINE, {}))
-    assert fine.graphs > coarse.graphs
+    counter = None
+    with fresh_dynamo(optimize_ddp):
+        graphs = both(fresh, step, **options)[-1]
+    assert graphs >= (2 if place == "parts" else 1)
 
 
 @pytest.mark.nightly
 @run_on_ranks(gloo=True)
 def test_a_compiled_training_step():
-    results = []
-    for wrap in (syncengine.Parallel, DistributedDataParallel):
+    def train(model: nn.Module) -> list[torch.Tensor]:
         with fresh_dynamo(True):
-            torch.manual_seed(0)
-            model = wrap(Wide())
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             counter = CompileCounterWithBackend("eager")
 
@@ -193,9 +141,11 @@ def test_a_compiled_training_step():
                 optimizer.step()
                 return loss
 
-            results.append([*(step(data(i)) for i in range(3)), *model.state_dict().values()])
+            losses = [step(data(i)) for i in range(3)]
             assert counter.frame_count > 0
-    assert all(same_bits(a, b) for a, b in zip(*results, strict=True))
+            return losses
+
+    both(Wide, train)
 
 
 @pytest.mark.thorough

@@ -4,32 +4,25 @@ What works the same in both kinds of buckets (hooks, sparse gradients, mixed pre
 at home: see the fixture `kinds_of_buckets`.
 """
 
-from __future__ import annotations
-
 import contextlib
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
+import test_parallel_faults
 import torch
 import torch.distributed as dist
 from flat import flat, flat_buckets
 from marks import mostly_nightly
-from parallel_models import CAP, Run, assert_averaged, assert_averages, backwards, data, different_bits, small, train
-from pool import RankPool, run_on_ranks
-from raising_model import InBackward
-from test_parallel_faults import LATER
-from test_parallel_join import compare as compare_uneven
-from test_parallel_join import runs_of as uneven_runs
+from parallel_models import CAP, Run, assert_averages, backwards, data, different_bits, small, train
+from pool import run_on_ranks
 from test_parallel_weights import errors_against_all_samples
 from test_torch_comm_hooks import with_hook
 from torch.nn.parallel.distributed import _MixedPrecision
-from torch_versions import since_2_13
 
 import syncengine
-from syncengine.errors import Aborted, InvalidUsage
+from syncengine.errors import InvalidUsage
 
 RUNS = [
     Run(),
@@ -78,37 +71,30 @@ def test_hooks_of_the_engine_have_the_bits_of_buckets_in_place(numerics: str, na
         check_in_place(lambda run=run: train(partial(with_hook, syncengine.Parallel, HOOKS[name]), run))
 
 
-def compresses_from_the_third_step_on() -> list[torch.Tensor]:
-    torch.manual_seed(0)
-    model = syncengine.Parallel(small(), **CAP)
-    backwards(model)
-    exact = [p.grad for p in model.parameters()]
-    HOOKS["bf16"](model)
-    backwards(model)
-    rounded = [p.grad for p in model.parameters()]
-    assert not all(map(torch.equal, exact, rounded))
-    assert all(torch.equal(grad, grad.bfloat16().float()) for grad in rounded)
-    return rounded
-
-
 @run_on_ranks()
 def test_compression_may_come_when_buckets_are_there():
-    check_in_place(compresses_from_the_third_step_on)
+    def compress_from_the_third_step_on() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = syncengine.Parallel(small(), **CAP)
+        backwards(model)
+        exact = [p.grad for p in model.parameters()]
+        HOOKS["bf16"](model)
+        backwards(model)
+        rounded = [p.grad for p in model.parameters()]
+        assert not all(map(torch.equal, exact, rounded))
+        assert all(torch.equal(grad, grad.bfloat16().float()) for grad in rounded)
+        return rounded
+
+    check_in_place(compress_from_the_third_step_on)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("mode", mostly_nightly(["rank_order", "ring"], 0))
-def test_weights(pool: RankPool, mode: str):
-    for weighted, plain in pool.run(flat, errors_against_all_samples, world=3, settings={"numerics": mode}):
-        assert weighted < 2e-6
-        assert plain > 1e-2
-
-
-@pytest.mark.nightly
-@since_2_13
-def test_uneven_inputs(pool: RankPool):
-    for answer in pool.run(flat, compare_uneven, uneven_runs(2), gloo=True, settings={"timeout": 30.0}):
-        assert not any(answer.values()), answer
+@pytest.mark.parametrize("numerics", mostly_nightly(["rank_order", "ring"], 0))
+@run_on_ranks(world=3)
+def test_weights(numerics: str):
+    weighted, plain = flat(errors_against_all_samples)
+    assert weighted < 2e-6
+    assert plain > 1e-2
 
 
 @run_on_ranks()
@@ -129,24 +115,8 @@ def test_a_kept_gradient_does_not_change():
 
 @pytest.mark.thorough
 @run_on_ranks(gloo=True)
-def test_an_error_in_backward_leaves_no_gradient():
-    def fail() -> None:
-        time.sleep(LATER)
-        raise KeyError("bad")
-
-    module = small()
-    with flat_buckets():
-        model = syncengine.Parallel(module, **CAP)
-    if syncengine.rank() == 1:
-        hook = module[1].register_forward_hook(lambda layer, inputs, output: InBackward.apply(output, fail))
-    kind, text = (KeyError, "bad") if syncengine.rank() == 1 else (Aborted, "rank 1: backward aborted")
-    with pytest.raises(kind, match=text):
-        backwards(model, 1)
-    assert all(p.grad is None for p in module.parameters())
-    if syncengine.rank() == 1:
-        hook.remove()
-    model(data()).sum().backward()
-    assert_averaged(module, module(data()).sum())
+def test_an_error_in_backward_reaches_all_ranks():
+    flat(test_parallel_faults.test_an_error_in_backward_reaches_all_ranks.on_ranks, 2, "layers")
 
 
 @run_on_ranks(gloo=True)

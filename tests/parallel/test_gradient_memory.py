@@ -1,7 +1,5 @@
 """Where autograd's gradients lie changes how bytes move, never the bits."""
 
-from __future__ import annotations
-
 import gc
 import os
 import threading
@@ -18,6 +16,7 @@ from models.workload import train as train_workload
 from parallel_models import Mlp, Run, train
 from pool import RankPool, run_on_ranks
 from raising_model import InBackward
+from random_layers import Layer
 from torch import nn
 
 import syncengine
@@ -99,11 +98,10 @@ def test_gradients_outlive_the_communicator(gradient_memory: str):
 
 def in_arena(tensor: torch.Tensor) -> bool:
     """Whether the kernel says that this memory is one of our arenas."""
-    with open("/proc/self/maps") as maps:  # noqa: PTH123
-        for line in maps:
-            begin, end = (int(word, 16) for word in line.split()[0].split("-"))
-            if begin <= tensor.data_ptr() < end:
-                return "memfd:" in line
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        begin, end = (int(word, 16) for word in line.split()[0].split("-"))
+        if begin <= tensor.data_ptr() < end:
+            return "memfd:" in line
     return False
 
 
@@ -164,15 +162,16 @@ def test_the_profiler_sees_gradients():
     assert allocated >= 4 * 512 * 512
 
 
-def memory_over_a_model(gradients_outlive_it: bool) -> tuple[int, int, int]:
-    """Of the arena: before a model of 4 MiB, with its gradients, and after these have gone."""
+@pytest.mark.parametrize("gradients_outlive_it", [False, True])
+@run_on_ranks(spawned=True)  # without models of other tests
+def test_memory_goes_with_the_model(gradients_outlive_it: bool):
+    """The arena's: before a model of 4 MiB, with its gradients, and after these have gone."""
     syncengine.barrier()
     before = memory_of_this_process("Pss_Shmem")
     model = syncengine.Parallel(nn.Linear(1024, 1024, bias=False))
-    for _ in range(5):
-        model(torch.ones(2, 1024)).sum().backward()
+    for _ in range(6):
         model.zero_grad()
-    model(torch.ones(2, 1024)).sum().backward()
+        model(torch.ones(2, 1024)).sum().backward()
     syncengine.barrier()
     during = memory_of_this_process("Pss_Shmem")
     syncengine.barrier()
@@ -187,16 +186,8 @@ def memory_over_a_model(gradients_outlive_it: bool) -> tuple[int, int, int]:
         time.sleep(0.01)  # the engine's thread may be the one that drops the last reference
     after = memory_of_this_process("Pss_Shmem")
     syncengine.barrier()  # what a rank shares with one that has ended would count in full
-    return before, during, after
-
-
-@pytest.mark.parametrize("gradients_outlive_it", [False, True])
-def test_memory_goes_with_the_model(pool: RankPool, gradients_outlive_it: bool):
-    with pool.spawn_ranks(memory_over_a_model, gradients_outlive_it) as ranks:  # without models of other tests
-        measured = [rank.result() for rank in ranks]
-    for before, during, after in measured:
-        assert 4 * 2**20 <= during - before < 9 * 2**20  # one gradient, or the two that follow each other
-        assert after - before < 2**20
+    assert 4 * 2**20 <= during - before < 9 * 2**20  # one gradient, or the two that follow each other
+    assert after - before < 2**20
 
 
 class Convolving(torch.autograd.Function):
@@ -224,13 +215,8 @@ class Convolving(torch.autograd.Function):
         return result
 
 
-class Weight(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(512, 512))
-
-    def forward(self) -> torch.Tensor:
-        return Convolving.apply(self.weight)
+def weight() -> nn.Module:
+    return Layer(lambda self: Convolving.apply(self.weight), weight=nn.Parameter(torch.zeros(512, 512)))
 
 
 def step_of_convolving(model: nn.Module, expected: float = 1.5) -> tuple[list[bool], bool]:
@@ -248,7 +234,7 @@ TEMPORARIES_OUT, ALL_IN = ([False, False], True), ([True, True], True)
 @run_on_ranks()
 def test_temporaries_of_a_gradients_size_stay_out_once_they_are_known():
     Convolving.temporaries_first = True
-    model = syncengine.Parallel(Weight())
+    model = syncengine.Parallel(weight())
 
     def step() -> tuple[list[bool], bool]:
         model.zero_grad()
@@ -273,9 +259,8 @@ def test_temporaries_of_a_gradients_size_stay_out_once_they_are_known():
 
 @run_on_ranks()
 def test_temporaries_take_no_memory_in_the_arena():
-    """That the arena has grown by, over three steps."""
     Convolving.temporaries_first = True
-    model = syncengine.Parallel(Weight())
+    model = syncengine.Parallel(weight())
     syncengine.barrier()
     before = memory_of_this_process("Pss_Shmem")
     for _ in range(3):

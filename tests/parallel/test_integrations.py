@@ -1,14 +1,21 @@
-"""What Lightning and Accelerate do with the model that they think is DDP's, as their sources have it."""
-
-from __future__ import annotations
+"""What Lightning, Accelerate and torch's checkpoints do with the model that they think is DDP's."""
 
 import contextlib
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from models.workload import same_bits
 from parallel_models import Mlp, both, data, gradients
 from pool import run_on_ranks
 from torch import nn
+from torch.distributed.checkpoint import state_dict
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_flatten_with_path
 
 import syncengine
 
@@ -20,22 +27,32 @@ def prepare(wrapper: nn.Module) -> None:
     wrapper.reducer.prepare_for_backward([])
 
 
-class Redirected(nn.Module):
-    """Lightning's forward under manual optimization: synchronization is switched off inside of it, until its end."""
+class Inside(nn.Module):
+    """Under Lightning's manual optimization all of a step is in the forward, which ends with synchronization off."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inner = Mlp()
         self.wrapper: list[nn.Module] = []  # in a list, not to be a submodule
+        self.gradients: list[torch.Tensor] = []
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = self.inner(x)
-        self.wrapper[0].require_backward_grad_sync = False
+    def forward(self, *arguments: Any) -> torch.Tensor:
+        (wrapper,) = self.wrapper
+        out = self.step(wrapper, *arguments)
+        wrapper.require_backward_grad_sync = False
         return out
 
 
+class Redirected(Inside):
+    """Its backward comes behind the forward."""
+
+    def step(self, wrapper: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("world", [1, 2])  # scripts that are tried with one rank keep these lines
 @run_on_ranks(gloo=True)
-def test_lightnings_manual_optimization():
+def test_lightnings_manual_optimization(world: int):
     def step(model: nn.Module) -> list[torch.Tensor]:
         model.module.wrapper = [model]
         results = []
@@ -56,48 +73,33 @@ def test_lightnings_manual_optimization():
     both(Redirected, step)
 
 
-class StepsInside(nn.Module):
-    """All of a step is in the forward, as in Lightning's manual optimization: several backwards, also under no_sync."""
+class StepsInside(Inside):
+    """Several backwards, also under no_sync."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Mlp()
-        self.wrapper: list[nn.Module] = []
-        self.gradients: list[torch.Tensor] = []
-
-    def backward(self, step: int, synchronize: bool) -> None:
-        (wrapper,) = self.wrapper
-        loss = self.inner(data(step)).square().mean()
+    def backward(self, loss: torch.Tensor, synchronize: bool = True, **options: Any) -> None:
         if synchronize:
-            prepare(wrapper)
-        loss.backward()
+            prepare(*self.wrapper)
+        loss.backward(**options)
         self.gradients += gradients(self.inner)
 
-    def forward(self, step: int) -> torch.Tensor:
-        (wrapper,) = self.wrapper
+    def step(self, wrapper: nn.Module, step: int) -> torch.Tensor:
         for i, order in enumerate([(True, False, True), (False, True), (False, False)]):
             self.inner.zero_grad()
             for j, synchronize in enumerate(order):
                 with contextlib.nullcontext() if synchronize else wrapper.no_sync():
-                    self.backward(100 * step + 10 * i + j, synchronize)
-        wrapper.require_backward_grad_sync = False
+                    self.backward(self.inner(data(100 * step + 10 * i + j)).square().mean(), synchronize)
         return torch.zeros(())
 
 
 class TwoLossesInside(StepsInside):
     """Both of one graph: the first is synchronized, the second is this rank's own."""
 
-    def forward(self, step: int) -> torch.Tensor:
-        (wrapper,) = self.wrapper
+    def step(self, wrapper: nn.Module, step: int) -> torch.Tensor:
         self.inner.zero_grad()
         output = self.inner(data(step))
-        prepare(wrapper)
-        output.square().mean().backward(retain_graph=True)
-        self.gradients += gradients(self.inner)
+        self.backward(output.square().mean(), retain_graph=True)
         with wrapper.no_sync():
-            output.abs().mean().backward()
-        self.gradients += gradients(self.inner)
-        wrapper.require_backward_grad_sync = False
+            self.backward(output.abs().mean(), synchronize=False)
         return torch.zeros(())
 
 
@@ -123,13 +125,12 @@ def test_lightnings_manual_optimization_under_no_sync():
 class FlushesInside(StepsInside):
     """After the first backward over a static graph Lightning averages by DDP's own private method."""
 
-    def forward(self, step: int) -> torch.Tensor:
+    def step(self, wrapper: nn.Module, step: int) -> torch.Tensor:
         self.inner.zero_grad()
-        self.backward(step, True)
+        self.backward(self.inner(data(step)).square().mean())
         if step == 0:
-            self.wrapper[0].reducer._delay_all_reduce()
+            wrapper.reducer._delay_all_reduce()
             self.gradients = gradients(self.inner)
-        self.wrapper[0].require_backward_grad_sync = False
         return torch.zeros(())
 
 
@@ -138,8 +139,9 @@ def test_lightnings_flush_of_a_static_graph():
     both(FlushesInside, train_inside, static_graph=True)
 
 
+@pytest.mark.parametrize("world", [1, 2])
 @run_on_ranks(gloo=True)
-def test_accelerates_trigger_sync_in_backward():
+def test_accelerates_trigger_sync_in_backward(world: int):
     """Which steps on a forward that ran under no_sync."""
 
     def step(model: nn.Module) -> None:
@@ -156,10 +158,72 @@ def test_accelerates_trigger_sync_in_backward():
     both(Mlp, step)
 
 
-# Scripts that are tried with one rank keep these lines.
-test_lightnings_manual_optimization_alone = run_on_ranks(world=1, gloo=True)(
-    test_lightnings_manual_optimization.on_ranks
-)
-test_accelerates_trigger_sync_in_backward_alone = run_on_ranks(world=1, gloo=True)(
-    test_accelerates_trigger_sync_in_backward.on_ranks
-)
+# --- torch.distributed.checkpoint: the files do not say whether DDP or Parallel has written them
+
+WRAPS: dict[str, Callable[..., nn.Module]] = {"ours": syncengine.Parallel, "ddp": DistributedDataParallel}
+
+
+# Without BatchNorm, whose statistics differ between ranks: torch keeps those of one of them.
+def start(wrap: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = WRAPS[wrap](Mlp())
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[torch.Tensor]:
+    for i in steps:
+        optimizer.zero_grad()
+        model(data(i)).square().mean().backward()
+        optimizer.step()
+    return [*gradients(model), *(t.clone() for t in model.state_dict().values())]
+
+
+@pytest.mark.thorough
+@run_on_ranks(gloo=True)
+def test_state_dicts_are_those_of_ddp():
+    full = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    states = []
+    for wrap in WRAPS:
+        model, optimizer = start(wrap, seed=0)
+        train(model, optimizer, range(3))
+        state = [
+            state_dict.get_model_state_dict(model),
+            state_dict.get_optimizer_state_dict(model, optimizer),
+            state_dict.get_state_dict(model, optimizer, options=full),
+        ]
+        states.append(tree_flatten_with_path(state)[0])
+    for (path, ours), (expected_path, theirs) in zip(*states, strict=True):
+        assert path == expected_path
+        assert same_bits(ours, theirs) if isinstance(ours, torch.Tensor) else ours == theirs
+    assert "head.weight" in state[0]
+
+
+@run_on_ranks(gloo=True)
+def test_states_are_set_as_in_ddp():
+    model, optimizer = start("ours", seed=0)
+    train(model, optimizer, range(3))
+    saved = copy.deepcopy(state_dict.get_state_dict(model, optimizer))
+    expected = train(model, optimizer, range(3, 5))
+    rank_0_only = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    for options in (None, rank_0_only):
+        model, optimizer = start("ours", seed=1)
+        mine = copy.deepcopy(saved) if options is None or syncengine.rank() == 0 else ({}, {})
+        state_dict.set_model_state_dict(model, mine[0], options=options)
+        state_dict.set_optimizer_state_dict(model, optimizer, mine[1], options=options)
+        assert all(same_bits(a, b) for a, b in zip(train(model, optimizer, range(3, 5)), expected, strict=True))
+
+
+@pytest.mark.parametrize(("writer", "reader"), [("ours", "ours"), ("ddp", "ours"), ("ours", "ddp")])
+@run_on_ranks(gloo=True)
+def test_training_goes_on_from_a_checkpoint(tmp_path: Path, writer: str, reader: str):
+    model, optimizer = start(writer, seed=0)
+    train(model, optimizer, range(3))
+    saved = zip(("model", "optimizer"), state_dict.get_state_dict(model, optimizer), strict=True)
+    dcp.save(dict(saved), checkpoint_id=tmp_path)
+    expected = train(model, optimizer, range(3, 5))
+    model, optimizer = start(reader, seed=1)
+    model_state, optimizer_state = state_dict.get_state_dict(model, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    dcp.load(state, checkpoint_id=tmp_path)
+    state_dict.set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    assert all(same_bits(a, b) for a, b in zip(train(model, optimizer, range(3, 5)), expected, strict=True))

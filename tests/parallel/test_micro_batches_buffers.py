@@ -1,17 +1,15 @@
 """micro_batches(): what forwards write to buffers, the same at any number of ranks, and in a plain loop."""
 
-from __future__ import annotations
-
 import copy
-import random
-import zlib
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from marks import mostly_nightly
 from pool import RankFailure, RankPool
-from test_micro_batches import Augmented, loader
+from random_layers import Layer
+from test_micro_batches import loader, plain_batches, tree
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
@@ -20,107 +18,77 @@ import syncengine
 TOTAL, STEPS = 6, 4
 
 
-class Counting(nn.Module):
+class WithBuffers(Layer):
+    """A layer whose forward reads and writes these buffers; `not_saved` is in no state_dict."""
+
+    def __init__(
+        self, forward: Callable[..., torch.Tensor], not_saved: str = "", **buffers: torch.Tensor | None
+    ) -> None:
+        super().__init__(forward)
+        for name, buffer in buffers.items():
+            self.register_buffer(name, buffer, persistent=name != not_saved)
+
+
+def counting(self: Any, x: torch.Tensor) -> torch.Tensor:
     """What it computes depends on how often it was called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("zeros", torch.zeros(2), persistent=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        self.zeros.neg_()  # equal, but not the same bits
-        return x * (1 + 0.1 * self.calls) + torch.where(torch.signbit(self.zeros[0]), 0.1, 0.0)
+    self.calls += 1
+    self.zeros.neg_()  # equal, but not the same bits
+    return x * (1 + 0.1 * self.calls) + torch.where(torch.signbit(self.zeros[0]), 0.1, 0.0)
 
 
-class Running(nn.Module):
+def running(self: Any, x: torch.Tensor) -> torch.Tensor:
     """A mean that is put in the place of the last one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean((0, 1))
-        return x - self.mean
+    self.mean = 0.9 * self.mean + 0.1 * x.detach().mean((0, 1))
+    return x - self.mean
 
 
-class Functional(nn.Module):
+def functional(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Written by batch_norm, which leaves versions as they are; a part of a larger tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("both", torch.zeros(8, 2))
-        with torch.no_grad():
-            self.both[:, 1] = 1
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        mean, variance = self.both[:, 0].contiguous(), self.both[:, 1].contiguous()
-        normalized = nn.functional.batch_norm(x.flatten(0, 1), mean, variance, training=True)
-        self.both.data.copy_(torch.stack((mean, variance), 1))
-        return normalized.view_as(x) + mean / variance.sqrt()
+    mean, variance = self.both[:, 0].contiguous(), self.both[:, 1].contiguous()
+    normalized = nn.functional.batch_norm(x.flatten(0, 1), mean, variance, training=True)
+    self.both.data.copy_(torch.stack((mean, variance), 1))
+    return normalized.view_as(x) + mean / variance.sqrt()
 
 
-class Written(nn.Module):
+def written(self: Any, x: torch.Tensor) -> torch.Tensor:
     """The same without a copy."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(8))
-        self.register_buffer("variance", torch.ones(8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        normalized = nn.functional.batch_norm(x.flatten(0, 1), self.mean, self.variance, training=True)
-        return normalized.view_as(x) + self.mean / self.variance.sqrt()
+    normalized = nn.functional.batch_norm(x.flatten(0, 1), self.mean, self.variance, training=True)
+    return normalized.view_as(x) + self.mean / self.variance.sqrt()
 
 
-class Growing(nn.Module):
+def growing(self: Any, x: torch.Tensor) -> torch.Tensor:
     """A cache that appears, and grows with the longest it has seen; values of it never change."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("cache", None, persistent=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x[:, : 2 + int(x.sum() * 1e4) % 4]
-        if self.cache is None or len(self.cache) < x.shape[1]:
-            self.cache = torch.arange(8.0).expand(x.shape[1], 8).cumsum(0).sin()
-        return x + self.cache[: x.shape[1]]
+    x = x[:, : 2 + int(x.sum() * 1e4) % 4]
+    if self.cache is None or len(self.cache) < x.shape[1]:
+        self.cache = torch.arange(8.0).expand(x.shape[1], 8).cumsum(0).sin()
+    return x + self.cache[: x.shape[1]]
 
 
-class Late(nn.Module):
+def late(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Registers its buffer when it is first called, and removes it when it is called with it."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if hasattr(self, "seen"):
-            x = x * (1 + self.seen)
-            del self.seen
-        else:
-            self.register_buffer("seen", x.detach().mean())
-        return x
+    if hasattr(self, "seen"):
+        x = x * (1 + self.seen)
+        del self.seen
+    else:
+        self.register_buffer("seen", x.detach().mean())
+    return x
 
 
-class Norm(nn.Module):
-    def __init__(self, momentum: float | None = 0.1) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(8, momentum=momentum)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.norm(x.transpose(1, 2)).transpose(1, 2)
-        return y + self.norm.running_mean / self.norm.running_var.sqrt()
+def norm(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = self.norm(x.transpose(1, 2)).transpose(1, 2)
+    return y + self.norm.running_mean / self.norm.running_var.sqrt()
 
 
 KINDS: dict[str, Callable[[], nn.Module]] = {
     "spectral": lambda: spectral_norm(nn.Linear(8, 8)),
-    "counting": Counting,
-    "running": Running,
-    "functional": Functional,
-    "written": Written,
-    "growing": Growing,
-    "late": Late,
-    "norm": Norm,
-    "cumulative": lambda: Norm(momentum=None),
+    "counting": lambda: WithBuffers(counting, "zeros", calls=torch.zeros((), dtype=torch.int64), zeros=torch.zeros(2)),
+    "running": lambda: WithBuffers(running, mean=torch.zeros(8)),
+    "functional": lambda: WithBuffers(functional, both=torch.stack((torch.zeros(8), torch.ones(8)), 1)),
+    "written": lambda: WithBuffers(written, mean=torch.zeros(8), variance=torch.ones(8)),
+    "growing": lambda: WithBuffers(growing, "cache", cache=None),
+    "late": lambda: Layer(late),
+    "norm": lambda: Layer(norm, norm=nn.BatchNorm1d(8)),
+    "cumulative": lambda: Layer(norm, norm=nn.BatchNorm1d(8, momentum=None)),
 }
 
 
@@ -166,36 +134,19 @@ def train(leaves: bool) -> dict[str, dict[str, bytes]]:
     return found
 
 
-def seed(*key: object) -> None:
-    torch.manual_seed(zlib.crc32(" ".join(map(str, key)).encode()))
-
-
-def tree(parts: list[torch.Tensor]) -> torch.Tensor:
-    if len(parts) == 1:
-        return parts[0]
-    half = 1 << (len(parts) - 1).bit_length() - 1
-    return tree(parts[:half]) + tree(parts[half:])
-
-
 def plain() -> dict[str, dict[str, bytes]]:
     """In torch alone: each micro-batch on a copy of the whole model, of which the last gives it its buffers."""
     found = {}
-    data, batches = Augmented(), loader()
     for kind in KINDS:
         net, optimizer = start(kind)
         for step in range(STEPS):
-            seed(5, "epoch", 0)
-            order = list(batches.batch_sampler)[step * TOTAL :]
             copies = []
-            for i in range(TOTAL):
-                seed(5, step, i, "samples")
-                random.seed(zlib.crc32(f"5 {step} {i} samples".encode()))
-                batch = batches.collate_fn([data[index] for index in order[i]])
-                seed(5, step, i)
+            for batch in plain_batches(step, TOTAL):
                 copies.append(copy.deepcopy(net))
                 copies[-1](*batch).backward()
-            for p, *grads in zip(net.parameters(), *(one.parameters() for one in copies), strict=True):
-                p.grad = tree([one.grad for one in grads]) * (1 / TOTAL)
+            grads = tree([[p.grad for p in one.parameters()] for one in copies])
+            for p, grad in zip(net.parameters(), grads, strict=True):
+                p.grad = grad * (1 / TOTAL)
             for module, last in zip(net.modules(), copies[-1].modules(), strict=True):
                 module._buffers = last._buffers
             optimizer.step()
@@ -214,24 +165,17 @@ def test_buffers_are_those_of_a_plain_loop(pool: RankPool, world: int, leaves: b
             assert answer[kind] == expected[kind], kind
 
 
-class Large(nn.Module):
-    def __init__(self, writes: str) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 1)
-        self.register_buffer("table", torch.zeros(4100, 1024))
-        self._writes = writes
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self._writes == "in place":
+def large(writes: str) -> float:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        if writes == "in place":
             self.table[0, 0] += 1
-        elif self._writes == "another":
+        elif writes == "another":
             self.table = self.table + 1
         return self.linear(x) * (1 + self.table[0, 0])
 
-
-def large(writes: str) -> float:
     torch.manual_seed(0)
-    net = Large(writes)
+    net = WithBuffers(forward, table=torch.zeros(4100, 1024))
+    net.linear = nn.Linear(4, 1)
     model = syncengine.Parallel(net)
     data = torch.utils.data.DataLoader(torch.randn(64, 4), 2, drop_last=True)
     batches = syncengine.micro_batches(model, data, total=4)

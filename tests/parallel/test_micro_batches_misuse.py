@@ -1,13 +1,12 @@
 """micro_batches(): what is refused, with which words; and samplers that are followed."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os
 import re
 import zlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,20 +14,10 @@ import torch
 from pool import RankFailure, RankPool
 from test_micro_batches import Augmented, loader, make
 from torch import nn
-from torch.utils.data import DataLoader, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, WeightedRandomSampler
 
 import syncengine
 from syncengine.parallel.micro_batches import _Places
-
-MISUSES: dict[str, tuple[str, Callable[[], Any]]] = {}
-
-
-def misuse(text: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
-    def decorate(function: Callable[[], Any]) -> Callable[[], Any]:
-        MISUSES[function.__name__] = text, function
-        return function
-
-    return decorate
 
 
 def batches_of(net: nn.Module | None = None, given: DataLoader | None = None, total: int = 4) -> Any:
@@ -36,75 +25,109 @@ def batches_of(net: nn.Module | None = None, given: DataLoader | None = None, to
     return model, syncengine.micro_batches(model, loader() if given is None else given, total=total)
 
 
-@misuse("total=1 micro-batches are too few for 2 ranks")
-def too_few() -> None:
-    batches_of(total=1)
+def of_loader(data: Dataset | None = None, batch_size: int = 3, **options: Any) -> Any:
+    return batches_of(given=DataLoader(data or Augmented(), batch_size=batch_size, **options))
 
 
-@misuse("different sizes, 2 to 4 samples")
-def unlike_sizes() -> None:
-    batches_of(given=DataLoader(Augmented(), batch_size=4))
+class Turning(list):
+    def __iter__(self):
+        self.append(self.pop(0))
+        return super().__iter__()
 
 
-@misuse("has a generator of its own")
-def own_generator() -> None:
-    batches_of(given=DataLoader(Augmented(), batch_size=5, shuffle=True, generator=torch.Generator()))
+class Iterable(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(Augmented())
 
 
-@misuse("DistributedSampler, which cuts the data by rank")
-def distributed_sampler() -> None:
-    sampler = torch.utils.data.DistributedSampler(Augmented(), 2, 0)
-    batches_of(given=DataLoader(Augmented(), batch_size=3, sampler=sampler))
-
-
-@misuse("gives another order each time")
-def sampler_with_a_state() -> None:
-    class Turning(list):
-        def __iter__(self):
-            self.append(self.pop(0))
-            return super().__iter__()
-
-    batches_of(given=DataLoader(Augmented(), batch_size=3, sampler=Turning(range(150))))
-
-
-@misuse("threads=.*rank 1 has \\[threads=2\\]")
-def threads() -> None:
-    torch.set_num_threads(1 + syncengine.rank())
+def under(setting: Callable[[Any], Any], value: Any, usual: Any) -> None:
+    setting(value)
     try:
         batches_of()
     finally:
-        torch.set_num_threads(1)
+        setting(usual)
 
 
-@misuse("module 0 is a SyncBatchNorm.*use BatchNorm")
-def sync_batch_norm() -> None:
-    batches_of(nn.Sequential(nn.SyncBatchNorm(8)))
+def threads() -> None:
+    under(torch.set_num_threads, 1 + syncengine.rank(), 1)
+
+
+def ring() -> None:
+    syncengine.shutdown()
+    syncengine.init(numerics="ring")
+    batches_of()
+
+
+def optimizer_in_backward() -> None:
+    model = syncengine.Parallel(make("language"))
+    model._register_fused_optim(torch.optim.SGD, lr=0.1)
+    syncengine.micro_batches(model, loader(), total=4)
+
+
+def too_few_on_one_rank() -> None:
+    batches_of(total=60 if syncengine.rank() else 4)
+
+
+MISUSES: dict[str, tuple[str, Callable[[], Any]]] = {
+    "too_few": ("total=1 micro-batches are too few for 2 ranks", partial(batches_of, total=1)),
+    "too_few_on_one_rank": ("the loader has 50 batches, fewer than the total=60", too_few_on_one_rank),
+    "unlike_sizes": ("different sizes, 2 to 4 samples", partial(of_loader, batch_size=4)),
+    "own_generator": (
+        "has a generator of its own",
+        partial(of_loader, batch_size=5, shuffle=True, generator=torch.Generator()),
+    ),
+    "distributed_sampler": (
+        "DistributedSampler, which cuts the data by rank",
+        partial(of_loader, sampler=DistributedSampler(Augmented(), 2, 0)),
+    ),
+    "sampler_with_a_state": ("gives another order each time", partial(of_loader, sampler=Turning(range(150)))),
+    "iterable": ("Iterable is an IterableDataset, whose samples have no numbers", partial(of_loader, Iterable())),
+    "threads": (r"threads=.*rank 1 has \[threads=2\]", threads),
+    "flushed": ("set_flush_denormal", partial(under, torch.set_flush_denormal, True, False)),
+    "sync_batch_norm": (
+        "module 0 is a SyncBatchNorm.*use BatchNorm",
+        partial(batches_of, nn.Sequential(nn.SyncBatchNorm(8))),
+    ),
+    "ring": ("without numerics='ring'", ring),
+    "optimizer_in_backward": ("by no optimizer in backward", optimizer_in_backward),
+}
+
+
+def misuse(text: str) -> Callable[[Callable[[Any, Any], None]], Callable[[Any, Any], None]]:
+    """One more, which is done with a model and its micro-batches."""
+
+    def decorate(function: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+        MISUSES[function.__name__] = text, lambda: function(*batches_of())
+        return function
+
+    return decorate
+
+
+def train(model: Any, batches: Any) -> None:
+    for _, batch in batches:
+        model(*batch).backward()
 
 
 @misuse("nor with a communication hook")
-def comm_hook() -> None:
-    model, batches = batches_of()
+def comm_hook(model: Any, batches: Any) -> None:
     model.register_comm_hook(None, syncengine.hooks.bf16_compress)
     next(iter(batches))
 
 
 @misuse("works neither in join")
-def in_join() -> None:
-    model, batches = batches_of()
+def in_join(model: Any, batches: Any) -> None:
     with model.join():
         next(iter(batches))
 
 
 @misuse("nor with a communication hook or weight")
-def weighted() -> None:
-    model, batches = batches_of()
+def weighted(model: Any, batches: Any) -> None:
     model.weight(2)
     next(iter(batches))
 
 
 @misuse("weight\\(\\) has no meaning within micro_batches")
-def weighted_within() -> None:
-    model, batches = batches_of()
+def weighted_within(model: Any, batches: Any) -> None:
     for i, batch in batches:
         if i % 2:  # the last of a rank
             model.weight(2)
@@ -112,25 +135,21 @@ def weighted_within() -> None:
 
 
 @misuse("not to be under no_sync")
-def all_under_no_sync() -> None:
-    model, batches = batches_of()
+def all_under_no_sync(model: Any, batches: Any) -> None:
     with model.no_sync():
-        for _, batch in batches:
-            model(*batch).backward()
+        train(model, batches)
 
 
 @misuse("are not to be under no_sync")
-def accumulated_under_no_sync() -> None:
+def accumulated_under_no_sync(model: Any, batches: Any) -> None:
     """As plain scripts and Accelerate accumulate."""
-    model, batches = batches_of()
     for _, batch in batches:
         with model.no_sync() if here() else contextlib.nullcontext():
             model(*batch).backward()
 
 
 @misuse("an earlier backward has already synchronized")
-def two_backwards() -> None:
-    model, batches = batches_of()
+def two_backwards(model: Any, batches: Any) -> None:
     for _, batch in batches:
         losses = [model(*batch) for _ in range(2)]
         losses[0].backward()
@@ -139,69 +158,26 @@ def two_backwards() -> None:
 
 
 @misuse("a forward of Parallel.Language. behind the backward of micro-batch [02].*under torch.no_grad")
-def a_forward_behind_the_backward() -> None:
-    model, batches = batches_of()
+def a_forward_behind_the_backward(model: Any, batches: Any) -> None:
     for _, batch in batches:
         for _ in range(2 if here() else 1):
             model(*batch).backward()
 
 
-@misuse("Iterable is an IterableDataset, whose samples have no numbers")
-def iterable() -> None:
-    class Iterable(torch.utils.data.IterableDataset):
-        def __iter__(self):
-            return iter(Augmented())
-
-    batches_of(given=DataLoader(Iterable(), batch_size=3))
-
-
-@misuse("the loader has 50 batches, fewer than the total=60")
-def too_few_on_one_rank() -> None:
-    batches_of(total=60 if syncengine.rank() else 4)
-
-
-@misuse("by no optimizer in backward")
-def optimizer_in_backward() -> None:
-    model = syncengine.Parallel(make("language"))
-    model._register_fused_optim(torch.optim.SGD, lr=0.1)
-    syncengine.micro_batches(model, loader(), total=4)
-
-
 @misuse("in step 0 of micro_batches.*in step 1 of micro_batches")
-def another_step_on_one_rank() -> None:
-    model, batches = batches_of()
+def another_step_on_one_rank(model: Any, batches: Any) -> None:
     batches.step = syncengine.rank()
-    for _, batch in batches:
-        model(*batch).backward()
-
-
-@misuse("without numerics='ring'")
-def ring() -> None:
-    syncengine.shutdown()
-    syncengine.init(numerics="ring")
-    batches_of()
-
-
-@misuse("set_flush_denormal")
-def flushed() -> None:
-    torch.set_flush_denormal(True)
-    try:
-        batches_of()
-    finally:
-        torch.set_flush_denormal(False)
+    train(model, batches)
 
 
 @misuse("call optimizer.zero_grad")
-def no_zero_grad() -> None:
-    model, batches = batches_of()
+def no_zero_grad(model: Any, batches: Any) -> None:
     for _ in range(2):
-        for _, batch in batches:
-            model(*batch).backward()
+        train(model, batches)
 
 
 @misuse("step after the whole loop")
-def step_within() -> None:
-    model, batches = batches_of()
+def step_within(model: Any, batches: Any) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _, batch in batches:
         model(*batch).backward()
@@ -210,8 +186,7 @@ def step_within() -> None:
 
 
 @misuse("has brought no gradient")
-def no_backward() -> None:
-    model, batches = batches_of()
+def no_backward(model: Any, batches: Any) -> None:
     for _, batch in batches:
         loss = model(*batch)
         if not here():
@@ -219,18 +194,11 @@ def no_backward() -> None:
 
 
 @misuse("the checkpoint's micro-batches have total=8, these have total=4")
-def another_total() -> None:
-    _, batches = batches_of()
+def another_total(model: Any, batches: Any) -> None:
     batches.load_state_dict({**batches.state_dict(), "total": 8})
 
 
-WITHIN_A_STEP = [
-    accumulated_under_no_sync,
-    two_backwards,
-    a_forward_behind_the_backward,
-    step_within,
-    no_backward,
-]
+WITHIN_A_STEP = [accumulated_under_no_sync, two_backwards, a_forward_behind_the_backward, step_within, no_backward]
 
 
 def here() -> bool:
@@ -238,9 +206,9 @@ def here() -> bool:
     return not os.environ.get("ALONE") or syncengine.rank() == 1
 
 
-def run(function: Callable[[], Any], alone: bool) -> None:
+def run(name: str, alone: bool) -> None:
     os.environ["ALONE"] = "1" if alone else ""
-    function()
+    MISUSES[name][1]()
 
 
 @pytest.mark.parametrize(
@@ -249,12 +217,11 @@ def run(function: Callable[[], Any], alone: bool) -> None:
 )
 def test_bad_use_is_an_error(pool: RankPool, name: str, alone: bool):
     """All ranks raise, whoever has misused the step."""
-    text, function = MISUSES[name]
     with pytest.raises(RankFailure) as failure:
-        pool.run(run, function, alone)
+        pool.run(run, name, alone)
     assert len(failure.value.texts) == 2
     assert all(re.search("errors.(InvalidUsage|Mismatch): ", told) for told in failure.value.texts.values())
-    assert re.search(f"(?s){text}", str(failure.value))
+    assert re.search(f"(?s){MISUSES[name][0]}", str(failure.value))
 
 
 WEIGHTS = [1.0 + i % 3 for i in range(150)]
@@ -262,7 +229,7 @@ WEIGHTS = [1.0 + i % 3 for i in range(150)]
 
 def weighted_order() -> list[list[int]]:
     sampler = WeightedRandomSampler(WEIGHTS, 150)
-    _, batches = batches_of(given=DataLoader(Augmented(), batch_size=3, sampler=sampler))
+    _, batches = of_loader(sampler=sampler)
     orders = []
     next(iter(batches))
     for step in (0, 1, len(batches)):  # two of an epoch, and the next epoch's first

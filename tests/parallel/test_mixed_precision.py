@@ -4,8 +4,7 @@ DDP's needs streams, which CPUs don't have: it is the reference on a GPU, in tes
 of the module in the small dtype, for each step and rank, whose gradients are averaged as the settings say.
 """
 
-from __future__ import annotations
-
+import asyncio
 import contextlib
 import copy
 import gc
@@ -33,6 +32,7 @@ pytestmark = pytest.mark.usefixtures("kinds_of_buckets")
 
 BF16 = _MixedPrecision(param_dtype=torch.bfloat16)
 BF16_REDUCED_IN_FP32 = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+BUFFERS_TOO = _MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16)
 FP16 = _MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float16)
 
 # What a model makes of a step's batch of one rank. `dtype`: of floating-point inputs; None leaves the cast to Parallel.
@@ -84,7 +84,7 @@ def expected(module: nn.Module, call: Call, precision: _MixedPrecision, count: i
             losses += [loss] * is_own
             for (name, mine), its_low in zip(module.named_parameters(), low.parameters(), strict=True):
                 if its_low.grad is not None and (is_own or name not in ignored):
-                    mine.grad = its_low.grad.float() + (0 if mine.grad is None else mine.grad)
+                    mine.grad = its_low.grad.to(mine.dtype) + (0 if mine.grad is None else mine.grad)
         for name, mine in module.named_parameters():
             if mine.grad is not None and name not in ignored:
                 mine.grad = (mine.grad / 2).to(precision.reduce_dtype or precision.param_dtype).float()
@@ -101,16 +101,11 @@ class Checkpointed(Mlp):
         return self.head(checkpoint(self.layers, x.requires_grad_(), use_reentrant=self.reentrant))
 
 
-class Shared(nn.Module):
+def shared() -> nn.Module:
     """A weight of two modules: its gradient is a sum of two in the small dtype."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(24, 24), nn.Linear(24, 24)
-        self.second.weight = self.first.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x).tanh())
+    first, second = nn.Linear(24, 24), nn.Linear(24, 24)
+    second.weight = first.weight
+    return nn.Sequential(first, nn.Tanh(), second)
 
 
 class Partly(nn.Module):
@@ -119,14 +114,16 @@ class Partly(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.frozen = nn.Linear(24, 24).requires_grad_(False)
-        self.ignored = nn.Linear(24, 24)
+        self.ignored = nn.Linear(24, 24, dtype=torch.float64)
         self.head = nn.Linear(24, 5)
-        names = ("ignored.weight", "ignored.bias")
+        self.register_buffer("counts", torch.zeros(3))
+        names = ("ignored.weight", "ignored.bias", "counts")
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self, names)
 
     def forward(self, inputs: dict[str, Any], dtype: str) -> torch.Tensor:
         assert inputs["x"].dtype == self.head.weight.dtype == torch.bfloat16
-        hidden = self.ignored(self.frozen(inputs["x"]).float())
+        assert (self.ignored.weight.dtype, self.counts.dtype) == (torch.float64, torch.float32)
+        hidden = self.ignored(self.frozen(inputs["x"]).double())
         return self.head(hidden.bfloat16()) * inputs["scale"]
 
 
@@ -139,10 +136,11 @@ CASES: list[tuple[Callable[[], nn.Module], Call, _MixedPrecision, dict[str, Any]
     (Mlp, on_data, FP16, {}),
     (Tied, on_data, BF16, {}),
     (Tied, on_data, FP16, {"gradient_as_bucket_view": True}),
-    (Shared, on_data, BF16_REDUCED_IN_FP32, {}),
+    (shared, on_data, BF16_REDUCED_IN_FP32, {}),
     (partial(Checkpointed, True), on_data, BF16, {}),
     (partial(Checkpointed, False), on_data, BF16, {}),
     (Partly, on_dict, BF16, {}),
+    (Partly, on_dict, BUFFERS_TOO, {}),
     (Sentences().model, on_sentences, BF16, {}),
 ]
 
@@ -237,27 +235,6 @@ def test_nothing_stays_behind_a_forward_of_a_recurrent_layer():
     assert all(map(lambda a, b: a is b, lstm._flat_weights, lstm.parameters()))
 
 
-@run_on_ranks()
-def test_ignored_parameters_and_buffers_keep_their_dtype():
-    seen = []
-
-    class Partly(nn.Linear):
-        def __init__(self) -> None:
-            super().__init__(24, 3)
-            self.exact = nn.Parameter(torch.ones(3, dtype=torch.float64))
-            self.register_buffer("counts", torch.zeros(3))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            seen.append((self.exact.dtype, self.counts.dtype, self.weight.dtype))
-            return super().forward(x) * self.exact
-
-    module = Partly()
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["exact", "counts"])
-    precision = _MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16)
-    syncengine.Parallel(module, mixed_precision=precision)(data(0, 0)).sum().backward()
-    assert seen == [(torch.float64, torch.float32, torch.bfloat16)]
-
-
 @run_on_ranks(world=1)
 def test_an_exception_in_forward_leaves_the_parameters_in_place():
     model = syncengine.Parallel(Mlp(), mixed_precision=BF16)
@@ -341,3 +318,72 @@ def test_casts_go_with_the_wrapper():
         del model
         assert module(data(0, 0)).dtype == torch.float32
         assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
+
+
+# --- Ctrl-C, or whatever else is no `Exception`: casts do not stay in the module
+
+
+def interrupt(module: nn.Module, error: type[BaseException], after: int) -> None:
+    """The module's next calls but `after` of them raise `error`, once."""
+    calls = 0
+
+    def hook(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > after:
+            handle.remove()
+            raise error
+
+    handle = module.register_forward_pre_hook(hook)
+
+
+def interrupted_step(model: nn.Module, error: type[BaseException], after: int) -> None:
+    """Where torch does not call hooks: it does so for ``Exception`` alone."""
+    before = dict(model.named_parameters())
+    interrupt(model.module.layers[3], error, after)
+    with pytest.raises(error):
+        on_data(model, 9, syncengine.rank(), None).square().sum().backward()
+    assert all(value is before[name] for name, value in model.named_parameters())
+    assert {value.dtype for value in model.state_dict().values()} == {torch.float32}
+    model.zero_grad()
+
+
+INTERRUPTIONS = [
+    (Mlp, KeyboardInterrupt, 0),  # in forward
+    (Mlp, asyncio.CancelledError, 0),
+    (Mlp, ZeroDivisionError, 0),
+    (partial(Checkpointed, False), SystemExit, 0),
+    (partial(Checkpointed, False), KeyboardInterrupt, 1),  # in backward, which recomputes a part
+    (partial(Checkpointed, True), KeyboardInterrupt, 1),
+    (partial(Checkpointed, True), ZeroDivisionError, 1),
+]
+
+
+@pytest.mark.thorough
+@flat_at_night
+@run_on_ranks()
+def test_an_interrupt_costs_a_step_and_leaves_the_parameters_in_place():
+    for make, error, after in INTERRUPTIONS:
+        torch.manual_seed(0)
+        model = syncengine.Parallel(make(), mixed_precision=BF16)
+        reference = syncengine.Parallel(copy.deepcopy(model.module), mixed_precision=BF16)
+        interrupted_step(model, error, after)
+        results = steps(model, on_data, 3)
+        assert all(map(same_bits, results, steps(reference, on_data, 3))), (make, error, after)
+
+
+@pytest.mark.thorough
+@flat_at_night
+@run_on_ranks()
+def test_after_an_interrupt_past_the_wrapper_its_next_forward_casts_anew():
+    model = syncengine.Parallel(Mlp(), mixed_precision=BF16)
+    reference = syncengine.Parallel(copy.deepcopy(model.module), mixed_precision=BF16)
+    weights = [*model.parameters(), *reference.parameters()]
+    interrupt(model.module.layers[3], KeyboardInterrupt, 0)
+    with pytest.raises(KeyboardInterrupt):
+        model.module(data(0, 0).bfloat16())
+    with torch.no_grad():
+        torch._foreach_mul_(weights, 2)
+    assert torch.equal(model(data(0, 0)), reference(data(0, 0)))
+    assert all(map(same_bits, steps(model, on_data, 3), steps(reference, on_data, 3)))
+    assert {value.dtype for value in model.state_dict().values()} == {torch.float32}

@@ -1,7 +1,5 @@
 """`Parallel(nonfinite=...)`: which rank has brought NaN or Inf into which parameter, in which step."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import warnings
@@ -74,20 +72,18 @@ def said_of(model: syncengine.Parallel, plans: Sequence[Brought]) -> list[str]:
     return said
 
 
-def step(model: syncengine.Parallel, plain: syncengine.Parallel, brought: Brought) -> str:
-    """What backward raises; the averages are those of a model that does not look."""
-    (text,) = said_of(model, [brought])
-    plain.zero_grad()
-    plain(gradients(plain.module, brought)).backward()
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert ((ours.grad == theirs.grad) | (ours.grad.isnan() & theirs.grad.isnan())).all()
-    return text
-
-
 def steps(plans: Sequence[Brought], dtype: torch.dtype = torch.float32, sizes: Sequence[int] = SIZES) -> list[str]:
+    """What each step's backward raises; the averages are those of a model that does not look."""
     model = syncengine.Parallel(Given(sizes, dtype), nonfinite="raise")
     plain = syncengine.Parallel(Given(sizes, dtype))
-    return [step(model, plain, brought) for brought in plans]
+    said = []
+    for brought in plans:
+        said += said_of(model, [brought])
+        plain.zero_grad()
+        plain(gradients(plain.module, brought)).backward()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert ((ours.grad == theirs.grad) | (ours.grad.isnan() & theirs.grad.isnan())).all()
+    return said
 
 
 def cases(world: int) -> list[Brought]:
@@ -100,18 +96,13 @@ def cases(world: int) -> list[Brought]:
     return plans
 
 
-def named(brought: Brought, step: int) -> str:
-    if not brought:
-        return ""
-    who = ", ".join(f"rank {rank} brought {kind} into weights.{parameter}" for rank, parameter, _, kind in brought)
-    return f"{who} in step {step} of Parallel(Given): look at "
-
-
 def check(plans: Sequence[Brought], said: Sequence[Sequence[str]]) -> None:
+    """Each of these ranks' texts names what was brought in its step."""
     for texts in said:
-        assert len(texts) == len(plans)
-        for i, (brought, text) in enumerate(zip(plans, texts, strict=True)):
-            assert text.startswith(named(brought, i + 1)), (brought, text)
+        for step, (brought, text) in enumerate(zip(plans, texts, strict=True), 1):
+            who = [f"rank {rank} brought {kind} into weights.{parameter}" for rank, parameter, _, kind in brought]
+            expected = f"{', '.join(who)} in step {step} of Parallel(Given): look at " if brought else ""
+            assert text.startswith(expected), (brought, text)
             assert bool(text) == bool(brought), (brought, text)
 
 
@@ -180,55 +171,48 @@ def test_a_sum_that_overflows_is_nobodys(dtype: torch.dtype):
     )
 
 
-def accumulate(brought: Brought) -> list[str]:
+@run_on_ranks()
+def test_accumulation():
     """The first of three backwards brings it."""
     model = syncengine.Parallel(Given(), nonfinite="raise")
+    plans: list[Brought] = [[], [(1, 3, 69_999, "Inf")]]
     said = []
-    for plan in ([], brought):
+    for brought in plans:
         model.zero_grad()
-        for i in range(2):
+        for each in (brought, []):
             with model.no_sync():
-                model(gradients(model.module, plan if i == 0 else [])).backward()
-        said.append(said_by(model(gradients(model.module, [])).backward))
-    return said
-
-
-def test_accumulation(pool: RankPool):
-    brought: Brought = [(1, 3, 69_999, "Inf")]
-    check([[], brought], pool.run(accumulate, brought))
-
-
-def in_micro_batches(places: Sequence[int], total: int) -> list[str]:
-    """What each step says. A place is where its micro-batch brings NaN: parameter + 1, or 0."""
-    model = syncengine.Parallel(Given([7, 90_000, 1]), nonfinite="raise")
-    batches = syncengine.micro_batches(model, torch.utils.data.DataLoader(places), total=total)
-    said = []
-    for _ in range(len(places) // total):
-        text = ""
-        try:
-            for _, (place,) in batches:
-                given = gradients(model.module, [])
-                if place:
-                    given[place - 1][-1] = float("nan")
-                model(given).backward()
-        except NotFinite as error:
-            text = str(error)
-            batches.step += 1  # which has not happened: without its gradients
-        model.zero_grad()
-        said.append(text)
-    return said
+                model(gradients(model.module, each)).backward()
+        said += [said_by(model(gradients(model.module, [])).backward)]
+    check(plans, [said])
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_micro_batches(pool: RankPool, world: int):
+@run_on_ranks()
+def test_micro_batches(world: int):
     """Whichever of a rank's micro-batches has brought it."""
+    # Where each brings NaN: parameter + 1, or 0.
     places = [0] * 6 + [0, 0, 0, 0, 0, 2] + [3, 0, 0, 0, 0, 0] + [0] * 6 + [0, 0, 1, 0, 0, 0]
-    for said in pool.run(in_micro_batches, places, 6, world=world):
-        assert [bool(text) for text in said] == [False, True, True, False, True]
-        assert said[1].startswith(f"rank {world - 1} brought NaN into weights.1 in step 2 of Parallel(Given): ")
-        assert said[2].startswith("rank 0 brought NaN into weights.2 in step 3 of Parallel(Given): ")
-        rank = {1: 0, 2: 0, 3: 1}[world]
-        assert said[4].startswith(f"rank {rank} brought NaN into weights.0 in step 5 of Parallel(Given): ")
+    model = syncengine.Parallel(Given([7, 90_000, 1]), nonfinite="raise")
+    batches = syncengine.micro_batches(model, torch.utils.data.DataLoader(places), total=6)
+
+    def backwards() -> None:
+        for _, (place,) in batches:
+            given = gradients(model.module, [])
+            if place:
+                given[place - 1][-1] = float("nan")
+            model(given).backward()
+
+    said = []
+    for _ in range(5):
+        said.append(said_by(backwards))
+        if said[-1]:
+            batches.step += 1  # which has not happened: without its gradients
+        model.zero_grad()
+    assert [bool(text) for text in said] == [False, True, True, False, True], said
+    assert said[1].startswith(f"rank {world - 1} brought NaN into weights.1 in step 2 of Parallel(Given): ")
+    assert said[2].startswith("rank 0 brought NaN into weights.2 in step 3 of Parallel(Given): ")
+    rank = {1: 0, 2: 0, 3: 1}[world]
+    assert said[4].startswith(f"rank {rank} brought NaN into weights.0 in step 5 of Parallel(Given): ")
 
 
 class Tables(nn.Module):
@@ -242,7 +226,10 @@ class Tables(nn.Module):
         return self.mix(self.words(ids)).sum() + (self.tags(ids % 20) * factor).sum()
 
 
-def sparse(kind: str) -> list[str]:
+@pytest.mark.parametrize("kind", VALUES)
+@pytest.mark.parametrize("numerics", ["rank_order", "ring"])
+@run_on_ranks(world=3)
+def test_sparse_gradients(kind: str, numerics: str):
     model = syncengine.Parallel(Tables(), nonfinite="raise")
     said = []
     for i in range(3):
@@ -251,16 +238,8 @@ def sparse(kind: str) -> list[str]:
         if i == 1 and syncengine.rank() == 2:
             factor[3, 2] = VALUES[kind]
         said.append(said_by(model(torch.arange(4) + 3 * syncengine.rank(), factor).backward))
-    return said
-
-
-@pytest.mark.parametrize("kind", VALUES)
-@pytest.mark.parametrize("numerics", ["rank_order", "ring"])
-def test_sparse_gradients(pool: RankPool, kind: str, numerics: str):
-    for none, text, again in pool.run(sparse, kind, world=3, settings={"numerics": numerics}):
-        assert not none
-        assert text.startswith(f"rank 2 brought {kind} into tags.weight in step 2 of Parallel(Tables): ")
-        assert not again
+    assert [bool(text) for text in said] == [False, True, False], said
+    assert said[1].startswith(f"rank 2 brought {kind} into tags.weight in step 2 of Parallel(Tables): ")
 
 
 HOOKS: dict[str, Callable[[syncengine.Parallel], None]] = {
@@ -272,58 +251,51 @@ HOOKS: dict[str, Callable[[syncengine.Parallel], None]] = {
 }
 
 
-def with_hook(name: str, plans: Sequence[Brought]) -> list[str]:
+@pytest.mark.parametrize("name", HOOKS)
+@run_on_ranks(gloo=True)
+def test_communication_hooks(name: str):
     model = syncengine.Parallel(Given(), nonfinite="raise")
     HOOKS[name](model)
-    return said_of(model, plans)
+    check(cases(2), [said_of(model, cases(2))])
 
 
-@pytest.mark.parametrize("name", HOOKS)
-def test_communication_hooks(pool: RankPool, name: str):
-    plans = cases(2)
-    check(plans, pool.run(with_hook, name, plans, gloo=True))
+def warned_of(model: syncengine.Parallel, brought: Brought) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.zero_grad()
+        model(gradients(model.module, brought)).backward()
+    return [str(each.message) for each in caught if each.category is RuntimeWarning]
 
 
-def warned() -> list[str]:
+@run_on_ranks()
+def test_warnings():
     """Training goes on, with what is in .grad."""
     model = syncengine.Parallel(Given(), nonfinite="warn", **CAP)
-    texts = []
-    for brought in ([], [(0, 2, 0, "NaN")], []):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            model.zero_grad()
-            model(gradients(model.module, brought)).backward()
-        texts.append("".join(str(w.message) for w in caught if w.category is RuntimeWarning))
-        if brought:
-            assert model.module.weights[2].grad.isnan().all()
-    return texts
+    plans: list[Brought] = [[], [(0, 2, 0, "NaN")], []]
+    said = []
+    for brought in plans:
+        said.append("".join(warned_of(model, brought)))
+        assert not brought or model.module.weights[2].grad.isnan().all()
+    check(plans, [said])
 
 
-def warned_in_a_long_run() -> list[str]:
-    """In steps 3, 4, ... 210, whose weights are NaN from step 150 on."""
+@run_on_ranks()
+def test_many_steps_are_warned_of_by_their_number():
+    """They are steps 3, 4, ... 210, whose weights are NaN from step 150 on."""
     model = syncengine.Parallel(Given(), nonfinite="warn")
     texts = []
     for step in range(1, 211):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            model.zero_grad()
-            model(gradients(model.module, [(0, 2, 0, "NaN")] if step > 2 else [])).backward()
-        texts += [f"{step}: {w.message}" for w in caught if w.category is RuntimeWarning]
+        texts += [f"{step}: {text}" for text in warned_of(model, [(0, 2, 0, "NaN")] if step > 2 else [])]
         if step == 150:
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.fill_(torch.nan)
-    return texts
-
-
-def test_many_steps_are_warned_of_by_their_number(pool: RankPool):
-    for texts in pool.run(warned_in_a_long_run):
-        first, second, third = texts
-        assert first.startswith("3: rank 0 brought NaN into ")
-        assert second.startswith("103: 100 of the last 100 steps were not finite; in the last one rank 0 brought NaN")
-        assert "finite any more" not in first + second
-        assert third.startswith("203: 100 of the last 100 steps")
-        assert third.endswith("No weight of Parallel(Given) is finite any more: go back to a checkpoint")
+    first, second, third = texts
+    assert first.startswith("3: rank 0 brought NaN into ")
+    assert second.startswith("103: 100 of the last 100 steps were not finite; in the last one rank 0 brought NaN")
+    assert "finite any more" not in first + second
+    assert third.startswith("203: 100 of the last 100 steps")
+    assert third.endswith("No weight of Parallel(Given) is finite any more: go back to a checkpoint")
 
 
 @run_on_ranks()
@@ -333,11 +305,6 @@ def test_a_filter_may_make_an_error_of_the_warning():
         warnings.simplefilter("error")  # on all ranks alike
         with pytest.raises(RuntimeWarning, match="rank 1 brought Inf into weights.0 in step 1"):
             model(gradients(model.module, [(1, 0, 1, "Inf")])).backward()
-
-
-def test_warnings(pool: RankPool):
-    plans: list[Brought] = [[], [(0, 2, 0, "NaN")], []]
-    check(plans, pool.run(warned))
 
 
 def raise_in_backward(who: Sequence[int], late: bool) -> list[str]:
@@ -383,16 +350,13 @@ def test_a_backward_that_fails_on_one_rank(pool: RankPool, late: bool):
         assert ("my own" if rank == 1 else "Aborted: rank 1: backward aborted") in said[1]
 
 
-def uneven() -> list[str]:
+@run_on_ranks()
+def test_in_a_join_context():
+    plans: list[Brought] = [[], [(1, 4, 499, "NaN")], [], []][: 2 + 2 * syncengine.rank()]
     model = syncengine.Parallel(Given(), nonfinite="raise")
     with model.join():
-        return said_of(model, [[], [(1, 4, 499, "NaN")], [], []][: 2 + 2 * syncengine.rank()])
-
-
-def test_in_a_join_context(pool: RankPool):
-    first, second = pool.run(uneven)
-    check([[], [(1, 4, 499, "NaN")]], [first])
-    check([[], [(1, 4, 499, "NaN")], [], []], [second])
+        said = said_of(model, plans)
+    check(plans, [said])
 
 
 @run_on_ranks()
@@ -405,13 +369,6 @@ def test_ranks_that_ask_for_different_things_hear_of_it():
 def test_what_is_nothing_to_do_is_refused(value: Any):
     with pytest.raises(InvalidUsage, match="nonfinite="):
         syncengine.Parallel(nn.Linear(2, 2), nonfinite=value)
-
-
-@run_on_ranks()
-def test_by_default_nobody_looks():
-    model = syncengine.Parallel(Given())
-    model(gradients(model.module, [(0, 1, 0, "NaN")])).backward()
-    assert model.module.weights[1].grad[0].isnan()
 
 
 def operations_of(plans: Sequence[Brought], sizes: Sequence[int]) -> list[int]:

@@ -1,19 +1,13 @@
 """Optimizers and hooks that run in backward: when they step, and on which gradients, beside DDP."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from parallel_models import (
-    Branches,
-    averages,
-    data,
-    different_bits,
-)
+from marks import flat_at_night
+from parallel_models import Branches, Mlp, averages, data, different_bits
 from pool import run_on_ranks
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
@@ -280,3 +274,26 @@ def test_on_one_rank_too_the_forward_decides_whether_its_backward_steps():
     model.reducer.prepare_for_backward([])  # as accelerate's trigger_sync_in_backward
     loss.backward()
     torch.testing.assert_close(module.weight.detach(), start - (2 + 3) * RATE)  # gradients have accumulated
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("kinds_of_buckets")
+@flat_at_night
+@run_on_ranks()
+def test_a_fused_optimizer_without_torch_distributed():
+    for optimizer in (torch.optim.SGD, torch.optim.NAdam):  # of the second torch has no functional form
+        torch.manual_seed(0)
+        model, plain_model = syncengine.Parallel(Mlp()), syncengine.Parallel(Mlp())
+        plain_model.load_state_dict(model.state_dict())
+        head = list(model.module.head.parameters())
+        model._register_fused_optim(optimizer, 0.01, optim_params=head)
+        reference = optimizer(plain_model.module.head.parameters(), 0.01)
+        for i in range(3):
+            with model.no_sync():
+                model(data(i)).square().mean().backward()  # no step
+            for m in (model, plain_model):
+                m.zero_grad()
+                m(data(i)).square().mean().backward()
+            reference.step()
+        for ours, expected in zip(model.parameters(), plain_model.parameters(), strict=True):
+            torch.testing.assert_close(ours, expected)

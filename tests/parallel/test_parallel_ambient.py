@@ -1,11 +1,8 @@
 """What a program sets for all that runs in it, or in a part: it is for the model, not for the wrapper's tensors."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import itertools
-import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -73,7 +70,6 @@ def train(model: nn.Module, steps: int = 4) -> list[torch.Tensor]:
 
 
 def assert_same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
-    assert len(ours) == len(theirs)
     assert all(same_bits(mine, other) for mine, other in zip(ours, theirs, strict=True))
 
 
@@ -129,14 +125,6 @@ def changed(change: Callable[[Any], None], value: Any, back: Any) -> Iterator[No
         change(back)
 
 
-@contextlib.contextmanager
-def anomalies() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it is slow
-        with torch.autograd.detect_anomaly():
-            yield
-
-
 class Everywhere(TorchFunctionMode):
     """What is made without a device goes elsewhere, as under torch.device()."""
 
@@ -155,7 +143,7 @@ STATES: dict[str, State] = {
     "default dtype float64": partial(changed, torch.set_default_dtype, torch.float64, torch.float32),
     "default dtype bfloat16": partial(changed, torch.set_default_dtype, torch.bfloat16, torch.float32),
     "deterministic": partial(changed, torch.use_deterministic_algorithms, True, False),
-    "anomalies": anomalies,
+    "anomalies": lambda: torch.autograd.set_detect_anomaly(True),
     "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
     "no gradients at construction": torch.no_grad,
     "inference at construction": torch.inference_mode,

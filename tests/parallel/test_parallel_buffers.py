@@ -1,7 +1,5 @@
 """Buffers are rank 0's at every forward."""
 
-from __future__ import annotations
-
 import copy
 import math
 import re
@@ -81,6 +79,9 @@ def test_one_rank_may_have_more_micro_batches(copied: bool):
     both(lambda: nn.Sequential(Scaled(), nn.BatchNorm1d(24), nn.Linear(24, 2)), step)
 
 
+Change = Callable[[nn.Module], Any]
+
+
 class Kept(nn.Module):
     """Any buffers; a forward makes each of them this rank's own, the way that it is told."""
 
@@ -89,7 +90,7 @@ class Kept(nn.Module):
         self.weight = nn.Parameter(torch.ones(1))
         for name, buffer in buffers.items():
             self.register_buffer(name, buffer)
-        self.change: Callable[[nn.Module], Any] = lambda module: None
+        self.change: Change = lambda module: None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.change(self)
@@ -110,8 +111,18 @@ def own(like: torch.Tensor) -> torch.Tensor:
     return torch.rand_like(like) + 10 * (1 + syncengine.rank())
 
 
-def moved(module: nn.Module) -> None:
-    module.b.data = own(module.b)
+def becomes(value: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+    """The buffer b gets the memory of what this makes of it."""
+    return lambda module: setattr(module.b, "data", value(module.b))
+
+
+moved = becomes(own)
+transposed = becomes(lambda b: own(b.T).T)
+cast = becomes(lambda b: own(b).to(torch.float64 if b.dtype == torch.float32 else torch.float32))
+last_format = becomes(lambda b: own(b).contiguous(memory_format=torch.channels_last))
+sliced = becomes(lambda b: torch.stack([own(b)] * 2, -1)[..., 0])
+turned = becomes(lambda b: b.T.contiguous())
+flattened = becomes(torch.flatten)
 
 
 def resized(module: nn.Module) -> None:
@@ -122,19 +133,11 @@ def grown(module: nn.Module) -> None:
     module.b.resize_(module.b.numel() + 1).copy_(own(module.b))
 
 
-def transposed(module: nn.Module) -> None:
-    module.b.data = own(module.b.T).T
-
-
-def cast(module: nn.Module) -> None:
-    module.b.data = own(module.b).to(torch.float64 if module.b.dtype == torch.float32 else torch.float32)
-
-
 def swapped(module: nn.Module) -> None:
     module.b.data, module.c.data = own(module.c), own(module.b)
 
 
-def buffers_after(model: nn.Module, change: Callable[[nn.Module], Any]) -> list[torch.Tensor]:
+def buffers_after(model: nn.Module, change: Change) -> list[torch.Tensor]:
     """What the buffers are at the beginning of each forward; no longer those of the one before."""
     seen = []
 
@@ -161,10 +164,10 @@ def test_buffers_may_change_their_memory():
         (partial(kept, (5, 3)), transposed),
         (partial(kept, (200, 300)), transposed),
         (kept, cast),
-        (lambda: Kept(b=torch.zeros(3), c=torch.zeros(70)), swapped),
+        (partial(make_two, c=70), swapped),
     ):
         torch.manual_seed(syncengine.rank())
-        both(make, lambda model, change=change: buffers_after(model, change))
+        both(make, partial(buffers_after, change=change))
 
 
 @pytest.mark.thorough
@@ -172,13 +175,6 @@ def test_buffers_may_change_their_memory():
 @run_on_ranks(world=3, gloo=True, settings=RING)
 def test_the_memory_of_buffers_may_change_on_one_rank_alone():
     """Whichever that is: nothing of what it does then concerns the others."""
-
-    def last_format(module: nn.Module) -> None:
-        module.b.data = own(module.b).contiguous(memory_format=torch.channels_last)
-
-    def sliced(module: nn.Module) -> None:
-        module.b.data = torch.stack([own(module.b)] * 2, -1)[..., 0]
-
     for alone in range(3):
         for shape, change in (
             (SMALL, moved),
@@ -191,49 +187,42 @@ def test_the_memory_of_buffers_may_change_on_one_rank_alone():
         ):
             own_change = change if syncengine.rank() == alone else lambda module: module.b.copy_(own(module.b))
             torch.manual_seed(syncengine.rank())
-            both(partial(kept, shape), lambda model, change=own_change: buffers_after(model, change))
+            both(partial(kept, shape), partial(buffers_after, change=own_change))
 
 
-def one_rank_changes(alone: int, make: Callable[[], Kept], change: Callable[[nn.Module], Any]) -> tuple[str, str]:
-    model = syncengine.Parallel(make())
+def make_two(b: int = 3, c: int = 4) -> Kept:
+    return Kept(b=torch.zeros(b), c=torch.zeros(c))
+
+
+def one_rank_changes(alone: int, module: Kept, change: Change) -> tuple[str, str]:
+    model = syncengine.Parallel(module)
     model(data()).backward()
-    model.module.change = change if syncengine.rank() == alone else model.module.change
+    module.change = change if syncengine.rank() == alone else module.change
     model(data()).backward()
     return outcome(lambda: [model(data()).backward() for _ in range(2)])
 
 
+# The buffers, what becomes of them on one rank alone, and what the error says of the others' and of those.
+DIFFERENCES: dict[str, tuple[Callable[[], Kept], Change, str, str]] = {
+    "grown": (kept, grown, "b: float32 (6,)", "b: float32 (7,)"),
+    "swapped": (make_two, swapped, "b: float32 (3,)", "b: float32 (4,)"),
+    "cast": (kept, cast, "b: float32 ", "b: float64 "),
+    "turned": (partial(kept, (5, 3)), turned, "b: float32 (5, 3)", "b: float32 (3, 5)"),
+    "flattened": (partial(kept, LARGE), flattened, "b: float32 (2, 8, 40, 40)", "b: float32 (25600,)"),
+    "dropped": (make_two, lambda module: setattr(module, "c", None), "c: float32 (4,)", "b: float32 (3,), digest"),
+}
+
+
+@pytest.mark.parametrize("difference", DIFFERENCES)
 @pytest.mark.parametrize("alone", [0, 1, 2])
-def test_buffers_that_differ_between_ranks_are_named(pool: RankPool, alone: int):
-    two = partial(make_two, (3,), (4,))
-    for make, change, theirs, its in (
-        (kept, grown, "b: float32 (6,)", "b: float32 (7,)"),
-        (two, swapped, "b: float32 (3,)", "b: float32 (4,)"),
-        (kept, cast, "b: float32 ", "b: float64 "),
-        (partial(kept, (5, 3)), turned, "b: float32 (5, 3)", "b: float32 (3, 5)"),
-        (partial(kept, LARGE), flattened, "b: float32 (2, 8, 40, 40)", "b: float32 (25600,)"),
-        (two, dropped, "c: float32 (4,)", "b: float32 (3,), digest"),
-    ):
-        for kind, text in pool.run(one_rank_changes, alone, make, change, world=3):
-            assert kind == "Mismatch"
-            assert "a copy of the buffers of Parallel(Kept) (" in text
-            assert theirs in text or its in text
-            assert f"rank {alone} " in text
-
-
-def make_two(*shapes: tuple[int, ...]) -> Kept:
-    return Kept(b=torch.zeros(shapes[0]), c=torch.zeros(shapes[1]))
-
-
-def turned(module: nn.Module) -> None:
-    module.b.data = module.b.T.contiguous()
-
-
-def flattened(module: nn.Module) -> None:
-    module.b.data = module.b.flatten()
-
-
-def dropped(module: nn.Module) -> None:
-    module.c = None
+@run_on_ranks(world=3)
+def test_buffers_that_differ_between_ranks_are_named(alone: int, difference: str):
+    make, change, theirs, its = DIFFERENCES[difference]
+    kind, text = one_rank_changes(alone, make(), change)
+    assert kind == "Mismatch", (kind, text)
+    assert "a copy of the buffers of Parallel(Kept) (" in text, text
+    assert theirs in text or its in text, text
+    assert f"rank {alone} " in text, text
 
 
 @run_on_ranks()
@@ -257,28 +246,26 @@ def test_all_ranks_may_give_their_buffers_other_sizes():
                 assert torch.equal(mine, b)
 
 
-class Overlapping(Kept):
-    """Its buffers are parts of one memory."""
-
-    def __init__(self, first: slice, second: slice, size: int = 40) -> None:
-        memory = own(torch.empty(size))
-        super().__init__(b=memory[first], c=memory[second])
+def overlapping(first: slice, second: slice, size: int = 40) -> Kept:
+    memory = own(torch.empty(size))
+    return Kept(b=memory[first], c=memory[second])
 
 
 @since_2_13
 @run_on_ranks(gloo=True)
 def test_buffers_may_share_memory():
-    for first, second, size in (
-        (slice(0, 20), slice(0, 20), 40),
-        (slice(0, 20), slice(10, 40), 40),
-        (slice(0, 40, 2), slice(1, 40, 2), 40),
+    def change(module: nn.Module) -> None:
+        module.b.copy_(own(module.b))
+        module.c.mul_(2)
+
+    for slices in (
+        (slice(0, 20), slice(0, 20)),
+        (slice(0, 20), slice(10, 40)),
+        (slice(0, 40, 2), slice(1, 40, 2)),
         (slice(0, 30_000), slice(10, 30_010), 40_000),
     ):
         torch.manual_seed(syncengine.rank())
-        both(
-            partial(Overlapping, first, second, size),
-            lambda model: buffers_after(model, lambda module: (module.b.copy_(own(module.b)), module.c.mul_(2))),
-        )
+        both(partial(overlapping, *slices), partial(buffers_after, change=change))
 
 
 def shared(module: nn.Module) -> None:
@@ -287,12 +274,12 @@ def shared(module: nn.Module) -> None:
 
 
 def shared_alone(alone: int, at_construction: bool) -> tuple[str, str]:
-    module = make_two((3,), (4,))
-    if at_construction:
-        if syncengine.rank() == alone:
-            shared(module)
-        return outcome(lambda: syncengine.Parallel(module))
-    return one_rank_changes(alone, lambda: module, shared)
+    module = make_two()
+    if not at_construction:
+        return one_rank_changes(alone, module, shared)
+    if syncengine.rank() == alone:
+        shared(module)
+    return outcome(lambda: syncengine.Parallel(module))
 
 
 @pytest.mark.parametrize("alone", [0, 1])
@@ -330,7 +317,7 @@ def test_in_a_join_context_the_last_ranks_buffers_may_be_anywhere(last: int):
     """A rank that has joined has buffers that no forward of its own has moved."""
 
     def step(model: nn.Module) -> list[torch.Tensor]:
-        model.module.change = lambda module: moved(module)
+        model.module.change = moved
         with model.join():
             for i in range(2 + 3 * (syncengine.rank() == last)):
                 model(data(i)).backward()

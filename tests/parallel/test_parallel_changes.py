@@ -1,14 +1,12 @@
 """Changes after wrapping, of which DDP's reducer hears nothing: its ranks go on with gradients of their own."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
 import torch
 from flat import Parallel as FlatParallel
 from parallel_models import CAP, Mlp, assert_averages, backwards, both, data, gradients, outcome, small
-from pool import RankPool, run_on_ranks
+from pool import run_on_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -48,8 +46,7 @@ def average_beside(model: nn.Module, inputs: torch.Tensor) -> None:
         syncengine.all_reduce(grad, "avg")
     model.zero_grad()
     model(inputs).square().sum().backward()
-    for grad, average in zip(gradients(model), expected, strict=True):
-        torch.testing.assert_close(grad.double(), average, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close([grad.double() for grad in gradients(model)], expected, rtol=1e-4, atol=1e-4)
 
 
 @run_on_ranks()
@@ -69,43 +66,36 @@ def unusual() -> nn.Module:
     return nn.Sequential(nn.Linear(24, 144), nn.Unflatten(1, (3, 8, 6)), *body[:3], nn.AdaptiveAvgPool2d(2), *body[3:])
 
 
-def change_strides(alone: int, after: int, flat: bool) -> str:
-    model = (FlatParallel if flat else syncengine.Parallel)(unusual())
-    for _ in range(after):
-        backwards(model, 1)
+def change_strides(model: nn.Module, after: int, alone: int = 1) -> None:
+    """The strides change on one rank, after that many steps."""
+    backwards(model, after)
     if syncengine.rank() == alone:
         in_last_format(model)
-
-    def train() -> None:
-        for i in range(3):
-            average_beside(model, data(i))
-
-    return ": ".join(outcome(train))
+    for i in range(3):
+        average_beside(model, data(i))
 
 
 @pytest.mark.parametrize("after", [0, 1, 3])
 @pytest.mark.parametrize("alone", [0, 1])
-def test_strides_that_change_on_one_rank_alone_are_named(pool: RankPool, alone: int, after: int):
-    for text in pool.run(change_strides, alone, after, False):
-        assert "Mismatch: " in text
-        assert "of Parallel(Sequential) (" in text
-        assert "with another layout" in text or "strides of " in text  # as this rank's own are usual or not
+@run_on_ranks()
+def test_strides_that_change_on_one_rank_alone_are_named(alone: int, after: int):
+    text = ": ".join(outcome(lambda: change_strides(syncengine.Parallel(unusual()), after, alone)))
+    assert "Mismatch: " in text, text
+    assert "of Parallel(Sequential) (" in text, text
+    assert "with another layout" in text or "strides of " in text, text  # as this rank's own are usual or not
 
 
 @pytest.mark.parametrize("after", [0, 1, 3])
-def test_strides_may_change_on_one_rank_alone_where_gradients_are_copied(pool: RankPool, after: int):
-    assert pool.run(change_strides, 1, after, True) == ["returned: None"] * 2
+@run_on_ranks()
+def test_strides_may_change_on_one_rank_alone_where_gradients_are_copied(after: int):
+    change_strides(FlatParallel(unusual()), after)
 
 
 @run_on_ranks(gloo=True)
 def test_strides_may_change_on_one_rank_alone_under_a_hook():
     model = syncengine.Parallel(unusual())
     model.register_comm_hook(None, default_hooks.allreduce_hook)
-    backwards(model)
-    if syncengine.rank() == 1:
-        in_last_format(model)
-    for i in range(3):
-        average_beside(model, data(i))
+    change_strides(model, 3)
 
 
 REPLACED = r"parameter 2\.weight of Parallel\(Sequential\) was replaced after wrapping"

@@ -1,9 +1,6 @@
-"""What wrapping does: DDP's looks, rank 0's state on all ranks, models that differ, one rank alone."""
-
-from __future__ import annotations
+"""What wrapping does: DDP's looks, rank 0's state on all ranks, an error for models that differ; what is refused."""
 
 import copy
-import dataclasses
 import inspect
 import pickle
 import re
@@ -15,7 +12,9 @@ import pytest
 import torch
 from parallel_models import Conv, Mlp
 from pool import RankPool, run_on_ranks
+from random_layers import linear
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 from torch_versions import since_2_13
@@ -43,9 +42,10 @@ def test_it_looks_like_ddp():
 
 @since_2_13
 def test_every_argument_of_ddp_is_known():
-    theirs = inspect.signature(DistributedDataParallel.__init__).parameters
-    ours = inspect.signature(syncengine.Parallel.__init__).parameters
-    assert [(p.name, p.default) for p in ours.values()][: len(theirs)] == [(p.name, p.default) for p in theirs.values()]
+    theirs = list(inspect.signature(DistributedDataParallel.__init__).parameters.values())
+    ours = list(inspect.signature(syncengine.Parallel.__init__).parameters.values())
+    assert [(p.name, p.default) for p in ours[: len(theirs)]] == [(p.name, p.default) for p in theirs]
+    assert {p.kind for p in ours[len(theirs) :]} == {inspect.Parameter.KEYWORD_ONLY}  # DDP may get more arguments
 
 
 @run_on_ranks()
@@ -74,31 +74,24 @@ def test_init_sync_false_leaves_state_alone():
     assert all(torch.equal(a, b) for a, b in zip(module.state_dict().values(), before.values(), strict=True))
 
 
-@dataclasses.dataclass
-class Difference:
-    """A change to one rank's model, and what the error says."""
-
-    change: Callable[[nn.Module], Any]
-    texts: tuple[str, ...]
-
-
-DIFFERENCES = {
-    "shape": Difference(lambda m: setattr(m, "head", nn.Linear(500, 8)), ("head.weight", "(7, 500)", "(8, 500)")),
-    "dtype": Difference(lambda m: m.head.double(), ("head.weight", "float32", "float64")),
-    "strides": Difference(
+# A change to one rank's model, and what the error says.
+DIFFERENCES: dict[str, tuple[Callable[[nn.Module], Any], tuple[str, ...]]] = {
+    "shape": (lambda m: setattr(m, "head", nn.Linear(500, 8)), ("head.weight", "(7, 500)", "(8, 500)")),
+    "dtype": (lambda m: m.head.double(), ("head.weight", "float32", "float64")),
+    "strides": (
         lambda m: setattr(m.head, "weight", nn.Parameter(torch.zeros(500, 7).t())),
         ("head.weight", "(500, 1)", "(1, 7)"),
     ),
-    "frozen": Difference(lambda m: m.head.bias.requires_grad_(False), ("head.bias", "trained")),
-    "number": Difference(lambda m: setattr(m, "extra", nn.Linear(2, 2)), ("extra.weight", "nothing")),
-    "buffer": Difference(lambda m: m.register_buffer("mask", torch.ones(3)), ("mask", "nothing")),
+    "frozen": (lambda m: m.head.bias.requires_grad_(False), ("head.bias", "trained")),
+    "number": (lambda m: setattr(m, "extra", nn.Linear(2, 2)), ("extra.weight", "nothing")),
+    "buffer": (lambda m: m.register_buffer("mask", torch.ones(3)), ("mask", "nothing")),
 }
 
 
 def mismatch_text(name: str) -> str:
     module = Mlp()
     if syncengine.rank() == 1:
-        DIFFERENCES[name].change(module)
+        DIFFERENCES[name][0](module)
     with pytest.raises(Mismatch) as error:
         syncengine.Parallel(module)
     return str(error.value)
@@ -108,7 +101,7 @@ def mismatch_text(name: str) -> str:
 def test_different_models_are_a_mismatch_that_names_both_sides(pool: RankPool, name: str):
     first, *others = pool.run(mismatch_text, name, world=3)
     assert others == [first, first]
-    assert all(text in first for text in ("rank 0 has", "rank 1 has", "Parallel(Mlp)", *DIFFERENCES[name].texts))
+    assert all(text in first for text in ("rank 0 has", "rank 1 has", "Parallel(Mlp)", *DIFFERENCES[name][1]))
 
 
 DIFFERENT_ARGUMENTS = {
@@ -146,3 +139,67 @@ def test_alone_it_is_the_module():
     pickle.loads(pickle.dumps(model))(torch.ones(2, 24)).sum().backward()
     with pytest.raises(InvalidUsage, match="mixed_precision"):
         syncengine.Parallel(module, mixed_precision=object())
+
+
+# --- What is refused by name
+
+REFUSED_ARGUMENTS: dict[str, Any] = {
+    "mixed_precision": object(),
+    "device_mesh": object(),
+    "delay_all_reduce_named_params": [],
+    "param_to_hook_all_reduce": torch.zeros(1),
+    "bucket_cap_mb_list": [1, 0],
+    "bucket_cap_mb": 0,
+    "device_ids": [0],
+    "output_device": 0,
+    "process_group": object(),
+}
+
+
+class On(nn.Module):
+    """Its parameters and its buffer say that they lie on these devices, which need not be there."""
+
+    def __init__(self, *devices: str, buffer: str | None = None) -> None:
+        super().__init__()
+        with FakeTensorMode():
+            for i, device in enumerate(devices):
+                setattr(self, f"p{i}", nn.Parameter(torch.empty(2, 2, device=device)))
+            self.register_buffer("statistics", torch.empty(2, device=buffer or devices[0]))
+
+    def forward(self, x: Any) -> Any:
+        return x
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
+    **{name: (linear, {name: value}, name) for name, value in REFUSED_ARGUMENTS.items()},
+    "large cap": (linear, {"bucket_cap_mb": 2.0**43}, r"bucket_cap_mb must be .*less than 2\*\*43"),
+    "large caps": (linear, {"bucket_cap_mb_list": [1, 1e30]}, r"bucket_cap_mb_list must be .*less than 2\*\*43"),
+    "lazy": (lambda: nn.LazyLinear(3), {}, "weight is not initialized"),
+    "frozen": (lambda: linear().requires_grad_(False), {}, "doesn't have any parameter that requires a gradient"),
+    "meta": (lambda: nn.Linear(1, 1, device="meta"), {}, "weight on meta"),
+    "mixed": (lambda: On("cuda:1", "cpu"), {}, "several devices: parameter p0 is on cuda:1, p1 on cpu"),
+    "two": (lambda: On("cuda:1", "cuda:0"), {}, "several devices: parameter p0 is on cuda:1, p1 on cuda:0"),
+    "other": (lambda: On("xpu"), {}, "parameter p0 on xpu"),
+    "ids": (lambda: On("cuda:1"), {"device_ids": [0]}, "device_ids says device 0, but the module is on cuda:1"),
+    "output": (lambda: On("cuda:1"), {"device_ids": [1], "output_device": 0}, "output_device says device 0"),
+    "output alone": (lambda: On("cuda:1"), {"output_device": 1}, "output_device 1 needs device_ids"),
+    "buffer": (lambda: On("cuda:1", buffer="cpu"), {}, "buffer statistics on cpu of a module on cuda:1"),
+}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@run_on_ranks()
+def test_what_is_not_supported_is_refused_by_name(world: int):
+    for make, arguments, text in REFUSED.values():
+        with pytest.raises(InvalidUsage, match=text):
+            syncengine.Parallel(make(), **arguments)
+    model = syncengine.Parallel(linear())
+    with pytest.raises(InvalidUsage, match="_set_sparse_metadata.*not support|not support.*_set_sparse_metadata"):
+        model._set_sparse_metadata()
+    if world == 1:
+        model = syncengine.Parallel(On("cuda:1"), device_ids=[1])
+        assert (model.device_ids, model.output_device, model.device) == ([1], 1, torch.device("cuda:1"))
+    if not torch.cuda.is_available():
+        with pytest.raises(InvalidUsage, match="no CUDA side|no driver|no device"):
+            model = syncengine.Parallel(On("cuda:1"))
+            model.register_comm_hook(None, syncengine.hooks.bf16_compress)  # one rank has no reducer without a hook

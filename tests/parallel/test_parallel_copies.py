@@ -1,10 +1,9 @@
-"""Copies of models over torch's default process group: without ``syncengine.init()``, or beside it."""
-
-from __future__ import annotations
+"""Copies of models: what goes along; over torch's default group, without ``syncengine.init()`` or beside it."""
 
 import copy
 import os
 import pickle
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from marks import mostly_nightly
-from parallel_models import different_bits, gradients
+from parallel_models import Mlp, backwards, different_bits, gradients
 from pool import run_on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
 from torch.optim.swa_utils import AveragedModel
 
 import syncengine
@@ -145,3 +145,51 @@ def test_a_copy_made_within_no_sync_is_synchronized():
         again = pickle.loads(pickle.dumps(model))
     for each in (twin, again, model):
         assert not different_bits(step(each), expected)
+
+
+@run_on_ranks()
+def test_a_copy_has_no_communication_hook_and_says_so():
+    torch.manual_seed(1)
+    model = syncengine.Parallel(Mlp())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        exact = copy.deepcopy(model)
+    model.register_comm_hook(None, syncengine.hooks.bf16_compress)
+    with pytest.warns(UserWarning, match="has no communication hook: register it again"):
+        other = pickle.loads(pickle.dumps(model))
+    for m in (model, other, exact):
+        backwards(m, 1)
+    assert not different_bits(gradients(other), gradients(exact))
+    assert different_bits(gradients(other), gradients(model))
+
+
+@run_on_ranks()
+def test_a_copy_in_mixed_precision_sends_small_gradients_too():
+    torch.manual_seed(1)
+    model = syncengine.Parallel(Mlp(), mixed_precision=_MixedPrecision(torch.bfloat16))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        other = copy.deepcopy(model)
+    for m in (model, other):
+        backwards(m, 1)
+    assert not different_bits(gradients(other), gradients(model))
+    assert all(torch.equal(grad, grad.bfloat16().float()) for grad in gradients(other))
+
+
+@pytest.mark.thorough
+@run_on_ranks()
+def test_a_copy_takes_neither_a_weight_nor_a_step_along():
+    """What is on its way to one backward of the original."""
+    model = syncengine.Parallel(Mlp(), bucket_cap_mb=0.1)
+    model._register_fused_optim(torch.optim.SGD, lr=0.1)
+    model.weight(1 + syncengine.rank())
+    other = pickle.loads(pickle.dumps(model))
+    assert other.bucket_bytes_cap == model.bucket_bytes_cap
+    before = [p.detach().clone() for p in other.parameters()]
+    backwards(other, 1)
+    assert not different_bits([p.detach() for p in other.parameters()], before)
+    local = copy.deepcopy(model.module)
+    backwards(local, 1)
+    for p, grad in zip(local.parameters(), gradients(other), strict=True):
+        syncengine.all_reduce(p.grad, "avg")  # not the weighted mean
+        assert torch.equal(p.grad, grad)

@@ -1,7 +1,5 @@
 """Parameters that are frozen while gradients are accumulated: averaged with `find_unused_parameters`, else an error."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from functools import partial
@@ -9,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from parallel_models import CAP, both, data, different_bits, gradients, of_both, small
+from parallel_models import CAP, both, data, gradients, of_both, small
 from pool import run_on_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -24,9 +22,9 @@ UNUSED = {"find_unused_parameters": True}
 LEFT = r"parameter 0\.\w+ of Parallel\(Sequential\) got a gradient under no_sync.*pass find_unused_parameters"
 
 
-def backward(model: nn.Module, number: int, synchronized: bool = True, *arguments: Any) -> None:
+def backward(model: nn.Module, number: int, synchronized: bool = True) -> None:
     with contextlib.nullcontext() if synchronized else model.no_sync():
-        model(data(number), *arguments).square().mean().backward()
+        model(data(number)).square().mean().backward()
 
 
 def in_turns(model: nn.Module) -> None:
@@ -57,9 +55,7 @@ def once(model: nn.Module, after: int) -> None:
     [(in_turns, {}), (partial(once, after=0), CAP), (partial(once, after=3), {"static_graph": True})],
 )
 @run_on_ranks()
-def test_without_looking_for_unused_parameters_they_are_an_error(
-    step: Callable[[nn.Module], None], options: dict[str, Any]
-):
+def test_without_looking_for_unused_parameters_they_are_an_error(step: Callable, options: dict[str, Any]):
     """DDP waits for their gradients, and says so in the next forward."""
     with pytest.raises(SyncError, match=LEFT):  # the other's, perhaps
         step(syncengine.Parallel(small(), **options))
@@ -256,9 +252,10 @@ class Discriminator(nn.Module):
         return self.head(torch.relu(self.middle(torch.relu(self.body(x)))))
 
 
-def adversaries(wrap: Callable[..., nn.Module], **options: bool) -> list[Any]:
-    torch.manual_seed(0)
-    critic, generator = wrap(Discriminator(), **options), wrap(nn.Linear(24, 24))
+def adversaries(critic: nn.Module) -> list[Any]:
+    generator = type(critic)(nn.Linear(24, 24))
+    # DDP waits for what is frozen, unless it looks for unused parameters.
+    waits = isinstance(critic, DistributedDataParallel) and not critic.find_unused_parameters
     found: list[Any] = []
     for i in range(4):
         critic.requires_grad_(True)
@@ -267,7 +264,6 @@ def adversaries(wrap: Callable[..., nn.Module], **options: bool) -> list[Any]:
         found += gradients(critic)
         critic.requires_grad_(False)
         generator.zero_grad()
-        waits = wrap is DistributedDataParallel and not options  # for what is frozen
         judge = critic.module if waits else critic
         judge(generator(data(2 * i + 1))).mean().backward()
         found += gradients(generator)
@@ -276,9 +272,9 @@ def adversaries(wrap: Callable[..., nn.Module], **options: bool) -> list[Any]:
 
 @run_on_ranks(world=3, gloo=True, settings={"numerics": "ring"})
 def test_a_model_that_is_wholly_frozen_in_its_second_forward_has_the_order_of_ddp():
-    assert not different_bits(adversaries(syncengine.Parallel), adversaries(DistributedDataParallel))
+    both(Discriminator, adversaries)
 
 
 @run_on_ranks(gloo=True)
 def test_a_model_that_is_wholly_frozen_where_unused_parameters_are_looked_for():
-    assert not different_bits(*(adversaries(wrap, **UNUSED) for wrap in (syncengine.Parallel, DistributedDataParallel)))
+    both(Discriminator, adversaries, **UNUSED)

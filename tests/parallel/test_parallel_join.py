@@ -1,19 +1,17 @@
 """Uneven inputs: ranks that run out of batches shadow the others, and everybody ends with DDP's bits."""
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from marks import mostly_nightly
-from parallel_models import Conv, Mlp, both, data, different_bits
-from pool import RankPool, run_on_ranks
+from parallel_models import CAP, Branches, Conv, Mlp, both, data, different_bits
+from pool import run_on_ranks
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -24,51 +22,41 @@ import syncengine
 from syncengine.errors import InvalidUsage, Mismatch
 
 
-class Branches(nn.Module):
+class ByRank(Branches):
     """Rank 0 uses one branch, the others another, or all the same."""
 
     def __init__(self, agree: bool = False) -> None:
         super().__init__()
-        self.stem, self.left, self.right, self.never = (nn.Linear(24, 24) for _ in range(4))
         self.agree = agree
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.left if self.agree or syncengine.rank() == 0 else self.right)(self.stem(x))
+        return super().forward(x, self.agree or syncengine.rank() == 0)
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "mlp": Mlp,
-    "conv": Conv,
-    "branches": Branches,
-    "one branch": partial(Branches, agree=True),
-}
-
-
-@dataclass(frozen=True)
+@dataclass
 class Uneven:
     """One training with different numbers of batches: two rounds, so that joined ranks come back."""
 
-    model: str = "mlp"
-    batches: tuple[int, ...] = (1, 3)  # by rank
+    make: Callable[[], nn.Module]
+    batches: tuple[int, ...]  # by rank
     accumulate: int = 1
-    join: tuple[tuple[str, Any], ...] = ()
-    options: tuple[tuple[str, Any], ...] = ()
-    ddp_options: tuple[tuple[str, Any], ...] | None = None  # where DDP crashes with `options`
+    join: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    ddp_options: dict[str, Any] | None = None  # where DDP crashes with `options`
     zero: bool = False  # torch's Join with a ZeroRedundancyOptimizer
 
 
 def train(wrap: Callable[..., nn.Module], run: Uneven) -> list[torch.Tensor]:
     torch.manual_seed(3)
     options = run.options if run.ddp_options is None or wrap is syncengine.Parallel else run.ddp_options
-    model = wrap(MODELS[run.model](), **dict(options))
+    model = wrap(run.make(), **options)
     if run.zero:
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.05, momentum=0.9)
     else:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.0 if "branch" in run.model else 0.9)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9 if run.make in (Mlp, Conv) else 0.0)
     history = []
     for number in range(2):
-        context = Join([model, optimizer], **dict(run.join)) if run.zero else model.join(**dict(run.join))
-        with context:
+        with Join([model, optimizer], **run.join) if run.zero else model.join(**run.join):
             for step in range(run.batches[syncengine.rank()]):
                 for micro in range(run.accumulate - 1):
                     with model.no_sync():
@@ -82,39 +70,42 @@ def train(wrap: Callable[..., nn.Module], run: Uneven) -> list[torch.Tensor]:
     return history
 
 
-def compare(runs: list[Uneven]) -> dict[Uneven, int]:
-    return {run: different_bits(train(syncengine.Parallel, run), train(DistributedDataParallel, run)) for run in runs}
-
-
 def runs_of(world: int) -> list[Uneven]:
     batches = {2: [(1, 3), (4, 2), (0, 2), (3, 0)], 3: [(1, 4, 2), (0, 2, 3), (3, 0, 1)]}[world]
-    effective = (("divide_by_initial_world_size", False),)
-    unused = (("find_unused_parameters", True),)
-    skip = (*unused, ("skip_all_reduce_unused_params", True))
-    one_each = (("bucket_cap_mb", 1e-6),)
-    static = (("static_graph", True),)
+    one_branch = partial(ByRank, agree=True)
+    effective, static = {"divide_by_initial_world_size": False}, {"static_graph": True}
+    unused = {"find_unused_parameters": True}
+    skip = {**unused, "skip_all_reduce_unused_params": True}
     starts = [counts for counts in batches if min(counts) > 0]
     return [
-        *(Uneven("mlp", counts, accumulate=1 + i % 2) for i, counts in enumerate(batches)),
-        *(Uneven("conv", counts, join=effective) for counts in batches),
-        *(Uneven("branches", counts, options=unused) for counts in batches),
+        *(Uneven(Mlp, counts, accumulate=1 + i % 2) for i, counts in enumerate(batches)),
+        *(Uneven(Conv, counts, join=effective) for counts in batches),
+        *(Uneven(ByRank, counts, options=unused) for counts in batches),
         # DDP skips none of these buckets. Where it does, or a static graph begins with a joined rank, it crashes.
-        *(Uneven("one branch", counts, options=skip) for counts in batches[:2]),
-        *(Uneven("one branch", c, options=skip + one_each, ddp_options=unused + one_each) for c in batches),
-        *(Uneven(model, counts, options=static) for model in ("mlp", "branches") for counts in starts),
-        *(Uneven("branches", c, options=static, ddp_options=unused) for c in batches if c not in starts),
-        Uneven("conv", batches[0], zero=True),
-        Uneven("conv", batches[1], options=(("forward_sync_buffers", False),)),
-        Uneven("mlp", (2,) * world, join=(("enable", False),)),
+        *(Uneven(one_branch, counts, options=skip) for counts in batches[:2]),
+        *(Uneven(one_branch, counts, options=skip | CAP, ddp_options=unused | CAP) for counts in batches),
+        *(Uneven(make, counts, options=static) for make in (Mlp, ByRank) for counts in starts),
+        *(Uneven(ByRank, c, options=static, ddp_options=unused) for c in batches if c not in starts),
+        Uneven(Conv, batches[0], zero=True),
+        Uneven(Conv, batches[1], options={"forward_sync_buffers": False}),
+        Uneven(Mlp, (2,) * world, join={"enable": False}),
     ]
 
 
 @pytest.mark.thorough
 @since_2_13
-@pytest.mark.parametrize(("world", "mode"), mostly_nightly([(2, "rank_order"), (2, "ring"), (3, "ring")], 2))
-def test_uneven_inputs_train_as_under_ddp(pool: RankPool, world: int, mode: str):
-    answers = pool.run(compare, runs_of(world), world=world, gloo=True, settings={"timeout": 30.0, "numerics": mode})
-    assert not {(rank, run): n for rank, answer in enumerate(answers) for run, n in answer.items() if n}
+@pytest.mark.parametrize(
+    ("kinds_of_buckets", "world", "numerics"),
+    mostly_nightly(
+        [("in place", 2, "rank_order"), ("in place", 2, "ring"), ("in place", 3, "ring"), ("flat", 2, "rank_order")], 2
+    ),
+    indirect=["kinds_of_buckets"],
+)
+@pytest.mark.usefixtures("kinds_of_buckets")
+@run_on_ranks(gloo=True)
+def test_uneven_inputs_train_as_under_ddp(world: int, numerics: str):
+    for run in runs_of(world):
+        assert not different_bits(train(syncengine.Parallel, run), train(DistributedDataParallel, run)), run
 
 
 @pytest.mark.thorough
@@ -163,8 +154,8 @@ def test_the_last_forward_in_join_may_not_synchronize():
 
 @run_on_ranks()
 def test_after_join_buckets_are_skipped_again():
-    options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True, "bucket_cap_mb": 1e-6}
-    model = syncengine.Parallel(Branches(agree=True), **options)
+    options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True, **CAP}
+    model = syncengine.Parallel(ByRank(agree=True), **options)
     reduced = []
     with model.join():
         for i in range(1 + syncengine.rank()):
@@ -183,11 +174,8 @@ def test_throw_on_early_termination(torchs: bool):
     model = syncengine.Parallel(nn.Linear(24, 2))
     join = partial(Join, [model]) if torchs else model.join
     steps = 0
-    text = (
-        "Rank 0 exhausted all inputs."
-        if syncengine.rank() == 0
-        else "Detected at least one rank that exhausted inputs. Throwing across all ranks."
-    )
+    of_others = "Detected at least one rank that exhausted inputs. Throwing across all ranks."
+    text = "Rank 0 exhausted all inputs." if syncengine.rank() == 0 else of_others
     with pytest.raises(RuntimeError, match=text), join(throw_on_early_termination=True):
         for step in range(2 + syncengine.rank()):
             model(data(step)).sum().backward()

@@ -1,11 +1,11 @@
 """Parameters and buffers that are not just elements in memory: lazily conjugated or negated, or of other kinds."""
 
-from __future__ import annotations
-
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from pool import run_on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
@@ -67,22 +67,21 @@ def test_lazily_conjugated_or_negated_tensors_are_synchronized() -> None:
         assert torch.equal(everyones, mine)
 
 
+KINDS: dict[str, Callable[[], torch.Tensor]] = {
+    "sparse_coo": lambda: torch.ones(2, 3).to_sparse(),
+    "sparse_csr": lambda: torch.ones(2, 3).to_sparse_csr(),
+    "mkldnn": lambda: torch.ones(2, 3).to_mkldnn(),
+    "jagged": lambda: torch.nested.nested_tensor([torch.ones(3), torch.ones(3)], layout=torch.jagged),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(3), torch.ones(3)]),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(2, 3), 0.1, 0, torch.qint8),
+    "DTensor": lambda: DTensor.from_local(torch.ones(2, 3), init_device_mesh("cpu", (2,)), [Replicate()]),
+}
+
+
 def odd(kind: str) -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch's: CSR tensors are in beta
-        values = torch.ones(2, 3)
-        return {
-            "sparse_coo": values.to_sparse,
-            "sparse_csr": values.to_sparse_csr,
-            "mkldnn": values.to_mkldnn,
-            "jagged": lambda: torch.nested.nested_tensor([values[0], values[1]], layout=torch.jagged),
-            "nested": lambda: torch.nested.nested_tensor([values[0], values[1]]),
-            "quantized": lambda: torch.quantize_per_tensor(values, 0.1, 0, torch.qint8),
-            "DTensor": lambda: DTensor.from_local(values, init_device_mesh("cpu", (2,)), [Replicate()]),
-        }[kind]()
-
-
-KINDS = ["sparse_coo", "sparse_csr", "mkldnn", "jagged", "nested", "quantized", "DTensor"]
+        return KINDS[kind]()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -122,10 +121,7 @@ def test_collectives_refuse_them_too(kind: str):
 @run_on_ranks(gloo=True)
 def test_the_backend_refuses_them_too(kind: str):
     """torch's functions refuse most of them before."""
-    import torch.distributed as dist
-
-    group = dist.new_group(backend="syncengine")
-    backend = group._get_backend(torch.device("cpu"))
+    backend = dist.new_group(backend="syncengine")._get_backend(torch.device("cpu"))
     tensor, dense = odd(kind), torch.ones(2, 3)
     for call in (
         lambda: backend.allreduce([tensor]),

@@ -1,11 +1,10 @@
 """State ends with what it belongs to: a forward that was dropped, a second wrapper, a node that torch has replaced."""
 
-from __future__ import annotations
-
 import itertools
 import weakref
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -19,10 +18,10 @@ from parallel_models import (
     different_bits,
     flat_gradients,
     gradients,
-    of_both,
     small,
 )
 from pool import run_on_ranks
+from random_layers import Layer
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -66,25 +65,24 @@ def marks_on_nodes(module: nn.Module) -> list[weakref.ref[Mark]]:
 
 @run_on_ranks()
 def test_nodes_that_torch_has_replaced_are_let_go_of():
-    for wrappers in (1, 2):
-        for pending in (False, True):
-            module = small()
-            models = [syncengine.Parallel(module) for _ in range(wrappers)]
-            marks: list[weakref.ref[Mark]] = []
-            for i in range(6):
-                for model in models:
-                    module.zero_grad()
-                    model(data(i)).sum().backward()
-                marks += marks_on_nodes(module)
-                kept = models[0](data(i)) if pending else None
-                module.bfloat16().float()
-                for model in models:
-                    model(data(i))
-                del kept
+    for wrappers, pending in itertools.product((1, 2), (False, True)):
+        module = small()
+        models = [syncengine.Parallel(module) for _ in range(wrappers)]
+        marks: list[weakref.ref[Mark]] = []
+        for i in range(6):
             for model in models:
-                model(data())
-            alive = sum(mark() is not None for mark in marks)
-            assert alive == 0, (wrappers, pending, alive)
+                module.zero_grad()
+                model(data(i)).sum().backward()
+            marks += marks_on_nodes(module)
+            kept = models[0](data(i)) if pending else None
+            module.bfloat16().float()
+            for model in models:
+                model(data(i))
+            del kept
+        for model in models:
+            model(data())
+        alive = sum(mark() is not None for mark in marks)
+        assert alive == 0, (wrappers, pending, alive)
 
 
 def resize(module: nn.Module, rows: int) -> None:
@@ -116,33 +114,32 @@ def test_parameters_of_another_size():
         return found
 
     expected = step(DistributedDataParallel)
-    for wrappers in (1, 2):
-        for pending in (False, True):
-            ours = step(syncengine.Parallel, wrappers, pending)
-            for i, found in enumerate(ours):
-                assert not different_bits(found, expected[i // wrappers]), (wrappers, pending, i)
+    for wrappers, pending in itertools.product((1, 2), (False, True)):
+        for i, found in enumerate(step(syncengine.Parallel, wrappers, pending)):
+            assert not different_bits(found, expected[i // wrappers]), (wrappers, pending, i)
 
 
 @run_on_ranks(gloo=True)
 def test_a_gradient_of_a_size_from_before_is_an_error():
     """The node may be the same, or another one."""
-    for between in (lambda module: None, lambda module: module.bfloat16().float()):
-        for rows in ((3, 900), (900, 3), (30, 31)):
-            module = nn.Sequential(nn.Linear(24, 3))
-            model = syncengine.Parallel(module)
-            resize(module, rows[0])
-            model(data()).sum().backward()
-            module.zero_grad()
-            pending = model(data())
-            resize(between(module) or module, rows[1])
-            out = model(data())
-            with pytest.raises(InvalidUsage, match=r"parameter 0\.(weight|bias) of Parallel\(Sequential\).*size"):
-                pending.sum().backward()
-            del pending, out
-            syncengine.barrier()
-            module.zero_grad()
-            model(data()).sum().backward()
-            assert_averaged(module, module(data()).sum())
+    for another_node, (before, after) in itertools.product((False, True), ((3, 900), (900, 3), (30, 31))):
+        module = nn.Sequential(nn.Linear(24, 3))
+        model = syncengine.Parallel(module)
+        resize(module, before)
+        model(data()).sum().backward()
+        module.zero_grad()
+        pending = model(data())
+        if another_node:
+            module.bfloat16().float()
+        resize(module, after)
+        out = model(data())
+        with pytest.raises(InvalidUsage, match=r"parameter 0\.(weight|bias) of Parallel\(Sequential\).*size"):
+            pending.sum().backward()
+        del pending, out
+        syncengine.barrier()
+        module.zero_grad()
+        model(data()).sum().backward()
+        assert_averaged(module, module(data()).sum())
 
 
 @run_on_ranks()
@@ -207,20 +204,15 @@ def test_a_dropped_forward_and_then_another_branch():
     both(Branches, step, find_unused_parameters=True)
 
 
-class TwoHeads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.never = nn.Linear(24, 3), nn.Linear(24, 3), nn.Linear(24, 3)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        self.auxiliary = self.never(x)
-        return self.first(x), self.second(x)
+def two_heads(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    self.auxiliary = self.never(x)
+    return self.first(x), self.second(x)
 
 
 @run_on_ranks()
 def test_a_loss_that_is_no_output_is_found():
     torch.manual_seed(0)
-    module = TwoHeads()
+    module = Layer(two_heads, first=nn.Linear(24, 3), second=nn.Linear(24, 3), never=nn.Linear(24, 3))
     model = syncengine.Parallel(module, find_unused_parameters=True)
     x = torch.full((1, 24), 1.0 + syncengine.rank())
     first, _second = model(x)
@@ -234,10 +226,8 @@ def test_a_loss_that_is_no_output_is_found():
 @run_on_ranks(gloo=True)
 def test_hooks_on_the_node_see_this_ranks_gradient():
     """And a `.grad` that was there before stays where it is: one of a flat optimizer's, say."""
-    for late, preset in itertools.product((False, True), repeat=2):
-        for options in ({}, {"static_graph": True}):
-            ours, theirs = of_both(partial(seen_at_nodes, late=late, preset=preset), Mlp, **options)
-            assert not different_bits(ours, theirs), (late, preset, options)
+    for late, preset, static_graph in itertools.product((False, True), repeat=3):
+        both(Mlp, partial(seen_at_nodes, late=late, preset=preset), static_graph=static_graph)
 
 
 def seen_at_nodes(model: nn.Module, late: bool, preset: bool) -> list:
@@ -259,23 +249,18 @@ def seen_at_nodes(model: nn.Module, late: bool, preset: bool) -> list:
         if late and i == 0:
             listen()
         out.square().mean().backward()
-    return [seen[name] for name in sorted(seen)] + gradients(model) + flat
+    return [seen[name] for name in sorted(seen)] + flat
 
 
-class Auxiliary(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor, how: str) -> torch.Tensor:
-        self.loss = checkpoint(self.layer, x, use_reentrant=True) if how == "reentrant" else self.layer(x)
-        return self.loss * 2
+def auxiliary(self: Any, x: torch.Tensor, how: str) -> torch.Tensor:
+    self.loss = checkpoint(self.layer, x, use_reentrant=True) if how == "reentrant" else self.layer(x)
+    return self.loss * 2
 
 
 @run_on_ranks()
 def test_a_second_wrapper_averages_whatever_its_backward_starts_from():
     for how in ("reentrant", "auxiliary", "inputs"):
-        module = Auxiliary()
+        module = Layer(auxiliary, layer=nn.Linear(8, 8))
         first, second = syncengine.Parallel(module), syncengine.Parallel(module)
         x = torch.full((1, 8), 1.0 + syncengine.rank(), requires_grad=True)
         first(x, how).sum().backward()

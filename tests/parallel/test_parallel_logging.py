@@ -1,7 +1,5 @@
 """What DDP logs: the data that tools read, times, errors and warnings."""
 
-from __future__ import annotations
-
 import gc
 import warnings
 from collections.abc import Callable
@@ -12,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from parallel_models import Branches, Conv, Mlp, data, of_both, outcome
+from parallel_models import Branches, Conv, Mlp, backwards, data, of_both, outcome
 from pool import RankPool, run_on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -64,36 +62,23 @@ def test_logging_data():
             use()
 
 
-class Used(Branches):
-    """The same parameters at each step, as a static graph wants."""
-
-    def forward(self, x: torch.Tensor, left: bool) -> torch.Tensor:
-        return super().forward(x, True)
-
-
 @since_2_13
 @run_on_ranks(gloo=True, settings={"numerics": "ring"})
 def test_logging_data_with_options():
     def step(model: nn.Module) -> dict[str, Any]:
         for i in range(3):
             model.zero_grad()
-            model(data(i), i > 0).square().mean().backward()
+            model(data(i), i > 0 or model.static_graph).square().mean().backward()
         return model._get_ddp_logging_data()
 
+    keys = """find_unused_parameters gradient_as_bucket_view broadcast_buffers bucket_cap_bytes static_graph
+        unused_parameter_size num_buckets_reduced"""
     view = {"gradient_as_bucket_view": True, "forward_sync_buffers": False, "bucket_cap_mb": 3}
     for options in ({"find_unused_parameters": True, **view}, {"find_unused_parameters": True, "static_graph": True}):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
-            ours, theirs = of_both(step, Used if "static_graph" in options else Branches, **options)
-        for key in (
-            "find_unused_parameters",
-            "gradient_as_bucket_view",
-            "broadcast_buffers",
-            "bucket_cap_bytes",
-            "static_graph",
-            "unused_parameter_size",
-            "num_buckets_reduced",
-        ):
+            ours, theirs = of_both(step, Branches, **options)
+        for key in keys.split():
             assert ours.get(key) == theirs.get(key), (key, ours.get(key), theirs.get(key), options)
     assert syncengine.Parallel(nn.SyncBatchNorm(3))._get_ddp_logging_data()["has_sync_bn"] == 1
 
@@ -116,8 +101,7 @@ def test_times_are_those_of_the_last_step_and_the_mean():
 def test_all_steps_are_timed():
     model = syncengine.Parallel(nn.Linear(24, 2))
     model._set_ddp_runtime_logging_sample_rate(5)
-    for i in range(22):
-        model(data(i)).sum().backward()
+    backwards(model, 22)
     assert len(numbers_of(model.reducer.step_times()).times) == 22
 
 
@@ -208,13 +192,8 @@ def test_errors_in_training_are_logged(pool: RankPool, static: bool, steps: int)
 def test_errors_are_logged_and_what_has_no_effect_is_said():
     def step(model: nn.Module) -> list[Any]:
         seen: list[Any] = []
-        calls = (
-            lambda: model.register_comm_hook(None, 1),
-            lambda: model.register_comm_hook(None, wrong_bucket),
-            lambda: model.register_comm_hook(None, wrong_return),
-        )
-        for call in calls:
-            seen.append(outcome(call))
+        for hook in (1, wrong_bucket, wrong_return):
+            seen.append(outcome(lambda hook=hook: model.register_comm_hook(None, hook)))
             logged = model._get_ddp_logging_data()
             seen.append((logged["error"], logged["has_error"]))
         with warnings.catch_warnings(record=True) as warned:
@@ -229,8 +208,6 @@ def test_errors_are_logged_and_what_has_no_effect_is_said():
     def wrong_return(state: Any, bucket) -> int:
         pass
 
-    wrong_bucket.__annotations__["bucket"] = int  # not as text
-    wrong_return.__annotations__["return"] = int
     ours, theirs = of_both(step, find_unused_parameters=True)
     assert ours == theirs
     for wrap in (syncengine.Parallel, DistributedDataParallel):

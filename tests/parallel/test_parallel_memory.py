@@ -1,25 +1,24 @@
-"""Averages are written early only into memory that nobody else reads: each trap that autograd's sharing sets."""
-
-from __future__ import annotations
+"""Averages are written early only into memory that nobody else reads, and nothing reads memory that was freed."""
 
 from collections.abc import Callable
 from typing import Any
 
 import numpy
+import pytest
 import torch
 from parallel_models import CAP, Mlp
-from pool import RankPool, run_on_ranks
+from pool import run_on_ranks
 from random_layers import Delay, Layer
 from torch import nn
 
 import syncengine
-
-SHAPES: dict[str, Any] = {"w": (8, 8), "a": 64, "b": 64}
+from syncengine.errors import InvalidUsage, SyncError
 
 
 def trap(forward: Callable[[Any, torch.Tensor], torch.Tensor]) -> nn.Module:
     """Parameters whose gradients autograd makes as views of each other, or of what it still needs."""
-    return Layer(forward, **{name: nn.Parameter(torch.randn(shape)) for name, shape in SHAPES.items()})
+    shapes = {"w": (8, 8), "a": (64,), "b": (64,)}
+    return Layer(forward, **{name: nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()})
 
 
 def added_view(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -73,36 +72,63 @@ def test_memory_of_others_is_not_written():
     assert (array == rank).all()
 
 
-def check_copies() -> dict[str, dict[str, int]]:
-    torch.manual_seed(0)
-    found = {}
+@run_on_ranks()
+def test_only_shared_or_strided_gradients_are_copied():
+    def copied(model: nn.Module, loss: torch.Tensor) -> dict[str, int]:
+        """Bytes by reason, but for small gradients."""
+        loss.backward()
+        reasons = {reason: size for reason, size in model.sync_stats()["copied_bytes"].items() if size}
+        assert reasons.pop("small", 0) <= sum(p.nbytes for p in Mlp().parameters() if p.nbytes < 4096)
+        return reasons
+
     plain = syncengine.Parallel(Mlp())
     for set_to_none in (True, False):
-        plain(torch.randn(3, 24)).sum().backward()
-        found[f"plain {set_to_none}"] = plain.sync_stats()
+        assert copied(plain, plain(torch.randn(3, 24)).sum()) == {}
+        assert plain.sync_stats()["reduced_bytes"] == sum(p.nbytes for p in plain.parameters())
         plain.zero_grad(set_to_none=set_to_none)
     hooked = syncengine.Parallel(Mlp())
     for p in hooked.parameters():
         p.register_hook(lambda grad: grad * 2)  # a gradient made by Python code is still autograd's alone
-    hooked(torch.randn(3, 24)).sum().backward()
-    found["hooked"] = hooked.sync_stats()
-    shared = syncengine.Parallel(trap(added_view), **CAP)
-    shared(torch.randn(8, 8)).square().sum().backward()
-    found["shared"] = shared.sync_stats()
-    layout = syncengine.Parallel(trap(added_view), **CAP)
-    layout.module.w.grad = torch.zeros(8, 8).t().contiguous().t()
-    layout(torch.randn(8, 8)).square().sum().backward()
-    found["layout"] = layout.sync_stats()
-    return found
+    assert copied(hooked, hooked(torch.randn(3, 24)).sum()) == {}
+    for strided in ({}, {"layout": 4 * 64}):
+        shared = syncengine.Parallel(trap(added_view), **CAP)
+        if strided:
+            shared.module.w.grad = torch.zeros(8, 8).t().contiguous().t()
+        expected = {"shared storage": 4 * 64, **strided}
+        assert copied(shared, shared(torch.randn(8, 8)).square().sum()) == expected
 
 
-def test_only_shared_or_strided_gradients_are_copied(pool: RankPool):
-    size = 4 * sum(p.numel() for p in Mlp().parameters())
-    for found in pool.run(check_copies):
-        copied = {name: {k: n for k, n in stats["copied_bytes"].items() if n} for name, stats in found.items()}
-        small = sum(p.nbytes for p in Mlp().parameters() if p.nbytes < 4096)
-        assert all(reasons.pop("small", 0) <= small for reasons in copied.values())
-        assert copied["plain True"] == copied["plain False"] == copied["hooked"] == {}
-        assert found["plain True"]["reduced_bytes"] == size
-        assert copied["shared"] == {"shared storage": 4 * 64}
-        assert copied["layout"] == {"shared storage": 4 * 64, "layout": 4 * 64}
+# --- Memory that was freed: reading it would end the process by a signal
+
+SMALL, LARGE = 97, 40_000  # packed into a message; by itself
+
+
+def net(elements: int) -> nn.Module:
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Linear(4, 4))
+    made.register_buffer("before", torch.ones(3))
+    made.register_buffer("cache", torch.ones(elements))
+    return made
+
+
+@pytest.mark.parametrize("alone", [0, 1])
+@pytest.mark.parametrize("left", [0, 16])
+@pytest.mark.parametrize("elements", [SMALL, LARGE])
+@run_on_ranks()
+def test_a_buffer_that_was_freed_on_one_rank_is_named(elements: int, left: int, alone: int):
+    model = syncengine.Parallel(net(elements))
+    model(torch.ones(2, 4)).sum().backward()
+    if syncengine.rank() == alone:
+        model.module.cache.untyped_storage().resize_(left)
+    prefix = "" if syncengine.rank() == alone else f"rank {alone}: "
+    with pytest.raises(SyncError, match=rf"{prefix}the memory of cache of shape \({elements},\) was freed"):
+        model(torch.ones(2, 4)).sum().backward()
+
+
+@pytest.mark.parametrize("which", ["cache", "0.weight"])
+@run_on_ranks()
+def test_what_was_freed_before_wrapping_is_named(which: str):
+    made = net(SMALL)
+    made.state_dict(keep_vars=True)[which].untyped_storage().resize_(0)
+    with pytest.raises(InvalidUsage, match=f"the memory of {which} of shape"):
+        syncengine.Parallel(made)

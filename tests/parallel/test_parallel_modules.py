@@ -1,7 +1,5 @@
 """Kinds of modules and of outputs, each with the bits of DDP."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Callable
@@ -13,6 +11,7 @@ import pytest
 import torch
 from parallel_models import Conv, Wrap, backwards, both, data, different_bits, gradients, small
 from pool import run_on_ranks
+from random_layers import Layer, linear
 from torch import nn
 from torch.distributed import rpc
 from torch.nn.parallel import DistributedDataParallel
@@ -28,20 +27,15 @@ def test_scripted_and_traced_modules():
         both(lambda: torch.jit.trace(small(), torch.zeros(5, 24)), backwards)
 
 
-class Referenced(nn.Module):
-    """Gives references to its results; `never` is not used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.other, self.never = (nn.Linear(24, 24) for _ in range(3))
-
-    def forward(self, x: torch.Tensor, inside: bool) -> Any:
+@run_on_ranks(gloo=True)
+def test_references_to_results(tmp_path: Path):
+    def refer(self: Any, x: torch.Tensor, inside: bool) -> Any:
         y = self.linear(x)
         return [rpc.RRef(y)] if inside else rpc.RRef({"unused": self.other(x), "y": y})
 
+    def make() -> nn.Module:
+        return Layer(refer, linear=linear(), other=linear(), never=linear())
 
-@run_on_ranks(gloo=True)
-def test_references_to_results(tmp_path: Path):
     def step(model: nn.Module, inside: bool) -> None:
         for i in range(3):
             model.zero_grad()
@@ -54,22 +48,16 @@ def test_references_to_results(tmp_path: Path):
     rpc.init_rpc(f"rank{syncengine.rank()}", rank=syncengine.rank(), world_size=2, rpc_backend_options=options)
     try:
         for inside in (True, False):
-            both(Referenced, partial(step, inside=inside), find_unused_parameters=True)
+            both(make, partial(step, inside=inside), find_unused_parameters=True)
     finally:
         rpc.shutdown()
 
 
-class SideEffect(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(24, 24)
-
-    def forward(self, x: torch.Tensor) -> None:
-        self.kept = self.linear(x)
-
-
 @run_on_ranks(gloo=True)
 def test_a_forward_that_returns_nothing():
+    def keep(self: Any, x: torch.Tensor) -> None:
+        self.kept = self.linear(x)
+
     def step(model: nn.Module) -> None:
         for i in range(3):
             model.zero_grad()
@@ -77,22 +65,17 @@ def test_a_forward_that_returns_nothing():
             model.module.kept.square().sum().backward()
         model.module.kept = None
 
-    both(SideEffect, step)
+    both(lambda: Layer(keep, linear=linear()), step)
 
 
 # --- Wrappers in wrappers, and beside each other
 
 
-class Partly(nn.Module):
+def partly(wrap: Wrap) -> nn.Module:
     """A part is wrapped by itself, and so left out of what is around it, as TorchRec does."""
-
-    def __init__(self, wrap: Wrap) -> None:
-        super().__init__()
-        self.inner, self.outer = wrap(nn.Linear(24, 24)), nn.Linear(24, 24)
-        self._ddp_params_and_buffers_to_ignore = ["inner.module.weight", "inner.module.bias"]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.outer(self.inner(x).tanh())
+    module = Layer(lambda self, x: self.outer(self.inner(x).tanh()), inner=wrap(linear()), outer=linear())
+    module._ddp_params_and_buffers_to_ignore = ["inner.module.weight", "inner.module.bias"]
+    return module
 
 
 def with_all(train: Callable[[Wrap], list[torch.Tensor]]) -> None:
@@ -105,7 +88,7 @@ def with_all(train: Callable[[Wrap], list[torch.Tensor]]) -> None:
 def test_a_wrapper_around_a_wrapped_part():
     def train(wrap: Wrap, **options: Any) -> list[torch.Tensor]:
         torch.manual_seed(0)
-        model = wrap(Partly(wrap), **options)
+        model = wrap(partly(wrap), **options)
         return [*(loss.detach() for loss in backwards(model)), *gradients(model)]
 
     for options in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
@@ -123,8 +106,8 @@ def test_a_wrapper_around_a_whole_wrapper_is_warned_of():
                 syncengine.Parallel(module)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        backwards(syncengine.Parallel(Partly(syncengine.Parallel)))
-        backwards(DistributedDataParallel(Partly(syncengine.Parallel)))
+        backwards(syncengine.Parallel(partly(syncengine.Parallel)))
+        backwards(DistributedDataParallel(partly(syncengine.Parallel)))
         backwards(syncengine.Parallel(nn.Sequential(syncengine.Parallel(small()))))
 
 

@@ -1,7 +1,5 @@
 """Parameters that a model gets after wrapping, beside its own or in their place: trained apart, but not in silence."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable
@@ -60,10 +58,10 @@ def test_parameters_that_are_added_frozen_or_without_a_shape_are_warned_of_when_
     adapter.down.requires_grad_(False)
     assert not warnings_of(lambda: backwards(model))
     adapter.up.requires_grad_(True)
-    assert [text.split()[1] for text in warnings_of(lambda: backwards(model, 20))] == ["2.up.weight"]
+    assert added(lambda: backwards(model, 20)) == ["2.up.weight"]
     model.module[2] = nn.Sequential(adapter, nn.LazyLinear(1, bias=False))
     assert not warnings_of(lambda: model(data()))  # gets its shape
-    assert [text.split()[1] for text in warnings_of(lambda: backwards(model, 20))] == ["2.1.weight"]
+    assert added(lambda: backwards(model, 20)) == ["2.1.weight"]
 
 
 @run_on_ranks()
@@ -123,27 +121,19 @@ def test_what_takes_a_name_that_another_keeps_is_warned_of():
     assert added(lambda: backwards(model)) == ["0.0.bias", "0.0.weight"]
 
 
-def insert(net: nn.Module) -> None:
-    net.insert(0, nn.Linear(24, 24))
-
-
-def put_module(net: nn.Module) -> None:
-    net._modules["0"] = nn.Linear(24, 24)
-
-
-def put_parameter(net: nn.Module) -> None:
-    net[0]._parameters["weight"] = nn.Parameter(torch.randn(24, 24))
-
-
 @run_on_ranks()
 def test_what_is_put_past_registration_is_warned_of_within_some_steps():
-    for put in (insert, put_module, put_parameter):
+    for what, put in {
+        "inserted": lambda net: net.insert(0, nn.Linear(24, 24)),
+        "a module": lambda net: net._modules.update({"0": nn.Linear(24, 24)}),
+        "a parameter": lambda net: net[0]._parameters.update(weight=nn.Parameter(torch.randn(24, 24))),
+    }.items():
         net = nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 24), nn.Linear(24, 3))
         net[0].requires_grad_(False)
         model = syncengine.Parallel(net)
         backwards(model)
         put(net)
-        assert "0.weight" in added(partial(backwards, model, 20)), put
+        assert "0.weight" in added(partial(backwards, model, 20)), what
 
 
 @run_on_ranks()
@@ -165,7 +155,5 @@ def test_what_ddp_averages_is_not_trained_apart():
     model.head = DistributedDataParallel(nn.Linear(3, 2))
     assert not warnings_of(lambda: (backwards(model), model.head(torch.ones(1, 3)).sum().backward()))
     model.other = nn.Linear(3, 2)
-    assert added(lambda: (backwards(model), model.other(torch.ones(1, 3)).sum().backward())) == [
-        "other.bias",
-        "other.weight",
-    ]
+    names = added(lambda: (backwards(model), model.other(torch.ones(1, 3)).sum().backward()))
+    assert names == ["other.bias", "other.weight"]

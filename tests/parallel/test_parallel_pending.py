@@ -1,9 +1,8 @@
 """Forwards whose backward is still to come while the module changes: frozen for another forward, of another dtype."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -28,44 +27,38 @@ def round_off(module: nn.Module, there: bool) -> None:
     module.to(torch.bfloat16 if there else torch.float32)
 
 
-def with_another_forward(change: Change, synchronized: bool, first_drops: bool) -> Callable[[nn.Module], list]:
+def with_another_forward(model: nn.Module, change: Change, synchronized: bool, first_drops: bool) -> list:
     """The steps of a GAN's discriminator: a forward is pending while the module changes for another one."""
-
-    def step(model: nn.Module) -> list:
-        found = []
-        for i in range(4):
-            if first_drops:
-                model(data(i))
-            model.zero_grad()
-            pending = model(data(i)).square().mean()
-            change(model.module, True)
-            with contextlib.nullcontext() if synchronized else model.no_sync():
-                other = model(data(i + 1).to(next(model.parameters()).dtype))
-            change(model.module, False)
-            pending.backward()
-            found += gradients(model)
-            del other
-        return found
-
-    return step
+    found = []
+    for i in range(4):
+        if first_drops:
+            model(data(i))
+        model.zero_grad()
+        pending = model(data(i)).square().mean()
+        change(model.module, True)
+        with contextlib.nullcontext() if synchronized else model.no_sync():
+            other = model(data(i + 1).to(next(model.parameters()).dtype))
+        change(model.module, False)
+        pending.backward()
+        found += gradients(model)
+        del other
+    return found
 
 
 @pytest.mark.usefixtures("kinds_of_buckets")
 @run_on_ranks(gloo=True)
 def test_a_forward_that_is_pending_while_the_module_changes():
-    for synchronized in (True, False):
-        for first_drops in (False, True):
-            both(small, with_another_forward(freeze, synchronized, first_drops))
-            # DDP does not follow a change of dtype.
-            torch.manual_seed(0)
-            model = syncengine.Parallel(small())
-            reference = copy.deepcopy(model.module).bfloat16().float()
-            found = with_another_forward(round_off, synchronized, first_drops)(model)
-            for i in range(4):
-                expected = averages(reference, reference(data(i)).square().mean())
-                if i == 0:
-                    continue  # the weights were rounded after that forward
-                assert not different_bits(found[4 * i : 4 * i + 4], expected), (i, synchronized, first_drops)
+    for synchronized, first_drops in itertools.product((True, False), repeat=2):
+        step = partial(with_another_forward, synchronized=synchronized, first_drops=first_drops)
+        both(small, partial(step, change=freeze))
+        # DDP does not follow a change of dtype.
+        torch.manual_seed(0)
+        model = syncengine.Parallel(small())
+        reference = copy.deepcopy(model.module).bfloat16().float()
+        found = step(model, change=round_off)
+        for i in range(1, 4):  # the weights were rounded after the first forward
+            expected = averages(reference, reference(data(i)).square().mean())
+            assert not different_bits(found[4 * i : 4 * i + 4], expected), (i, synchronized, first_drops)
 
 
 @run_on_ranks()
@@ -99,17 +92,16 @@ class Toggles(nn.Module):
         return self.discriminator(self.generator(x))
 
 
-def alternate(model: nn.Module) -> list:
-    found = []
-    for i in range(8):
-        model.zero_grad()
-        model(data(i), i % 4 < 2).square().mean().backward()
-        found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    return found
-
-
 @run_on_ranks(gloo=True)
 def test_forwards_may_freeze_and_unfreeze():
+    def alternate(model: nn.Module) -> list:
+        found = []
+        for i in range(8):
+            model.zero_grad()
+            model(data(i), i % 4 < 2).square().mean().backward()
+            found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        return found
+
     both(Toggles, alternate, find_unused_parameters=True)
     torch.manual_seed(0)
     reference = Toggles()

@@ -1,8 +1,8 @@
-"""When buckets are planned, and how large they are; a forward that one rank makes alone is its own."""
+"""When buckets are planned, how large they are, and what is in them; a forward that one rank makes alone is its own."""
 
-from __future__ import annotations
-
+import itertools
 import os
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from marks import mostly_nightly
-from parallel_models import Mlp, backwards, both, data, gradients, small
-from pool import RankPool, run_on_ranks
+from parallel_models import CAP, Branches, Mlp, Opposite, assert_averaged, backwards, both, data, gradients, small
+from pool import run_on_ranks
 from torch import nn
 
 import syncengine
-from syncengine.errors import Mismatch, Timeout
+from syncengine.errors import Mismatch, SyncError, Timeout
 from syncengine.parallel.buckets import BucketPlanner
 
 MIB = 1024 * 1024
@@ -96,8 +96,14 @@ def look(model: nn.Module, freezes: str) -> None:
         layer.requires_grad_(True)
 
 
-def looks_alone(rank: int, at: list[int], freezes: str, options: dict[str, Any]) -> None:
-    def step(model: nn.Module) -> list[torch.Tensor]:
+@pytest.mark.thorough
+@pytest.mark.parametrize("freezes", mostly_nightly(["nothing", "a part", "all"], 0, 1))
+@pytest.mark.parametrize("rank", mostly_nightly([0, 1], 1))
+@run_on_ranks(gloo=True, settings={"timeout": 60.0})
+def test_a_forward_of_one_rank_alone_is_its_own_where_ddps_is(rank: int, freezes: str):
+    """In each place but after the first backward, where DDP's plans, and in all of them."""
+
+    def step(model: nn.Module, at: list[int]) -> list[torch.Tensor]:
         found = []
         for i in range(7):
             if i in at and syncengine.rank() == rank:
@@ -107,18 +113,10 @@ def looks_alone(rank: int, at: list[int], freezes: str, options: dict[str, Any])
             found += gradients(model)
         return found
 
-    both(small, step, **options)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("freezes", mostly_nightly(["nothing", "a part", "all"], 0, 1))
-@pytest.mark.parametrize("rank", mostly_nightly([0, 1], 1))
-def test_a_forward_of_one_rank_alone_is_its_own_where_ddps_is(pool: RankPool, rank: int, freezes: str):
-    """In each place but after the first backward, where DDP's plans, and in all of them."""
+    alone = [i for i in range(7) if i != 1]
     for options in ({}, {"bucket_cap_mb": 0.001}, {"find_unused_parameters": True}):
-        alone = [i for i in range(7) if i != 1]
         for at in [*([i] for i in alone), alone]:
-            pool.run(looks_alone, rank, at, freezes, options, gloo=True, settings={"timeout": 60.0})
+            both(small, partial(step, at=at), **options)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -144,6 +142,114 @@ def test_forwards_of_one_rank_alone_while_parameters_are_frozen(rank: int):
     both(small, step, find_unused_parameters=True, bucket_cap_mb=0.001)
 
 
+# --- Arguments of DDP about parameters, memory and buckets: accepted, with its bits, in this engine's ways
+
+
+@run_on_ranks()
+def test_gradients_stay_where_they_are():
+    """What users of gradient_as_bucket_view rely on: no second copy, and addresses that last."""
+    model = syncengine.Parallel(Mlp(), gradient_as_bucket_view=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    addresses = []
+    for i in range(4):
+        optimizer.zero_grad(set_to_none=False)
+        model(data(i)).square().mean().backward()
+        optimizer.step()
+        addresses.append([p.grad.data_ptr() for p in model.parameters()])
+        copied = model.sync_stats()["copied_bytes"]
+        assert copied.pop("small") <= sum(p.nbytes for p in model.parameters() if p.nbytes < 4096)
+        assert not any(copied.values())
+    assert addresses[0] == addresses[1] == addresses[2] == addresses[3]
+
+
+@pytest.mark.thorough
+@run_on_ranks(world=3, gloo=True, settings={"timeout": 60.0, "numerics": "ring"})
+def test_gradients_of_before_are_scaled_as_by_ddp_with_views():
+    """The program's own, which a model has before wrapping, or gets behind it."""
+
+    def give(module: nn.Module) -> nn.Module:
+        generator = torch.Generator().manual_seed(syncengine.rank())
+        for parameter in module.parameters():
+            parameter.grad = torch.rand(parameter.shape, generator=generator)
+        return module
+
+    def step(model: nn.Module, before: bool, zeroed: bool) -> list[torch.Tensor | None]:
+        if not before:
+            give(model)
+        averages = []
+        for i in range(3):
+            model(data(i)).square().mean().backward()
+            averages += gradients(model)
+            if zeroed:
+                model.zero_grad(set_to_none=False)
+        return averages
+
+    for before, zeroed in itertools.product((False, True), repeat=2):
+        make = (lambda: give(Mlp())) if before else Mlp
+        both(make, partial(step, before=before, zeroed=zeroed), gradient_as_bucket_view=True)
+
+
+def test_buckets_come_in_the_order_in_which_they_fill():
+    """Those too that no cap has closed: torch's order of these depends on the device, and so on the rank."""
+    dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float32, torch.bfloat16]
+    parameters = [torch.empty(10, dtype=dtype) for dtype in dtypes]
+    planner = BucketPlanner.create(parameters, [False] * 5, True, False, None, None)
+    assert planner.rebuilt(range(5)) == [[1], [0, 3], [2, 4]]
+
+
+@run_on_ranks(gloo=True)
+def test_unused_buckets_are_skipped():
+    reduced = []
+    for skip in (False, True):
+        model = syncengine.Parallel(Branches(), find_unused_parameters=True, skip_all_reduce_unused_params=skip, **CAP)
+        model(data(), True).sum().backward()
+        reduced.append(model.sync_stats()["reduced_bytes"])
+        assert model.module.right.weight.grad is None
+        used = nn.ModuleList([model.module.stem, model.module.left])
+        assert_averaged(used, model.module(data(), True).sum())
+    assert reduced[0] - reduced[1] == 2 * 4 * (24 * 24 + 24)
+
+
+@run_on_ranks()
+def test_ranks_that_skip_different_buckets_hear_of_it():
+    """DDP hangs."""
+    model = syncengine.Parallel(Branches(), find_unused_parameters=True, skip_all_reduce_unused_params=True, **CAP)
+    with pytest.raises(SyncError, match="is used on some ranks and not on others"):
+        model(data(), syncengine.rank() == 0).sum().backward()
+
+
+@run_on_ranks()
+def test_double_and_complex_gradients_of_gradients():
+    """A penalty on the gradient: backward through a backward, then the average of the whole."""
+    for dtype in (torch.float64, torch.complex128):
+        torch.manual_seed(0)
+        module = nn.Linear(24, 3, dtype=dtype)
+
+        def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            x = x.to(dtype).requires_grad_()  # noqa: B023 (called at once)
+            out = model(x).abs().square().sum()
+            (slope,) = torch.autograd.grad(out, x, create_graph=True)
+            return out + slope.abs().square().sum()
+
+        expected = 0
+        for rank in range(2):
+            x = torch.randn(5, 24, generator=torch.Generator().manual_seed(rank))
+            expected = expected + torch.autograd.grad(loss(module, x), module.weight)[0] / 2
+        model = syncengine.Parallel(module)
+        loss(model, data()).backward()
+        torch.testing.assert_close(module.weight.grad, expected)
+
+
+@run_on_ranks()
+def test_freezing_on_one_rank_only_is_an_error_on_all():
+    model = syncengine.Parallel(Mlp())
+    model(data()).sum().backward()
+    if syncengine.rank() == 1:
+        model.module.head.bias.requires_grad_(False)
+    with pytest.raises(SyncError, match=r"head\.bias requires a gradient on rank 0, but not on rank 1"):
+        model(data()).sum().backward()
+
+
 @run_on_ranks(settings={"timeout": 60.0})
 def test_freezing_on_one_rank_alone_when_all_is_planned_is_named():
     model = syncengine.Parallel(small())
@@ -153,3 +259,58 @@ def test_freezing_on_one_rank_alone_when_all_is_planned_is_named():
     bucket = r"bucket 0 of Parallel\(Sequential\) \(2.bias, 2.weight, 0.(weight\)|bias, ...\))"
     with pytest.raises(Mismatch, match=f"called {bucket}"):  # by whoever sees it first
         backwards(model, 1)
+
+
+@run_on_ranks(gloo=True)
+def test_a_tied_parameter_of_which_one_name_is_ignored():
+    def make(name: str) -> nn.Module:
+        module = nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 24), nn.Linear(24, 24))
+        module[2].weight = module[0].weight
+        module._ddp_params_and_buffers_to_ignore = [name]
+        return module
+
+    for name in ("0.weight", "2.weight"):
+        both(lambda name=name: make(name), backwards)
+    model = syncengine.Parallel(make("0.weight"))
+    assert model._model.names == ["0.bias", "1.weight", "1.bias", "2.weight", "2.bias"]
+
+
+@run_on_ranks()
+def test_buckets_follow_the_cap_and_the_order_of_readiness():
+    model = syncengine.Parallel(Mlp())
+    model(data()).sum().backward()
+    assert len(list(model.parameters())) > model.sync_stats()["buckets"] > 1
+    layer = sum(p.nbytes for p in nn.Linear(24, 24).parameters()) / 2**20
+    for cap, buckets in (
+        (CAP["bucket_cap_mb"], [[1], [0], [3], [2], [5], [4]]),
+        (layer, [[1, 0], [3, 2], [5, 4]]),
+        (2 * layer, [[1, 0, 3, 2], [5, 4]]),
+    ):
+        small = syncengine.Parallel(Opposite(3), bucket_cap_mb=cap)
+        assert not small._has_rebuilt_buckets
+        for _ in range(2):
+            small(data()).sum().backward()
+        assert small._has_rebuilt_buckets
+        assert small._planning.plan == buckets  # in the order of rank 0, each layer's bias first
+        assert small.sync_stats()["buckets"] == len(buckets)
+        syncengine.all_gather(orders := torch.empty(2, 6, dtype=torch.int64), torch.tensor(small.reducer.ready_order()))
+        assert orders.tolist() == [[1, 0, 3, 2, 5, 4], [5, 4, 3, 2, 1, 0]]
+
+
+@run_on_ranks()
+def test_buckets_are_rebuilt_with_unused_parameters_too():
+    model = syncengine.Parallel(Branches(), find_unused_parameters=True)
+    for _ in range(2):
+        model(data(), True).sum().backward()
+    assert model._has_rebuilt_buckets
+
+
+@run_on_ranks()
+def test_buckets_of_a_static_graph_are_rebuilt_in_ready_order():
+    """The order is that of rank 0, and the opposite of that of rank 1."""
+    model = syncengine.Parallel(Opposite(3), static_graph=True, **CAP)
+    backwards(model, 2)
+    assert not model._has_rebuilt_buckets  # the order in which the first iteration reduces says nothing
+    backwards(model, 1)
+    assert model._has_rebuilt_buckets
+    assert model._planning.plan == [[1], [0], [3], [2], [5], [4]]  # each layer's bias comes first

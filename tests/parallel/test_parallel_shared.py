@@ -1,7 +1,6 @@
 """Parameters of several wrapped models in one backward; outputs that are inputs; outputs that can't be found."""
 
-from __future__ import annotations
-
+import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -9,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from flat import flat
 from parallel_models import assert_averages, averages, both, data, different_bits, flat_gradients, gradients
 from pool import RankPool, run_on_ranks
 from raising_model import InBackward
+from random_layers import Layer
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -21,15 +20,10 @@ import syncengine
 from syncengine.errors import InvalidUsage, SyncError
 
 
-class Part(nn.Module):
-    """Its encoder is of several pages, so that gradients are reduced in place."""
-
-    def __init__(self, encoder: nn.Module, width: int) -> None:
-        super().__init__()
-        self.encoder, self.head = encoder, nn.Linear(64, width)
-
-    def forward(self, x: torch.Tensor, use: bool) -> torch.Tensor:
-        return self.head(self.encoder(x) if use else x)
+def around(encoder: nn.Module, width: int) -> nn.Module:
+    """A model whose encoder is of several pages, so that gradients are reduced in place."""
+    head = nn.Linear(64, width)
+    return Layer(lambda self, x, use: self.head(self.encoder(x) if use else x), encoder=encoder, head=head)
 
 
 def batch(step: int) -> torch.Tensor:
@@ -44,18 +38,12 @@ def together(unevenly: bool = True) -> None:
         uses.append((lambda i: syncengine.rank() == 0, {"static_graph": True}))
     for use, options in uses:
         encoder = nn.Linear(64, 64)
-        models = [syncengine.Parallel(Part(encoder, width), **options) for width in (2, 3)]
+        models = [syncengine.Parallel(around(encoder, width), **options) for width in (2, 3)]
         for i in range(4):
-            losses = [model.module(batch(i), use(i)).square().sum() for model in models]
-            local = torch.autograd.grad(sum(losses), list(encoder.parameters()), allow_unused=True)
-            expected = [
-                torch.zeros_like(p) if g is None else g for p, g in zip(encoder.parameters(), local, strict=True)
-            ]
-            for gradient in expected:
-                dist.all_reduce(gradient)
+            expected = averages(encoder, sum(model.module(batch(i), use(i)).square().sum() for model in models))
             encoder.zero_grad()
             sum(model(batch(i), use(i)).square().sum() for model in models).backward()
-            assert not different_bits(gradients(encoder), [gradient / 2 for gradient in expected]), (i, options)
+            assert not different_bits(gradients(encoder), expected), (i, options)
 
 
 @pytest.mark.parametrize("memory", ["pool", "torch", "flat"])
@@ -68,7 +56,7 @@ def test_models_that_share_a_large_part(pool: RankPool, memory: str):
 def test_models_that_share_a_part_keep_the_memory_of_its_gradients():
     encoder = nn.Linear(64, 64)
     flat = flat_gradients(encoder)
-    models = [syncengine.Parallel(Part(encoder, width)) for width in (2, 3)]
+    models = [syncengine.Parallel(around(encoder, width)) for width in (2, 3)]
     for i in range(3):
         expected = averages(encoder, sum(model.module(batch(i), True).square().sum() for model in models))
         flat.zero_()
@@ -79,7 +67,7 @@ def test_models_that_share_a_part_keep_the_memory_of_its_gradients():
 @run_on_ranks()
 def test_weights_of_models_that_share_a_large_part():
     encoder = nn.Linear(64, 64, bias=False)
-    models = [syncengine.Parallel(Part(encoder, 1)) for _ in range(2)]
+    models = [syncengine.Parallel(around(encoder, 1)) for _ in range(2)]
     for model in models:
         nn.init.ones_(model.module.head.weight)
         model.weight(3 if syncengine.rank() == 0 else 1)
@@ -100,13 +88,8 @@ def test_a_sparse_table_of_two_models():
     assert dense[[0, 1, 5, 6], 0].tolist() == [1.5, 0.5, 2.0, 0.0]
 
 
-class Passing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(24, 3)
-
-    def forward(self, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.head(h), h
+def passing() -> nn.Module:
+    return Layer(lambda self, h: (self.head(h), h), head=nn.Linear(24, 3))
 
 
 @run_on_ranks(gloo=True)
@@ -127,7 +110,7 @@ def test_an_input_that_is_an_output():
 
     for first in ("model", "past"):
         for options in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
-            both(Passing, partial(step, first=first), **options)
+            both(passing, partial(step, first=first), **options)
 
 
 class Hidden:
@@ -199,7 +182,7 @@ def test_of_several_forwards_whose_outputs_are_not_found_none_has_a_second_backw
         syncengine.barrier()
 
 
-def generator_past_the_wrapper(in_thread: bool) -> Callable[[nn.Module], list[Any]]:
+def generator_past_the_wrapper(model: nn.Module, in_thread: bool) -> list[Any]:
     """The discriminator's steps, with the generator's forward between; then the generator's, by the bare module."""
 
     def backward(value: torch.Tensor) -> None:
@@ -209,28 +192,24 @@ def generator_past_the_wrapper(in_thread: bool) -> Callable[[nn.Module], list[An
         else:
             value.sum().backward()
 
-    def step(model: nn.Module) -> list[Any]:
-        generator, found = nn.Linear(24, 24), []
-        for i in range(3):
-            backward(model(data(i)).value)
-            fake = generator(data(i + 1))
-            backward(model(fake.detach()).value)
-            model.zero_grad()
-            backward(model.module(fake).value)
-            found += [*gradients(generator), *gradients(model)]
-            model.zero_grad(), generator.zero_grad()
-        return found
-
-    return step
+    generator, found = nn.Linear(24, 24), []
+    for i in range(3):
+        backward(model(data(i)).value)
+        fake = generator(data(i + 1))
+        backward(model(fake.detach()).value)
+        model.zero_grad()
+        backward(model.module(fake).value)
+        found += [*gradients(generator), *gradients(model)]
+        model.zero_grad(), generator.zero_grad()
+    return found
 
 
 @pytest.mark.thorough
 @run_on_ranks(gloo=True)
 def test_a_generators_step_past_a_model_whose_outputs_are_not_found():
     """Its nodes are older than one forward of the discriminator, and later than another, but made in none."""
-    for checkpoints in range(3):
-        for in_thread in (False, True):
-            both(partial(Hiding, checkpoints), generator_past_the_wrapper(in_thread))
+    for checkpoints, in_thread in itertools.product(range(3), (False, True)):
+        both(partial(Hiding, checkpoints), partial(generator_past_the_wrapper, in_thread=in_thread))
 
 
 class HidingLoss(Hiding):
@@ -298,21 +277,15 @@ class Chain(nn.Module):
 @run_on_ranks(gloo=True)
 def test_checkpoints_behind_outputs_that_are_not_found():
     """DDP never averages such a static graph."""
-    layers = [nn.Linear(24, 24) for _ in range(3)]
+    linear = [nn.Linear(24, 24) for _ in range(3)]
     norms = [nn.LayerNorm(24) for _ in range(3)]  # one node each: autograd does not tell where a task starts from
-    for calls, options in (
-        (layers, {}),
-        (layers, {"static_graph": True}),
-        ([*layers, layers[0]], {"static_graph": True}),
-        (norms, {}),
-        (norms, {"static_graph": True}),
-        ([*norms, norms[0]], {"static_graph": True}),
-    ):
-        module = Chain(*calls)
-        model = syncengine.Parallel(module, **options)
-        for i in range(3):
-            plain = module.plain(data(i)).square().sum()
-            assert_averages(model, plain, lambda out: out.value.square().sum(), data(i))
+    for layers in (linear, norms):
+        for calls, static_graph in ((layers, False), (layers, True), ([*layers, layers[0]], True)):
+            module = Chain(*calls)
+            model = syncengine.Parallel(module, static_graph=static_graph)
+            for i in range(3):
+                plain = module.plain(data(i)).square().sum()
+                assert_averages(model, plain, lambda out: out.value.square().sum(), data(i))
 
 
 @pytest.mark.parametrize(("options", "other"), [({}, False), ({"find_unused_parameters": True}, True)])

@@ -1,21 +1,151 @@
-"""What torch and other tools ask of a DDP model: attributes, private names, methods."""
-
-from __future__ import annotations
+"""DDP's arguments, attributes, private names and methods: what torch and other tools ask of a DDP, with its answers."""
 
 import threading
+import warnings
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from parallel_models import Branches, Mlp, data, different_bits, gradients, of_both, outcome
+from parallel_models import Branches, Conv, Mlp, backwards, both, data, of_both, outcome, small
 from pool import run_on_ranks
+from random_layers import Layer
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
+from torch_versions import IS_SINCE_2_13, since_2_13
 
 import syncengine
 from syncengine.errors import InvalidUsage
+
+WRAPS = (syncengine.Parallel, DistributedDataParallel)
+
+
+def with_statistics(model: nn.Module) -> list[torch.Tensor]:
+    """Losses, and this rank's buffers after each step."""
+    return [*backwards(model, 2), *(b.clone() for b in model.buffers()), *backwards(model, 2)]
+
+
+def different() -> nn.Module:
+    """Another model on each rank, buffers too."""
+    torch.manual_seed(syncengine.rank())
+    module = Conv()
+    module.body[1].running_mean.normal_()
+    return module
+
+
+@pytest.mark.thorough
+@run_on_ranks(gloo=True)
+def test_arguments():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        for synced in (True, False):
+            both(different, with_statistics, broadcast_buffers=synced)
+            if IS_SINCE_2_13:
+                both(different, with_statistics, forward_sync_buffers=synced)
+        both(different, with_statistics, init_sync=False)
+        both(Mlp, backwards, bucket_cap_mb=0.1, check_reduction=True)
+
+
+@run_on_ranks(gloo=True)
+def test_ignored_parameters():
+    def make() -> nn.Module:
+        torch.manual_seed(syncengine.rank())
+        module = Conv()
+        ignored = ["body.0.weight", "body.1.running_mean"]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
+        return module
+
+    both(make, with_statistics)
+
+
+@run_on_ranks(gloo=True)
+def test_without_autograd_hooks():
+    def step(model: nn.Module) -> None:
+        backwards(model)
+        out = model(data(5))
+        model._remove_autograd_hooks()
+        out.sum().backward()
+
+    both(small, step)
+
+
+@run_on_ranks(gloo=True)
+def test_without_clones_behind_the_sink():
+    def step(model: nn.Module) -> None:
+        model._set_ddp_sink_clone(False)
+        for i in range(3):
+            model(data(i), i % 2 == 0).square().mean().backward()
+
+    both(Branches, step, find_unused_parameters=True)
+
+
+@run_on_ranks(gloo=True)
+def test_a_static_graph_that_changes():
+    for wrap in WRAPS:
+        with pytest.raises(RuntimeError, match="training graph has changed in this iteration"):  # the other's, perhaps
+            model = wrap(Branches(), static_graph=True)
+            for i in range(5):
+                model(data(i), i < 3).sum().backward()
+
+
+@run_on_ranks(gloo=True)
+def test_private_attributes():
+    ours, theirs = (wrap(small()) for wrap in WRAPS)
+    for _ in range(3):
+        for name in ("_has_rebuilt_buckets", "_ddp_sink_clone", "_delay_all_reduce_params", "_comm_hooks"):
+            assert getattr(ours, name) == getattr(theirs, name), name
+        assert ours._distributed_rank == theirs._distributed_rank
+        assert ours._join_config == theirs._join_config
+        assert [p.shape for p in ours._module_parameters] == [p.shape for p in theirs._module_parameters]
+        for model in (ours, theirs):
+            backwards(model, 1)
+
+
+@since_2_13
+@run_on_ranks(gloo=True)
+def test_attributes():
+    """All public ones that are plain values, and that tools read."""
+    own = {"logger", "reducer", "process_group", "module", "modules_buffers", "named_module_buffers"}
+    own |= {"use_side_stream_for_tensor_copies"}  # nothing is copied on a CPU
+    for options in (
+        {},
+        {"static_graph": True, "gradient_as_bucket_view": True, "dim": 1},
+        {"find_unused_parameters": True, "skip_all_reduce_unused_params": True, "forward_sync_buffers": False},
+        {"batched_grad_copy": True, "bucket_cap_mb_list": [1, 2]},
+        {"bucket_cap_mb": 3, "process_group": dist.group.WORLD},
+    ):
+        ours, theirs = (wrap(Conv(), **options) for wrap in WRAPS)
+        names = {name for name in vars(theirs) if not name.startswith("_")} - own
+        assert len(names) > 20
+        for name in [*names, "broadcast_buffers", "join_device", "join_process_group"]:
+            assert getattr(ours, name) == getattr(theirs, name), name
+        assert ours.process_group is theirs.process_group
+        assert list(ours.named_module_buffers) == list(theirs.named_module_buffers)
+        assert len(ours.modules_buffers) == len(theirs.modules_buffers)
+        assert ours.will_sync_module_buffers() == theirs.will_sync_module_buffers()
+
+
+@run_on_ranks(gloo=True)
+def test_what_both_refuse():
+    """With an error of the same class: callers catch it."""
+    for make, options in (
+        (small, {"device_ids": [0]}),
+        (small, {"output_device": 1}),
+        (small, {"device_ids": [0, 1]}),
+        (small, {"delay_all_reduce_named_params": []}),
+        (small, {"param_to_hook_all_reduce": nn.Parameter(torch.ones(2))}),
+        (small, {"process_group": dist.group.WORLD, "device_mesh": init_device_mesh("cpu", (2,))}),
+        (small, {"device_mesh": init_device_mesh("cpu", (1, 2))}),
+        (lambda: nn.Linear(2, 2).requires_grad_(False), {}),
+        (partial(nn.LazyLinear, 2), {}),
+    ):
+        with pytest.raises((ValueError, RuntimeError)) as theirs:
+            DistributedDataParallel(make(), **options)
+        with pytest.raises(theirs.type):
+            syncengine.Parallel(make(), **options)
 
 
 @run_on_ranks(gloo=True)
@@ -35,14 +165,12 @@ def test_check_reducer_finalized():
     ddp(data(), True).sum().backward()
     with pytest.raises(RuntimeError, match="Expected to have finished reduction in the prior iteration"):
         ddp._check_reducer_finalized()
+    text = r"Expected to have finished reduction.*\n.*\n.*right.weight, right.bias, never.weight, never.bias"
     model = syncengine.Parallel(Branches())
     model._check_reducer_finalized()
     model(data(), True).sum().backward()
     for check in (model._check_reducer_finalized, model.reducer._check_reducer_finalized):
-        with pytest.raises(
-            InvalidUsage,
-            match=r"Expected to have finished reduction.*\n.*\n.*right.weight, right.bias, never.weight, never.bias",
-        ):
+        with pytest.raises(InvalidUsage, match=text):
             check()
     syncengine.barrier()  # a model that goes with a backward that is not complete refuses it for all ranks
 
@@ -50,7 +178,7 @@ def test_check_reducer_finalized():
 @pytest.mark.thorough
 @run_on_ranks(world=4, gloo=True)
 def test_update_process_group():
-    def step(model: nn.Module) -> list[torch.Tensor]:
+    def step(model: nn.Module) -> None:
         first, second = dist.new_group([0, 1]), dist.new_group([2, 3])
         model(data(0)).square().mean().backward()
         model.zero_grad()
@@ -60,9 +188,8 @@ def test_update_process_group():
         if dist.get_rank() > 1:
             model._update_process_group(first)  # not for these ranks
         assert dist.get_world_size(model.process_group) == 2
-        return gradients(model)
 
-    assert not different_bits(*of_both(step))
+    both(Mlp, step)
 
 
 @run_on_ranks()
@@ -77,22 +204,16 @@ def test_sink_clone():
         out.sum().backward()
 
 
-class Asks(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner, self.seen = inner, []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+@run_on_ranks()
+def test_active_ddp_module():
+    def ask(self: Any, x: torch.Tensor) -> torch.Tensor:
         self.seen.append(DistributedDataParallel._get_active_ddp_module())
         x = self.inner(x)
         self.seen.append(DistributedDataParallel._active_ddp_module)
         return x
 
-
-@run_on_ranks()
-def test_active_ddp_module():
-    inner = Asks(nn.Linear(24, 2))
-    outer = syncengine.Parallel(Asks(syncengine.Parallel(inner)))
+    inner = Layer(ask, inner=nn.Linear(24, 2), seen=[])
+    outer = syncengine.Parallel(Layer(ask, inner=syncengine.Parallel(inner), seen=[]))
     for grad in (True, False):
         inner.seen.clear()
         outer.module.seen.clear()
@@ -103,23 +224,16 @@ def test_active_ddp_module():
         assert DistributedDataParallel._active_ddp_module is None
 
 
-class Meets(nn.Linear):
-    """Its forward begins and ends by events of another thread."""
-
-    def __init__(self, entered: threading.Event, leave: threading.Event) -> None:
-        super().__init__(24, 2)
-        self.entered, self.leave = entered, leave
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.entered.set()
-        assert self.leave.wait(120)
-        return super().forward(x)
-
-
 @run_on_ranks()
 def test_active_ddp_module_in_two_threads():
+    def meet(self: Any, x: torch.Tensor) -> torch.Tensor:
+        self.entered.set()
+        assert self.leave.wait(120)
+        return self.linear(x)
+
     events = [threading.Event() for _ in range(3)]
-    first, second = (syncengine.Parallel(Meets(*events[i : i + 2])) for i in range(2))
+    modules = (Layer(meet, linear=nn.Linear(24, 2), entered=events[i], leave=events[i + 1]) for i in range(2))
+    first, second = map(syncengine.Parallel, modules)
     with ThreadPoolExecutor(1) as other:  # the first enters, the second does, the first leaves, the second does
         out = other.submit(first, data())
         out.add_done_callback(lambda _: events[2].set())
@@ -141,10 +255,11 @@ def test_ignored_parameters_are_none_of_the_modules():
 
 @run_on_ranks(gloo=True, settings={"numerics": "ring"})
 def test_bucket_caps():
+    def caps(model: nn.Module) -> tuple[Any, ...]:
+        return model.bucket_bytes_cap, model.bucket_bytes_cap_list, model.bucket_bytes_cap_default
+
     for options in ({}, {"bucket_cap_mb": 3}):
-        ours, theirs = of_both(
-            lambda m: (m.bucket_bytes_cap, m.bucket_bytes_cap_list, m.bucket_bytes_cap_default), **options
-        )
+        ours, theirs = of_both(caps, **options)
         assert ours == theirs
 
 

@@ -1,16 +1,24 @@
-"""The ways people train: precision, optimizers, averaged models, each with the bits of DDP."""
+"""The ways people train and run backward, and autograd in its corners, with the bits of DDP; any order of readiness."""
 
-from __future__ import annotations
-
+import contextlib
+import sys
+import warnings
 from functools import partial
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
-from parallel_models import Conv, Mlp, both, data, small
+import torch.distributed as dist
+from parallel_models import CAP, Conv, Mlp, Opposite, averages, backwards, both, data, different_bits, gradients, small
 from pool import run_on_ranks
+from random_layers import Layer
 from torch import nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 import syncengine
+from syncengine.errors import SyncError
 
 
 @pytest.mark.thorough
@@ -70,3 +78,239 @@ def test_averaged_models():
         return [*average.state_dict().values(), average(data())]
 
     both(Conv, step)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@run_on_ranks()
+def test_a_parameter_in_two_reentrant_checkpoints_raises(alone: bool):
+    """Alone, it is averaged when the first of them has run backward: within the outer backward."""
+
+    def twice(self: Any, x: torch.Tensor) -> torch.Tensor:
+        x = checkpoint(self.layer, x.requires_grad_(), use_reentrant=True).tanh()
+        return self.last(checkpoint(self.layer, x, use_reentrant=True).tanh())
+
+    last, options = (nn.Identity(), {}) if alone else (nn.Linear(24, 24), CAP)
+    with pytest.raises(SyncError, match="ready only once"):  # the other's may come at any time
+        model = syncengine.Parallel(Layer(twice, layer=nn.Linear(24, 24), last=last), **options)
+        model(data()).sum().backward()
+
+
+@pytest.mark.usefixtures("kinds_of_buckets")
+@run_on_ranks(gloo=True)
+def test_ranks_may_be_ready_in_opposite_orders():
+    """Buckets complete in any order, and are reduced in one: who waits for another's next bucket would hang."""
+    for options in ({}, CAP):
+        both(partial(Opposite, 7), backwards, **options)
+    model = syncengine.Parallel(Opposite(7), **CAP)
+    backwards(model)
+    assert model.sync_stats()["buckets"] == 14
+    syncengine.all_gather(orders := torch.empty(2, 14, dtype=torch.int64), torch.tensor(model.reducer.ready_order()))
+    assert not torch.equal(*orders)
+
+
+@run_on_ranks()
+def test_create_graph_gives_averages_too():
+    """DDP can't: it writes its bucket in place where autograd forbids it."""
+    results = []
+    for create_graph in (False, True):
+        torch.manual_seed(0)
+        model = syncengine.Parallel(nn.Linear(24, 3))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's about reference cycles
+            for i in range(2):
+                model(data(i)).square().sum().backward(create_graph=create_graph)
+        results.append(gradients(model))
+    assert not different_bits(*results)
+
+
+@pytest.mark.thorough
+@run_on_ranks(gloo=True)
+def test_a_checkpoint_around_the_wrapper():
+    def step(model: nn.Module, reentrant: bool) -> None:
+        for i in range(3):
+            model.zero_grad()
+            checkpoint(model, data(i).requires_grad_(), use_reentrant=reentrant).square().sum().backward()
+
+    for reentrant in (True, False):
+        both(Mlp, partial(step, reentrant=reentrant))
+    both(Mlp, partial(step, reentrant=False), find_unused_parameters=True)
+
+
+@run_on_ranks(gloo=True)
+def test_a_hessian_times_a_vector():
+    def product(model: nn.Module) -> tuple[torch.Tensor, ...]:
+        loss = model(data()).square().sum()
+        parameters = list(model.parameters())
+        slopes = torch.autograd.grad(loss, parameters, create_graph=True)
+        return torch.autograd.grad(slopes, parameters, [torch.ones_like(s) for s in slopes])
+
+    both(small, product)
+
+
+@pytest.mark.parametrize("synchronizes", [False, True])
+@run_on_ranks(world=3, gloo=True)
+def test_gradients_keep_their_graph_on_this_rank(synchronizes: bool):
+    """With create_graph=True the average has this rank's own graph: DDP fails in such a backward."""
+    torch.manual_seed(0)
+    model = syncengine.Parallel(small())
+    plain, parameters = model.module, list(model.parameters())
+    # The slopes of a sum do not depend on the outputs, through which no second backward may go.
+    own = torch.autograd.grad(plain(data()).sum(), parameters, create_graph=True)
+    values = averages(plain, plain(data()).sum()) if synchronizes else [slope.detach().clone() for slope in own]
+    with_graph = [(slope, 2 * value) for slope, value in zip(own, values, strict=True) if slope.requires_grad]
+    losses, weights = zip((plain(data(1)).sum(), torch.ones(())), *with_graph, strict=True)
+    expected = [grad.clone() for grad in torch.autograd.grad(losses, parameters, weights)]
+    for grad in expected:
+        dist.all_reduce(grad)
+    with warnings.catch_warnings(), contextlib.nullcontext() if synchronizes else model.no_sync():
+        warnings.simplefilter("ignore")  # torch's about reference cycles
+        model(data()).sum().backward(create_graph=True)
+    slopes = [p.grad for p in parameters]
+    assert [slope.requires_grad for slope in slopes] == [slope.requires_grad for slope in own]
+    for slope, value in zip(slopes, values, strict=True):
+        torch.testing.assert_close(slope.detach(), value)
+    model.zero_grad()
+    (model(data(1)).sum() + sum(slope.square().sum() for slope in slopes)).backward()
+    for p, grad in zip(parameters, expected, strict=True):
+        torch.testing.assert_close(p.grad, grad / 3)
+
+
+@run_on_ranks(gloo=True)
+def test_hooks_on_modules_and_tensors():
+    def step(model: nn.Module) -> list[torch.Tensor]:
+        seen = []
+        model.register_full_backward_hook(lambda module, inputs, outputs: seen.append(outputs[0].clone()))
+        model.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+        model.register_forward_hook(lambda module, args, out: out * 2)
+        head = model.module.head
+        head.register_full_backward_pre_hook(lambda module, outputs: (outputs[0] * 2,))
+        head.register_full_backward_hook(lambda module, inputs, outputs: seen.append(inputs[0].clone()))
+        head.weight.register_hook(lambda grad: grad * 3)
+        return [*backwards(model), *seen]
+
+    assert len(both(Mlp, step)) == 3 + 2 * 3
+    both(Mlp, step, find_unused_parameters=True)
+
+
+@run_on_ranks(gloo=True)
+def test_function_transforms():
+    def function_transforms(model: nn.Module) -> Any:
+        def loss(parameters: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+            return torch.func.functional_call(model, parameters, (x,)).square().sum()
+
+        parameters = {name: p.detach() for name, p in model.named_parameters()}
+        results = [torch.func.grad(loss)(parameters, data())]
+        with torch.no_grad():
+            results += [torch.func.vmap(model)(data()), torch.func.jacrev(model)(data())]
+        backwards(model)
+        return results
+
+    both(small, function_transforms)
+    planning = syncengine.Parallel(small())
+    backwards(planning, 1)  # where buckets are rebuilt then, DDP fails
+    results = function_transforms(planning)
+    assert all(map(torch.equal, tree_leaves(results), tree_leaves(function_transforms(planning))))
+
+
+def fast_weights(model: nn.Module, inner_steps: int) -> list[torch.Tensor]:
+    """Leaves of this rank's own, trained by backward() between the model's steps (first-order MAML, Reptile)."""
+    found = []
+    for i in range(3):
+        fast = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+        for j in range(inner_steps):
+            torch.func.functional_call(model, fast, (data(3 * i + j),)).square().mean().backward()
+            with torch.no_grad():
+                for value in fast.values():
+                    value -= 0.1 * value.grad
+                    value.grad = None
+        model.zero_grad()
+        model(data(i)).square().mean().backward()
+        found += [*fast.values(), *(p.grad.clone() for p in model.parameters())]
+    return found
+
+
+@run_on_ranks(gloo=True)
+def test_functional_calls_with_leaves_of_their_own():
+    for inner_steps in (1, 3):
+        both(small, partial(fast_weights, inner_steps=inner_steps))
+
+
+# --- Hooks on gradients, the user's and the engine's
+
+
+@run_on_ranks()
+def test_post_accumulate_hooks_see_the_average():
+    """So an optimizer in backward steps on averages, and may drop the gradient."""
+    model = syncengine.Parallel(nn.Linear(2, 1, bias=False))
+    weight = model.module.weight
+    start, seen = weight.detach().clone(), []
+
+    def step(parameter: torch.Tensor) -> None:
+        seen.append(parameter.grad.tolist())
+        with torch.no_grad():
+            parameter -= parameter.grad
+        parameter.grad = None
+
+    handle = weight.register_post_accumulate_grad_hook(step)
+    x = torch.full((1, 2), float(syncengine.rank()))
+    model(x).sum().backward()
+    assert seen == [[[0.5, 0.5]]]
+    assert weight.grad is None
+    assert torch.equal(weight, start - 0.5)
+    with model.no_sync():
+        model(x).sum().backward()
+    assert seen[1] == x.tolist()
+    handle.remove()
+    model(x).sum().backward()
+    assert len(seen) == 2
+    assert weight.grad.tolist() == [[0.5, 0.5]]
+
+
+@run_on_ranks()
+def test_hooks_go_with_the_model():
+    module = Mlp()
+    model = syncengine.Parallel(module)
+    model(data()).sum().backward()
+    del model
+    own = list(torch.autograd.grad(module(data()).sum(), list(module.parameters())))
+    module.zero_grad()
+    module(data()).sum().backward()  # no reducer to complain about a consumed forward
+    assert not different_bits(gradients(module), own)
+    again = syncengine.Parallel(module)
+    again._remove_autograd_hooks()
+    module.zero_grad()
+    module(data()).sum().backward()
+    assert not different_bits(gradients(module), own)
+
+
+# --- The way of a forward through Python, which every step pays for: how many calls it makes
+
+MOST = 10
+# Modules that a forward calls only where an earlier test of the same process has made a ShardedOptimizer, or has
+# imported torch's optimizers in backward.
+BY_EARLIER_TESTS = ("syncengine.sharded.", "syncengine.parallel.optimizers.")
+
+
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}], ids=str)
+@run_on_ranks()
+def test_a_forward_makes_few_calls(options: dict[str, bool]):
+    """Functions of syncengine that are called in a forward, in turn; torch's, and the module's own, are not counted."""
+    model = syncengine.Parallel(small(), **options)
+    for i in range(4):
+        model(data(i)).sum().backward()
+    calls, batch = [], data(5)
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        name = frame.f_globals.get("__name__", "")
+        if event == "call" and f"{name}.".startswith("syncengine.") and not f"{name}.".startswith(BY_EARLIER_TESTS):
+            calls.append(f"{name}.{frame.f_code.co_name}")
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        output = model(batch)
+    finally:
+        sys.setprofile(before)
+    output.sum().backward()
+    assert len(calls) <= MOST, calls
+    assert "syncengine.parallel.steps.forward" in calls

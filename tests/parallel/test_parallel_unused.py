@@ -1,6 +1,4 @@
-"""Parameters that a backward does not reach, and the outputs from which that is found out."""
-
-from __future__ import annotations
+"""Which backward synchronizes, and parameters that it does not reach, which is found out from the outputs."""
 
 import dataclasses
 from functools import partial
@@ -8,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from parallel_models import Branches, Outputs, assert_averaged, both, data, of_both
+from parallel_models import CAP, Branches, Mlp, Outputs, assert_averaged, averages, backwards, both, data, of_both
 from pool import run_on_ranks
+from random_layers import Layer, make_layer
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import syncengine
+from syncengine.errors import InvalidUsage, SyncError
 
 
 @dataclasses.dataclass
@@ -39,16 +39,13 @@ def test_a_backward_for_each_output_of_a_dataclass():
 @run_on_ranks(gloo=True)
 def test_a_loss_that_uses_no_parameter_on_one_rank():
     model = syncengine.Parallel(Branches(), find_unused_parameters=True)
-    module = model.module
-    x = data().requires_grad_()
-    used = [*module.stem.parameters(), *module.left.parameters()]
-    of_rank_1 = [grad.clone() for grad in torch.autograd.grad(module(x, True).sum(), used)]
+    module, x = model.module, data().requires_grad_()
     if syncengine.rank() == 0:
         module.forward = lambda x, left: x * 1
     model(x, True).sum().backward()
-    for parameter, grad in zip(used, of_rank_1, strict=True):
-        dist.broadcast(grad, 1)
-        assert torch.equal(parameter.grad, grad / 2)
+    used = nn.ModuleList([module.stem, module.left])
+    for parameter, average in zip(used.parameters(), averages(used, module(x, True).sum()), strict=True):
+        assert torch.equal(parameter.grad, average)
     assert all(p.grad is None for p in (*module.right.parameters(), *module.never.parameters()))
 
 
@@ -61,8 +58,6 @@ class AllBranches(Branches):
 @pytest.mark.parametrize("find_unused", [True, False])
 @run_on_ranks(gloo=True)
 def test_the_reducer_says_which_parameters_are_used(find_unused: bool, same: bool):
-    """What the reducer says of it, after each step."""
-
     def step(model: nn.Module) -> list[Any]:
         seen: list[Any] = []
         for i in range(6):
@@ -87,9 +82,110 @@ def test_a_gradient_that_was_accumulated_and_dropped_counts_for_nothing():
         if drops:
             model.zero_grad()
         model(data(1), False).sum().backward()
-        if drops:
-            assert module.left.weight.grad is None
-            assert_averaged(nn.ModuleList([module.stem, module.right]), module(data(1), False).sum())
+        assert (module.left.weight.grad is None) == drops
+        trained = [module.stem, module.right] if drops else [module.stem, module.right, module.left]
+        kept = 0 if drops else module(data(0), True).sum()
+        assert_averaged(nn.ModuleList(trained), kept + module(data(1), False).sum())
+
+
+# --- Several forwards, and a backward of its own
+
+
+@run_on_ranks()
+def test_a_parameter_is_used_if_any_of_several_forwards_uses_it():
+    model = syncengine.Parallel(Branches(), find_unused_parameters=True, **CAP)
+    (model(data(1), True) + model(data(2), False)).sum().backward()
+    assert model.sync_stats()["copied_bytes"]["unused"] == 4 * (24 * 24 + 24)  # `never` alone
+
+
+@run_on_ranks()
+def test_a_consumed_forward_raises():
+    """DDP would go on with gradients that differ between ranks."""
+    model = syncengine.Parallel(Mlp())
+    first, second = model(data(1)).sum(), model(data(2)).sum()
+    first.backward()
+    with pytest.raises(InvalidUsage, match=r"already synchronized.*no_sync"):
+        second.backward()
+    hidden = syncengine.Parallel(Outputs(lambda a, b: iter([a, b])))  # outputs that can't be found
+    for each in (model, hidden):
+        loss = sum(each(data())).sum()
+        loss.backward(retain_graph=True)
+        with pytest.raises(InvalidUsage, match="already synchronized"):
+            loss.backward()
+
+
+@run_on_ranks(gloo=True)
+def test_a_penalty_on_weights_made_in_forward_may_have_a_backward_of_its_own():
+    """It is no output, and the same on all ranks: what stays local is right."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        self.penalty = self.layer.weight.square().sum()
+        return self.layer(x)
+
+    def step(model: nn.Module) -> None:
+        for i in range(3):
+            model.zero_grad()
+            model(data(i)).square().mean().backward()
+            model.module.penalty.backward()
+
+    both(lambda: Layer(forward, layer=nn.Linear(24, 3)), step)
+
+
+# --- static_graph=True: what is not used, and hooks that fire several times, learned in the first iteration
+
+
+@run_on_ranks(gloo=True)
+def test_static_graph_can_be_set_later():
+    def step(model: nn.Module) -> None:
+        model._set_static_graph()
+        assert model.static_graph
+        backwards(model, 4)
+
+    both(lambda: nn.Sequential(nn.Linear(24, 24), make_layer("repeated")), step)
+    for wrap in (syncengine.Parallel, DistributedDataParallel):
+        model = wrap(nn.Linear(24, 24))
+        backwards(model, 1)
+        with pytest.raises(RuntimeError, match="should be called before training loop starts"):
+            model._set_static_graph()
+        again = wrap(nn.Linear(24, 24), static_graph=True)
+        with pytest.warns(UserWarning, match="no need to set it again"):
+            again._set_static_graph()
+
+
+@run_on_ranks()
+def test_memory_that_others_hold_is_left_to_them():
+    """The first iteration averages late, when autograd has long let go of what shares memory with gradients."""
+
+    def share(self: Any, x: torch.Tensor) -> torch.Tensor:
+        self.hidden = x.requires_grad_() + self.bias.view(5, 24)
+        self.hidden.retain_grad()
+        return self.hidden
+
+    model = syncengine.Parallel(Layer(share, bias=nn.Parameter(torch.randn(5, 24))), static_graph=True)
+    for i in range(3):
+        model.zero_grad()
+        (model(data(i)) * (syncengine.rank() + 1)).sum().backward()
+        assert model.module.hidden.grad.unique().tolist() == [syncengine.rank() + 1]
+        assert model.module.bias.grad.unique().tolist() == [1.5]
+
+
+@pytest.mark.parametrize("more", [True, False])
+@run_on_ranks()
+def test_a_graph_that_changes_is_an_error(more: bool):
+    model = syncengine.Parallel(Branches(), static_graph=True, **CAP)
+    first = syncengine.rank() == 1
+    for i in range(2):
+        model(data(i), True).sum().backward()
+    with pytest.raises(SyncError) as error:
+        if more:
+            model(data(3), not first).sum().backward()
         else:
-            trained = nn.ModuleList([module.stem, module.left, module.right])
-            assert_averaged(trained, module(data(0), True).sum() + module(data(1), False).sum())
+            stem, left = model.module.stem, model.module.left
+            model.module.forward = lambda x, _: stem(x) if first else left(stem(x))
+            for _ in range(2):
+                model(data(3), True).sum().backward()
+    if first:
+        assert error.type is InvalidUsage
+    text = str(error.value)
+    assert "training graph has changed in this iteration" in text
+    assert ("right.weight" if more else "left.weight") in text or "right.bias" in text

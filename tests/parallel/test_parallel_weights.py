@@ -1,8 +1,6 @@
 """Batches of different sizes: the weighted mean, against float64 and against the plain one."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
+import itertools
 
 import pytest
 import torch
@@ -184,6 +182,11 @@ def mean(module: nn.Module, x: torch.Tensor, weight: float) -> list[torch.Tensor
     return grads
 
 
+def assert_mean(module: nn.Module, expected: list[torch.Tensor], message: str | None = None) -> None:
+    grads = [p.grad.double() for p in module.parameters()]
+    torch.testing.assert_close(grads, expected, rtol=1e-5, atol=1e-6, msg=message)
+
+
 @run_on_ranks()
 def test_weights_where_a_tool_arms_the_reducer():
     rank = syncengine.rank()
@@ -208,49 +211,34 @@ def test_weights_where_a_tool_arms_the_reducer():
             module.arm()
         if how != "inside":
             loss.backward()
-        for p, q in zip(module.parameters(), expected, strict=True):
-            torch.testing.assert_close(p.grad.double(), q, rtol=1e-5, atol=1e-6, msg=f"step {i}: {how}, {given}")
+        assert_mean(module, expected, f"step {i}: {how}, {given}")
 
-    cases = [(how, given) for how in ("no_sync", "after", "inside", "") for given in (True, False)]
-    for i, (how, given) in enumerate(cases):
+    for i, (how, given) in enumerate(itertools.product(("no_sync", "after", "inside", ""), (True, False))):
         step(i, how, given)
     module.wrapper = []
 
 
-class Weighing(nn.Linear):
-    """Gives its weight within the forward."""
-
-    def __init__(self) -> None:
-        super().__init__(24, 3)
-        self.weigh: Callable[[int], None] = lambda count: None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.weigh(len(x))
-        return super().forward(x)
-
-
 @run_on_ranks()
 def test_a_weight_within_the_forward_is_refused_and_costs_a_step():
-    model, rank = syncengine.Parallel(Weighing()), syncengine.rank()
-    text = r"weight\(\d\) was called within the forward of Parallel\(Weighing\).*: call it before the forward"
+    model, rank = syncengine.Parallel(nn.Linear(24, 3)), syncengine.rank()
+    text = r"weight\(\d\) was called within the forward of Parallel\(Linear\).*: call it before the forward"
     for joined in (False, True):
-        model.module.weigh = lambda count: model.weight(count)
+        hook = model.module.register_forward_pre_hook(lambda _, inputs: model.weight(len(inputs[0])))
         with model.join(enable=joined), pytest.raises(InvalidUsage, match=text):
             model(batch(rank))
-        model.module.weigh = lambda count: None
+        hook.remove()
         with model.join(enable=joined):
             model.zero_grad()
             expected = mean(model.module, batch(rank), 1.0)
             loss_of(model, batch(rank)).backward()
-            for p, q in zip(model.parameters(), expected, strict=True):
-                torch.testing.assert_close(p.grad.double(), q, rtol=1e-5, atol=1e-6)
+            assert_mean(model, expected)
 
 
 @run_on_ranks()
 def test_a_weight_within_the_forward_of_one_rank_is_an_error_on_all():
-    model = syncengine.Parallel(Weighing())
+    model = syncengine.Parallel(nn.Linear(24, 3))
     if syncengine.rank() == 1:
-        model.module.weigh = lambda count: model.weight(count)
-    text = r"was called within the forward of Parallel\(Weighing\)"
+        model.module.register_forward_pre_hook(lambda _, inputs: model.weight(len(inputs[0])))
+    text = r"was called within the forward of Parallel\(Linear\)"
     with pytest.raises(InvalidUsage if syncengine.rank() == 1 else Aborted, match=text):
         model(data()).sum().backward()

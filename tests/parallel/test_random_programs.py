@@ -6,8 +6,6 @@ or all. What DDP can't do is held against the loop alone, and the loop is left o
 Each program follows from its number, which a failure names.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import itertools
@@ -23,7 +21,7 @@ import torch
 from flat import flat
 from marks import mostly_nightly
 from models.workload import same_bits
-from pool import RankPool
+from pool import run_on_ranks
 from random_layers import (
     BATCH,
     BUFFERED,
@@ -60,6 +58,7 @@ CHOICES: dict[str, Callable[[int, int], bool]] = {
     "in turns": lambda step, rank: step % 2 == 0,
     "crosswise": lambda step, rank: (step + rank) % 2 == 0,
 }
+NEW_OPTIONS = {"bucket_cap_mb_list", "batched_grad_copy", "skip_all_reduce_unused_params", "forward_sync_buffers"}
 HOOKS: dict[str, Callable[..., Any]] = {
     "all-reduce": default_hooks.allreduce_hook,
     "fp16": default_hooks.fp16_compress_hook,
@@ -167,14 +166,7 @@ def draw(number: int, world: int = 2, fails: bool = True) -> Program:
         options["skip_all_reduce_unused_params"], choice = True, "in turns"  # ranks skip the same buckets
     elif not sparse and not static and not {"complex", "lazy"} & has and chance(0.3):
         hook = dice.choice(["all-reduce", "fp16"])
-    if not IS_SINCE_2_13:
-        for name in (
-            "bucket_cap_mb_list",
-            "batched_grad_copy",
-            "skip_all_reduce_unused_params",
-            "forward_sync_buffers",
-        ):
-            options.pop(name, None)
+    options = {name: value for name, value in options.items() if IS_SINCE_2_13 or name not in NEW_OPTIONS}
     once, finds = static or bool(reentrant), "find_unused_parameters" in options
     skips = "skip_all_reduce_unused_params" in options
     fails = fails and not (static or hook or buffers or skips)
@@ -185,6 +177,8 @@ def draw(number: int, world: int = 2, fails: bool = True) -> Program:
     if finds or buffers or output == "input":
         calls = [name for name in calls if name != "checkpointed"]
     backwards = [name for name in BACKWARDS if not (once or finds or sparse)]
+    befores = ["", "", "", *BEFORE, *(() if finds or once else ("pending", "grad"))]
+    penalizes = not (static or reentrant or sparse or {"complex", "lazy"} & has)
     steps = []
     for place in range(dice.randint(3, 6)):
         frozen = None
@@ -202,14 +196,10 @@ def draw(number: int, world: int = 2, fails: bool = True) -> Program:
                 micro=dice.choice([0, 0, 0, 1, 2]) if frozen is None or freezes == "after" else 0,
                 uneven=not (static or skips) and (frozen is None or freezes == "after") and chance(0.1),
                 forwards=1 if once else dice.choice([1, 1, 1, 2, 3]),
-                before=""
-                if static
-                else dice.choice(["", "", "", *BEFORE, *(() if finds or once else ("pending", "grad"))]),
+                before="" if static else dice.choice(befores),
                 calls=dice.choice(calls) if calls and chance(0.3) else "",
                 backward=dice.choice(backwards) if backwards and chance(0.3) else "",
-                penalty=dice.choice(["input", "weights"])
-                if not (reentrant or sparse or {"complex", "lazy"} & has) and not static and chance(0.15)
-                else "",
+                penalty=dice.choice(["input", "weights"]) if penalizes and chance(0.15) else "",
                 frozen=frozen,
                 freezes=freezes,
                 fails=which,
@@ -368,21 +358,15 @@ def run_step(model: nn.Module, program: Program, number: int, rank: int) -> list
                 del other
             more = run_backward(model, step.backward, total, x)
     except EXPECTED[bool(place)]:
-        if model is not net:  # what it is told then
-            ask(model, step.asks, batch())
+        if model is not net and step.asks == "step":  # by which this rank hears whether all have failed in forward
+            torch.optim.SGD([nn.Parameter(torch.ones(1))]).step()
+        elif model is not net:
+            forward_without_backward(model, "no_grad", batch())
         return []
     finally:
         train_layer(net, step.frozen, True)
     assert model is net or not step.fails
     return [loss.detach() for loss in losses] + more
-
-
-def ask(model: nn.Module, what: str, x: torch.Tensor) -> None:
-    """This rank hears of whether all have failed in forward."""
-    if what == "step":
-        torch.optim.SGD([nn.Parameter(torch.ones(1))]).step()
-    else:
-        forward_without_backward(model, "no_grad", x)
 
 
 def train_layer(net: Net, place: int | None, trains: bool) -> None:
@@ -415,13 +399,6 @@ def average(nets: list[nn.Module], before: list[list[Stamp]]) -> None:
             p.grad = (torch.view_as_complex(mean) if p.is_complex() else mean.to(p.dtype)).clone()
 
 
-def end_of_failed_step(step: Step, nets: list[nn.Module]) -> None:
-    """Of ranks with these models (docs/errors.md): what was accumulated stays if all have failed in forward."""
-    if set(step.fails) != {"forward"}:
-        for net in nets:
-            net.zero_grad()
-
-
 def plain(grad: torch.Tensor | None) -> torch.Tensor | None:
     """Row by row in memory, with no sign or conjugation still to be applied; a copy."""
     if grad is None or grad.is_sparse:
@@ -447,9 +424,11 @@ def train(program: Program, wrap: Callable[..., nn.Module] | None) -> list[tuple
             losses = run_step(model, program, number, rank)
             if rank == own and not step.fails:
                 found += [(f"loss {i} of step {number}", loss) for i, loss in enumerate(losses)]
-        if wrap is None:
-            nets = list(models.values())
-            end_of_failed_step(step, nets) if step.fails else average(nets, before)
+        if wrap is None and not step.fails:
+            average(list(models.values()), before)
+        elif wrap is None and set(step.fails) != {"forward"}:  # else what was accumulated stays (docs/errors.md)
+            for model in models.values():
+                model.zero_grad()
         for name, p in getattr(models[own], "module", models[own]).named_parameters():
             found.append((f"gradient of {name} in step {number}", plain(p.grad)))
         for rank, model in models.items():
@@ -510,31 +489,28 @@ def is_no_average(program: Program) -> bool:
 
 def numbers(kind: int, chunks: int) -> list[int]:
     """Where chunks begin."""
-    chunks = COUNT or chunks
-    return [100_000 * kind + 1_000_000 * COUNT + CHUNK * chunk for chunk in range(chunks)]
-
-
-def check(answers: list[list[str]]) -> None:
-    for wrong in answers:
-        assert not wrong, "\n".join(wrong)
+    return [100_000 * kind + 1_000_000 * COUNT + CHUNK * chunk for chunk in range(COUNT or chunks)]
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("first", mostly_nightly(numbers(0, 10), 0))
-def test_programs_of_two_ranks(pool: RankPool, first: int):
-    check(pool.run(differences, first, True, True, gloo=True))
+@run_on_ranks(gloo=True)
+def test_programs_of_two_ranks(first: int):
+    return differences(first, True, True)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("first", mostly_nightly(numbers(1, 4), 0))
-def test_programs_of_three_ranks_in_ring(pool: RankPool, first: int):
-    check(pool.run(differences, first, True, False, world=3, gloo=True, settings={"numerics": "ring"}))
+@run_on_ranks(world=3, gloo=True, settings={"numerics": "ring"})
+def test_programs_of_three_ranks_in_ring(first: int):
+    return differences(first, True, False)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("first", mostly_nightly(numbers(2, 3), 0))
-def test_programs_with_flat_buckets(pool: RankPool, first: int):
-    check(pool.run(flat, differences, first, True, True, False, gloo=True))
+@run_on_ranks(gloo=True)
+def test_programs_with_flat_buckets(first: int):
+    return flat(differences, first, True, True, False)
 
 
 @pytest.mark.thorough
@@ -542,8 +518,9 @@ def test_programs_with_flat_buckets(pool: RankPool, first: int):
     ("hosts", "first"),
     mostly_nightly(list(zip(itertools.cycle(["aaa", "ab", "aab", "aaaaa"]), numbers(3, 4), strict=False)), 2),
 )
-def test_programs_on_hosts(pool: RankPool, hosts: str, first: int):
-    check(pool.run(differences, first, False, True, hosts=hosts))
+@run_on_ranks()
+def test_programs_on_hosts(hosts: str, first: int):
+    return differences(first, False, True)
 
 
 def test_the_grammar_draws_everything():

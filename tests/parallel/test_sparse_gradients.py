@@ -1,17 +1,16 @@
 """Sparse gradients are averaged as DDP does: gathered, summed, coalesced."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from flat import numerics_of
+from parallel_models import of_both
 from pool import RankPool, run_on_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.nn.parallel import DistributedDataParallel
 
 import syncengine
 from syncengine.errors import SyncError
@@ -40,9 +39,7 @@ def ids(step: int, rank: int | None = None) -> torch.Tensor:
     return torch.randint(50, (count,), generator=torch.Generator().manual_seed(10 * step + rank)) % 7
 
 
-def history(wrap: Callable[..., nn.Module], dtype: torch.dtype, set_to_none: bool, hook: Any = None) -> list[Any]:
-    torch.manual_seed(0)
-    model = wrap(Tables(dtype))
+def history(model: nn.Module, set_to_none: bool, hook: Any) -> list[Any]:
     if hook is not None:
         model.register_comm_hook(None, hook)
     seen: list[Any] = []
@@ -66,8 +63,7 @@ def history(wrap: Callable[..., nn.Module], dtype: torch.dtype, set_to_none: boo
 
 def check_like_ddp(dtype: torch.dtype, hook: Any) -> None:
     for set_to_none in (True, False):
-        ours = history(syncengine.Parallel, dtype, set_to_none, hook)
-        theirs = history(DistributedDataParallel, dtype, set_to_none, hook)
+        ours, theirs = of_both(partial(history, set_to_none=set_to_none, hook=hook), partial(Tables, dtype))
         different = [(i, a, b) for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b]
         assert not different, different[:2]
         assert torch.sparse_coo in ours
@@ -122,12 +118,14 @@ def test_a_table_that_a_rank_does_not_use():
 
 
 class Functional(nn.Module):
+    """Its table has sparse gradients, of which the wrapper does not know before."""
+
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Parameter(torch.zeros(5, 3))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.embedding(x, self.table, sparse=True)
+    def forward(self, x: torch.Tensor, sparse: bool = True) -> torch.Tensor:
+        return nn.functional.embedding(x, self.table, sparse=sparse)
 
 
 class UsedTwice(nn.Module):

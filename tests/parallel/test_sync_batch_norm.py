@@ -1,9 +1,6 @@
 """SyncBatchNorm between CPU ranks: one process's BatchNorm over all ranks' samples is the reference, in float64."""
 
-from __future__ import annotations
-
 import copy
-import os
 import pickle
 import warnings
 from pathlib import Path
@@ -12,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from faults import my_rank
 from pool import RankPool, run_on_ranks
 from torch import nn
 from torch.distributed.algorithms.join import Join
@@ -68,8 +66,7 @@ def errors(sizes: list[int], dtype: torch.dtype, channels_last: bool, options: d
         x = own.to(memory_format=torch.channels_last) if channels_last else own
         model.zero_grad()
         loss_of(model, x).backward()
-        expected = whole.grad.split(sizes)[rank] * world
-        found[f"input {step}"] = distance(own.grad, expected)
+        found[f"input {step}"] = distance(own.grad, whole.grad.split(sizes)[rank] * world)
         for (name, p), q in zip(model.module.named_parameters(), alone.parameters(), strict=True):
             found[f"{name} {step}"] = distance(p.grad, q.grad)
     for name, tensor in alone.state_dict().items():
@@ -172,17 +169,17 @@ def test_a_layer_follows_a_new_communicator():
         syncengine.init(timeout=60.0)
 
 
+def samples(rank: int, step: int) -> torch.Tensor:
+    return torch.full((2, CHANNELS), float(rank + step)).add_(torch.tensor([[-1.0], [1.0]]))
+
+
 def steps_of_a_layer(layer: nn.Module, step: int, ranks: list[int]) -> None:
     """The statistics are those of the samples of these ranks, in forward and in backward."""
-
-    def samples(rank: int) -> torch.Tensor:
-        return torch.full((2, CHANNELS), float(rank + step)).add_(torch.tensor([[-1.0], [1.0]]))
-
     rank = syncengine.rank()
     weights = [torch.randn(2, CHANNELS, generator=torch.Generator().manual_seed(r)) for r in ranks]
-    x = samples(rank).requires_grad_()
+    x = samples(rank, step).requires_grad_()
     (layer(x) * weights[ranks.index(rank)]).sum().backward()
-    whole = torch.cat([samples(r) for r in ranks]).requires_grad_()
+    whole = torch.cat([samples(r, step) for r in ranks]).requires_grad_()
     (nn.functional.batch_norm(whole, None, None, training=True) * torch.cat(weights)).sum().backward()
     torch.testing.assert_close(x.grad, whole.grad.split(2)[ranks.index(rank)])
     assert torch.allclose(layer.running_mean, torch.full((CHANNELS,), sum(ranks) / len(ranks) + step))
@@ -215,16 +212,12 @@ def test_a_layers_process_group_may_change():
     steps_of_a_layer(layer, 2, [0, 1, 2, 3])
 
 
-def test_a_layer_follows_a_new_default_group_of_torch(pool: RankPool, tmp_path: Path):
-    pool.run(of_two_default_groups, str(tmp_path), settings=None)
-
-
-def of_two_default_groups(folder: str) -> None:
-    rank = int(os.environ["RANK"])
+@run_on_ranks(settings=None)
+def test_a_layer_follows_a_new_default_group_of_torch(tmp_path: Path):
     layer = SyncBatchNorm(CHANNELS, momentum=1.0)
     for step in range(2):
-        dist.init_process_group("syncengine", init_method=f"file://{folder}/{step}", rank=rank, world_size=2)
-        layer(torch.full((2, CHANNELS), float(rank + step)).add_(torch.tensor([[-1.0], [1.0]])))
+        dist.init_process_group("syncengine", init_method=f"file://{tmp_path}/{step}", rank=my_rank(), world_size=2)
+        layer(samples(my_rank(), step))
         assert torch.allclose(layer.running_mean, torch.full((CHANNELS,), 0.5 + step))
         dist.barrier()
         dist.destroy_process_group()

@@ -1,7 +1,5 @@
 """torch's own communication hooks: they run unchanged, and to the bits of DDP."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import time
@@ -35,44 +33,33 @@ pytestmark = pytest.mark.usefixtures("kinds_of_buckets")
 Register = Callable[[nn.Module], Any]
 
 
-def bf16_hook(state, bucket):  # DDP wants annotations to be types
-    """torch's own, by a name that DDP does not refuse on CPUs."""
-    return default_hooks.bf16_compress_hook(state, bucket)
+def plain(hook: Any, state: Callable[[], Any] = lambda: None) -> Register:
+    return lambda model: model.register_comm_hook(state(), hook)
 
 
-def bf16_around(hook: Any) -> Any:
-    wrapped = default_hooks.bf16_compress_wrapper(hook)
-    return lambda state, bucket: wrapped(state, bucket)
+def nameless(hook: Any) -> Any:
+    """DDP refuses torch's own hooks for bfloat16 on CPUs by their names."""
+    return lambda state, bucket: hook(state, bucket)
 
 
 def power_sgd(hook: Any, **options: Any) -> Register:
-    def register(model: nn.Module) -> None:
-        state = powerSGD_hook.PowerSGDState(
-            process_group=None, start_powerSGD_iter=2, min_compression_rate=0.5, **options
-        )
-        model.register_comm_hook(state, hook)
-
-    return register
+    options |= {"process_group": None, "start_powerSGD_iter": 2, "min_compression_rate": 0.5}
+    return plain(hook, partial(powerSGD_hook.PowerSGDState, **options))
 
 
-def post_local_sgd(model: nn.Module) -> None:
-    state = post_localSGD_hook.PostLocalSGDState(None, dist.group.WORLD, 2, post_local_gradient_allreduce=False)
-    model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
-
-
-def plain(hook: Any, state: Any = None) -> Register:
-    return lambda model: model.register_comm_hook(state, hook)
+def local_sgd() -> post_localSGD_hook.PostLocalSGDState:
+    return post_localSGD_hook.PostLocalSGDState(None, dist.group.WORLD, 2, post_local_gradient_allreduce=False)
 
 
 TORCH_HOOKS: dict[str, Register] = {
     "all-reduce": plain(default_hooks.allreduce_hook),
     "fp16": plain(default_hooks.fp16_compress_hook),
-    "bf16": plain(bf16_hook),
+    "bf16": plain(nameless(default_hooks.bf16_compress_hook)),
     "fp16 around all-reduce": plain(default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)),
-    "bf16 around all-reduce": plain(bf16_around(default_hooks.allreduce_hook)),
+    "bf16 around all-reduce": plain(nameless(default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook))),
     "PowerSGD": power_sgd(powerSGD_hook.powerSGD_hook, matrix_approximation_rank=2),
     "fp16 around PowerSGD": power_sgd(default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook)),
-    "post-local SGD": post_local_sgd,
+    "post-local SGD": plain(post_localSGD_hook.post_localSGD_hook, local_sgd),
     "noop": plain(debugging_hooks.noop_hook),
     "fused SGD": lambda model: model._register_fused_optim(torch.optim.SGD, 0.01),
     "fused Adam": lambda model: model._register_fused_optim(torch.optim.Adam, 0.01, betas=(0.8, 0.9)),

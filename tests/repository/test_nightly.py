@@ -59,14 +59,8 @@ AT_NIGHT = {
     ),
     "launch/test_slurm_real.py::test_srun": "launch/test_launchers_real.py::test_slurm_variables",
     "launch/test_slurm_real.py::test_the_batch_script": "alone: the script of examples/clusters",
-    "parallel/test_compile.py::test_graphs_are_cut_by_the_bucket_cap": (
-        "parallel/test_compile.py::test_the_wrapper_itself_is_not_traced"
-    ),
     "parallel/test_compile.py::test_a_compiled_training_step": (
         "parallel/test_compile.py::test_compiled_training_has_the_bits_and_graphs_of_ddp"
-    ),
-    "parallel/test_flat_buckets.py::test_uneven_inputs": (
-        "parallel/test_parallel_join.py::test_uneven_inputs_train_as_under_ddp"
     ),
     "parallel/test_gradient_memory.py::test_bits_are_those_of_the_staged_way": (
         "parallel/test_gradient_memory.py::test_no_large_gradient_is_copied_or_staged"

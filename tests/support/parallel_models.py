@@ -181,11 +181,6 @@ def different_bits(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> int:
     return sum(int((a != b).sum()) for a, b in zip(*as_bytes, strict=True))
 
 
-def bits_between_ours_and_ddp(runs: list[Run]) -> dict[Run, int]:
-    """For each run, how many bytes of Parallel's and of DDP's training differ on this rank."""
-    return {run: different_bits(train(syncengine.Parallel, run), train(DistributedDataParallel, run)) for run in runs}
-
-
 def data(step: int = 0) -> torch.Tensor:
     """A batch of this rank's own."""
     return torch.randn(5, 24, generator=torch.Generator().manual_seed(100 * step + syncengine.rank()))
@@ -202,8 +197,8 @@ def average(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.T
 
 
 def averages(module: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
-    """By nothing but autograd and torch's all-reduce."""
-    found = [gradient.clone() for gradient in torch.autograd.grad(loss, list(module.parameters()))]
+    """By nothing but autograd and torch's all-reduce; a rank that does not use a parameter counts as zeros."""
+    found = [grad.clone() for grad in torch.autograd.grad(loss, list(module.parameters()), materialize_grads=True)]
     for gradient in found:
         dist.all_reduce(gradient)
     return [gradient / dist.get_world_size() for gradient in found]

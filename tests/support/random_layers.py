@@ -29,14 +29,14 @@ def linear() -> nn.Module:
 class Layer(nn.Module):
     """``parts`` as attributes, and a forward of them."""
 
-    def __init__(self, forward: Callable[[Any, torch.Tensor], torch.Tensor], **parts: Any) -> None:
+    def __init__(self, forward: Callable[..., Any], **parts: Any) -> None:
         super().__init__()
         self.calculate = forward
         for name, part in parts.items():
             setattr(self, name, part)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.calculate(self, x)
+    def forward(self, *inputs: Any) -> Any:
+        return self.calculate(self, *inputs)
 
 
 def cast(layer: nn.Module, dtype: torch.dtype) -> nn.Module:
