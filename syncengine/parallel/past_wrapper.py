@@ -54,8 +54,10 @@ def _look(wrapper: Any, optimizer: torch.optim.Optimizer) -> None:
     parameter = _first_stepped(optimizer, names)
     if parameter is None:
         return
-    sharing = (other for other in set(models.values()) if not names.keys().isdisjoint(other._model.by_id))
-    forwards = sum(other._switches.forwards for other in sharing)
+    forwards = 0  # of all wrappers that share a parameter; no generator: each of its turns is a call in each step
+    for other in set(models.values()):
+        if not names.keys().isdisjoint(other._model.by_id):
+            forwards += other._switches.forwards
     now = Step(forwards, weakref.ref(parameter.grad), parameter.grad._version)
     steps = _steps.setdefault(wrapper, weakref.WeakKeyDictionary())
     if is_past_wrapper(steps.get(optimizer), now):
