@@ -41,6 +41,7 @@ COMPILER = "aarch64-linux-gnu-g++"
 _WALK = "walks over orders of events in minutes on any processor, and computes the same on each"
 _FREED = "needs MADV_REMOVE to free memory; QEMU says that it did, and the memory keeps its content"
 NOT_BY_USER = {
+    "engine/hosts/hosts_bits_test.cpp": "takes minutes a test",
     "engine/hosts/hosts_test.cpp": "takes minutes a test",
     "engine/hosts/messages_fuzz_test.cpp": _FREED,
     "succession_agrees": _WALK,

@@ -53,6 +53,12 @@ inline void run_hosts(const std::string& hosts, const Options& options, const Ho
   HostsJob(hosts, options).run(body);
 }
 
+// The same four ranks: on one host each, two and two, three and one, and so that neighbors never share a host.
+inline const std::vector<std::string> kPlacements =
+    kSlowdown > 1 ? std::vector<std::string>{"ab", "aabb", "aaab", "abab"}
+                  : std::vector<std::string>{"ab",   "abc",  "aab",  "abcd",     "aabb",    "aaab",
+                                             "abbb", "abab", "abba", "aaaabbbb", "aabbccdd"};
+
 // What rank `rank` brings, small integers whose sums are exact, and the sum over `size` ranks.
 inline float value(int rank, size_t i) { return static_cast<float>((i * 7 + static_cast<size_t>(rank) * 13) % 64); }
 
