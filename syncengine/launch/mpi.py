@@ -54,7 +54,10 @@ def is_running() -> bool:
 
 
 class MPIExchange:
-    """An Exchange over COMM_WORLD. A rank's n-th one per `purpose` meets the others' n-th, or raises what ended it."""
+    """An Exchange over COMM_WORLD.
+
+    A rank's n-th exchange for a `purpose` meets the n-th of the others, and raises the error that has ended theirs.
+    """
 
     def __init__(self, rank: int, world_size: int, timeout: float, log_after: float, purpose: str = "init") -> None:
         started_as = f"rank {rank} of {world_size}"

@@ -88,12 +88,12 @@ def throw_not_started(what: str, code: int = errno.EAGAIN) -> NoReturn:
 
 
 class StoreExchange:
-    """An Exchange over a store. A rank's n-th one for a `purpose` meets the n-th of the others.
+    """An Exchange over a store. A rank's n-th exchange for a `purpose` meets the n-th of the others.
 
     If a rank was restarted, or tries again, its exchange takes the place of its last one
     (syncengine_autoload.rendezvous). Messages call the ranks by `names` (0, 1, ... by default), and say that each
-    should have called `call`. `lost` is asked while some are missing, and says why they will not come. Without it,
-    `names` are ranks in the job, whose ends this process's communicators may know.
+    should have called `call`. `lost` is asked while ranks are missing, and says why they will not come. Without
+    `lost`, `names` are the ranks in the job, whose ends this process's communicators may know.
     """
 
     def __init__(
