@@ -54,10 +54,13 @@ def now_it_begins() -> torch.Tensor:
 
 
 def check_completers(began: torch.Tensor) -> None:
-    """Two threads, and at most one more for each 10 ms that callbacks have taken: since `began` on rank 1."""
+    """Two threads, and at most one more for each 10 ms that callbacks have taken: since `began` on rank 1.
+
+    Rank 1, which is late, has none if each of its calls was complete when it asked for the future.
+    """
     count, now = len(completers()), time.monotonic()
     dist.broadcast(began, 1)
-    assert 1 <= count <= 3 + (now - began.item()) / 0.01
+    assert 1 - dist.get_rank() <= count <= 3 + (now - began.item()) / 0.01, (count, now - began.item())
 
 
 @pytest.mark.nightly
