@@ -23,15 +23,19 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
 
     ``Parallel`` makes these of the ``torch.nn.SyncBatchNorm`` in its module, in place; parameters, buffers, state_dict
     and the meaning of all attributes stay. ``process_group`` may also be a ``syncengine.Communicator``; ``None`` is all
-    ranks. Batches may differ in size between ranks, or be empty.
-
-    All ranks run these layers in the same order in each training forward, and in its backward.
+    ranks. Batches may differ in size between ranks, or be empty. All ranks run these layers in the same order in each
+    training forward, and in its backward.
     """
 
     @not_compiled
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalizes the input; with other ranks only in training mode and on the CPU."""
+        """Normalizes the input: in training on the CPU by all ranks' batches, otherwise as torch's own layer does."""
         if not self.training or input.device.type != "cpu":
+            if self.training and is_initialized() and not dist.is_initialized() and self._communicator().size > 1:
+                raise InvalidUsage(  # torch's layer would normalize by this rank's batch alone, without a word
+                    f"SyncBatchNorm on {input.device} exchanges its statistics by torch.distributed, which is not "
+                    "initialized: call torch.distributed.init_process_group() before training"
+                )
             return super().forward(input)
         self._check_input_dim(input)
         self._check_non_zero_input_channels(input)
@@ -46,9 +50,9 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
         return normalized
 
     def _communicator(self) -> Communicator:
-        """The communicator of this layer, looked up if it may be another one than last.
+        """Returns this layer's communicator. Looks it up again if its group, or a default one, has changed since.
 
-        All ranks of a process group that is not all ranks take part in the look-up.
+        If the layer's process group is not that of all ranks, all ranks of the group take part in the look-up.
         """
         found = self.__dict__.get("_found")
         if found is None or found.is_outdated(self.process_group):
@@ -83,7 +87,7 @@ class _Found(NamedTuple):
     defaults: tuple[weakref.ReferenceType[Any] | None, ...]
 
     def is_outdated(self, process_group: Any) -> bool:
-        """Whether another communicator would be found. If there is no default any more, this one raises its error."""
+        """Whether a look-up may find another communicator. If a default is gone, this one stays, with its error."""
         if process_group is not self.process_group:
             return True
         return any(
@@ -109,7 +113,7 @@ def adopt_sync_batch_norm(module: torch.nn.Module) -> None:
 
 
 def check_all_have_batches(module: torch.nn.Module, without: Collection[int]) -> None:
-    """Raises ``InvalidUsage`` naming a layer in training mode that would wait for one of these ranks' statistics."""
+    """Raises ``InvalidUsage`` naming a layer in training mode that would wait for a rank ``without`` a batch."""
     for name, layer in module.named_modules():
         if isinstance(layer, torch.nn.SyncBatchNorm) and layer.training:
             missing = set(without).intersection(_ranks_of(layer))
@@ -143,7 +147,7 @@ class _Normalize(torch.autograd.Function):
         ctx.save_for_backward(x, weight, mean, (variance + eps).rsqrt())
         ctx.total, ctx.communicator = total, communicator
         computed = _computed_dtype(x)
-        # This is the kernel of evaluation, which takes the statistics as given.
+        # Without training=True, F.batch_norm() takes the statistics as given.
         normalized = F.batch_norm(
             x,
             mean.to(computed),

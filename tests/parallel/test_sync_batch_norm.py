@@ -88,6 +88,15 @@ CASES: dict[str, tuple[list[int], dict[str, Any]]] = {
 }
 
 
+@run_on_ranks()
+def test_a_layer_that_torch_would_run_on_this_rank_alone_is_refused():
+    """On devices torch's own layer communicates, but only if torch.distributed is initialized."""
+    layer = syncengine.Parallel(nn.SyncBatchNorm(CHANNELS)).module
+    with pytest.raises(InvalidUsage, match=r"SyncBatchNorm on meta .* call torch\.distributed\.init_process_group\(\)"):
+        layer(torch.empty(4, CHANNELS, device="meta"))
+    layer.eval().to("meta")(torch.empty(4, CHANNELS, device="meta"))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_statistics_and_gradients_are_those_of_the_whole_batch(pool: RankPool, name: str):
     sizes, options = CASES[name]
