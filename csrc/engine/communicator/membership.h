@@ -1,4 +1,4 @@
-// The part of a communicator on this rank beneath its calls: its members, and what the engine moves until it ends.
+// A communicator on one rank, below its interface: the Members, and the Membership that the engine moves until the end.
 #pragma once
 
 #include <atomic>
@@ -13,10 +13,11 @@
 
 namespace syncengine {
 
-// Writes a rank's last words in a communicator, for its peers; a long text is cut. Called once, by the rank that owns
-// `end_record`, after it has written `ended`.
+// Writes a rank's last words in a communicator, for its peers; a long text is cut. Called by the rank that owns
+// `end_record`, after it has written `ended`. A record that is written stays, since peers may be reading it.
 inline void write_end_record(shm::EndRecord& end_record, shm::Standing standing, ErrorKind kind,
                              const std::string& text) {
+  if (end_record.standing.load(std::memory_order_relaxed) != static_cast<uint32_t>(shm::Standing::Member)) return;
   end_record.kind = static_cast<uint32_t>(kind);
   end_record.text[text.copy(end_record.text, sizeof(end_record.text) - 1)] = '\0';
   end_record.standing.store(static_cast<uint32_t>(standing), std::memory_order_release);  // release: everything above
@@ -31,14 +32,14 @@ struct Members {
   Group group;                                         // the members on this host
   std::unique_ptr<hosts::InterhostMembers> interhost;  // null on one host
 
-  // `global_ranks` has all members. `local_ranks` has the places of the members on this host, ascending, among the
-  // engine's arenas, and `offsets` those of their GroupBlocks there. `interhost` is null on one host.
+  // `global_ranks` has each member's rank in the job. `local_ranks` has the local ranks of the members on this host,
+  // ascending, and `offsets` says where their GroupBlocks lie in their arenas. `interhost` is null on one host.
   static Members make(Engine& engine, Placement placement, std::vector<int> global_ranks, std::vector<int> local_ranks,
                       std::vector<uint64_t> offsets, std::unique_ptr<hosts::InterhostMembers> interhost,
                       uint64_t trace_id = 0);
-  // The members of a new communicator: `chosen` is their mask, with this rank; `offset_of` gives the offset, as above,
-  // of a member on this host. `number` is the new communicator's between hosts, from its first member. `splits` counts
-  // the splits so far, alike on all members.
+  // Returns the Members of a new communicator. `chosen` is the mask of its members, with this rank; `offset_of` gives
+  // the offset of the new GroupBlock of a member on this host. `number` is the new communicator's between hosts, and
+  // `splits` counts the splits so far: both are the same on all members.
   Members select(Engine& engine, uint64_t chosen, const std::function<uint64_t(int member)>& offset_of, uint64_t number,
                  uint64_t splits) const;
   std::string name() const { return group.name(group.rank); }  // of this rank, for texts
@@ -72,15 +73,15 @@ class Membership final : public Progressable {
 
   void refuse(const Slots& slots, uint64_t step, const std::string& text);  // see Communicator
   void expect_slots(uint64_t count) { traffic_.schedule().expect_slots(count); }
-  // "rank 0 waits for rank 2 since 5.0 s in all_reduce(...)"; empty if nothing is pending.
+  // Returns a text such as "rank 0 waits for rank 2 since 5.0 s in all_reduce(...)"; empty if nothing is pending.
   std::string what_is_pending() const;
   const Traffic& traffic() const { return traffic_; }
 
-  // May be called without any lock.
+  // is_closed() and origin() may be called without any lock.
   bool is_closed() const { return closed_; }
   Origin origin() const { return origin_; }
-  // Called by shrink(), at a time when nobody else uses the origin: whatever ends the job's communicator then ends the
-  // new one, and no longer this one.
+  // Called by shrink(), when no other thread reads the origin. If this was the job's communicator, the new one is from
+  // then on: its abort() and close() end all others.
   void hand_on_origin() { origin_ = Origin::Split; }
 
  private:

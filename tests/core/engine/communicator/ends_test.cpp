@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "engine/communicator/engine_communicator.h"
+#include "engine/communicator/membership.h"
 #include "hosts_job.h"
 #include "job.h"
 
@@ -168,6 +169,16 @@ TEST(whoever_is_interrupted_in_shrink_tells_those_that_go_on_with_it) {
     meet.arrive_and_wait();  // before rank 0 leaves
     CHECK_EQ(said, rank == 0 ? "Ctrl-C" : "rank 0 was interrupted (Ctrl-C) in shrink()");
   });
+}
+
+// The barrier of init() may fail twice: by its communicator, and by the rank that then gives up. Peers may be reading.
+TEST(the_first_end_record_of_a_rank_stays) {
+  shm::EndRecord record{};
+  write_end_record(record, shm::Standing::Failed, ErrorKind::PeerLost, "rank 1 has died");
+  write_end_record(record, shm::Standing::Left, ErrorKind::Aborted, "again");
+  CHECK_EQ(std::string(record.text), "rank 1 has died");
+  CHECK(record.kind == static_cast<uint32_t>(ErrorKind::PeerLost));
+  CHECK(record.standing == static_cast<uint32_t>(shm::Standing::Failed));
 }
 
 }  // namespace syncengine
