@@ -21,10 +21,7 @@ has_test_hooks: bool
 """Whether this build has the fault-injection hooks that the tests use."""
 
 def instruction_set() -> str:
-    """The instruction set of the reduction kernels (SYNCENGINE_ISA chooses).
-
-    "avx512", "avx2", "neon-bf16", "neon" or "scalar".
-    """
+    """The instruction set of reductions (set by SYNCENGINE_ISA): "avx512", "avx2", "neon-bf16", "neon" or "scalar"."""
 
 def machine() -> dict[str, Any]:
     """The resources that this process may use, as the engine sees them.
@@ -37,12 +34,12 @@ def machine() -> dict[str, Any]:
 def start_trace(path: str, events: int, about: str, steps: int) -> None:
     """Records what happens on this rank into a ring of that many `events`, a file that outlives this process.
 
-    `about` is the ring's first text. After so many `steps` the trace stops by itself; with 0 it does not. Raises
-    `InvalidUsage` if this process is traced already, or if the file can't be made.
+    `about`, which describes this rank, is the first text in it. After so many `steps` the trace stops by itself; with
+    0 it does not. Raises `InvalidUsage` if this process is traced already, or if the file can't be made.
     """
 
 def stop_trace() -> None:
-    """Writes into the file that this rank has ended its part. Does nothing without a trace."""
+    """Ends this rank's trace, and notes in its file that the rank has ended it. Does nothing without a trace."""
 
 def trace_path() -> str:
     """The path of the trace's file, also after its `steps`; empty without a trace."""
@@ -57,7 +54,7 @@ def end_optimizer(*args: Any) -> None:
     """Notes that the step of an optimizer has ended."""
 
 def network_interfaces() -> list[tuple[str, str]]:
-    """Name and address of each network interface that is up, as the kernel lists them."""
+    """Name and address of each network interface that is up, in the order in which Linux lists them."""
 
 def host_key(host_id: str) -> str:
     """A key that is equal on ranks that share a host, and so memory. `host_id`: SYNCENGINE_HOST_ID, or ""."""
@@ -69,16 +66,16 @@ def death_notices() -> list[str]:
     """
 
 def throw_system_error(text: str, code: int, call: str) -> NoReturn:
-    """Raises InvalidUsage: `text`, which says what was asked, the reason by errno `code`, and the way out.
+    """Raises InvalidUsage with `text`, which says what has failed, the system's message for errno `code`, and a remedy.
 
-    `call`: the system call that was refused.
+    `call`: the name of the system call that Linux or a sandbox has refused, for the remedy.
     """
 
 def probe_shared_memory(bytes: int) -> None:
     """Makes and maps shared memory as ranks do, and frees it. Raises the error that ranks would raise."""
 
 class JobOptions:
-    """The settings of a communicator: those of `syncengine.config`, but for the ones about how ranks meet."""
+    """The settings of a communicator, mostly those of `syncengine.config`. Only tests set the two algorithms."""
 
     def __init__(self) -> None: ...
     numerics: str
@@ -100,17 +97,17 @@ class NetworkOptions:
     checksum: bool
     log_after: float  # seconds, as in JobOptions
     silence: float  # seconds without a sign of life after which a peer is lost
-    secret: str  # "" for none, as the next
+    secret: str  # "" for none, as in secret_file
     secret_file: str
 
 def solo(options: JobOptions, global_rank: int = 0) -> Communicator:
     """The communicator of one rank, which messages call `global_rank`: no thread, no shared memory."""
 
 def backend_communicators() -> list[Communicator]:
-    """The communicators below all backends of this process that have not been shut down."""
+    """The communicators of this process's torch.distributed backends, without backends that were shut down."""
 
 def end_backends() -> None:
-    """Closes the communicators of all backends, and completes their futures. It runs before the interpreter ends."""
+    """Closes the communicators of all backends, and completes their futures. Called before the interpreter ends."""
 
 class Work:
     """The future of one asynchronous collective. Dropping it does not cancel the collective."""
@@ -257,7 +254,7 @@ class Communicator:
         """Ranks in the job of the members whose processes are known to have ended."""
 
     def close_devices(self) -> None:
-        """Releases the CUDA devices of a failed communicator, which would keep the communicator alive."""
+        """Releases what a failed communicator has on CUDA devices, since that keeps the communicator alive."""
 
     def exception(self) -> BaseException | None:
         """The error with which the communicator has failed, and which each later call raises; None if it has not."""
@@ -281,7 +278,7 @@ class LocalBootstrap:
     """
 
     def __init__(self, rank: int, size: int, options: JobOptions, global_ranks: Sequence[int] | None = None) -> None:
-        """Messages call the ranks by `global_ranks`; None: by their numbers here."""
+        """`global_ranks` has the numbers by which errors and log lines name the ranks; None stands for 0, 1, 2, ..."""
 
     def address(self) -> bytes:
         """The address of this rank, for every other rank: opaque, less than 4 KiB."""
@@ -309,7 +306,7 @@ class LocalBootstrap:
         """Connects all ranks; called once. `addresses` are by rank, this rank's included; `timeout` is in seconds.
 
         With several hosts it needs either `network_addresses`, which listen() has returned, by rank, or a `transport`.
-        `lost` is asked now and then; a text that it returns says why some ranks will not come, and ends the wait by
+        `lost` is called now and then. If it returns a text, which says why some ranks will not come, the wait ends by
         PeerLost.
         """
 
@@ -339,16 +336,19 @@ def torch_packet_transport(
 ) -> PacketTransport:
     """Makes a packet transport of a process group whose send and recv take CPU tensors.
 
-    `ranks` has the number in the group of each rank of the job. Nobody else may use `tag` in that group. `closed` is
+    `ranks`: for each rank of the job, its rank in the group. Nobody else may use `tag` in that group. `closed` is
     called once the transport is not needed any more. `silence`: seconds without a heartbeat after which a rank is lost;
     0: never. `by` and `checksum` are as in python_packet_transport.
     """
 
 def announce_end() -> None:
-    """Lets ranks of other hosts know, when this one leaves them, that its process ends: it won't come to a meeting."""
+    """Lets other hosts know, when this rank leaves them, that its process ends, so that no meeting waits for it."""
 
 def end_packet_transports() -> None:
-    """Disconnects from all ranks that packet transports reach, within a second. It runs before the interpreter ends."""
+    """Disconnects from all ranks that packet transports (of MPI or torch.distributed) reach, within a second.
+
+    Called before the interpreter ends, since the threads of these transports may take the GIL.
+    """
 
 class Backend(_Backend):
     """The torch.distributed backend "syncengine": a communicator with c10d's interface. Made by init_process_group.
@@ -372,7 +372,7 @@ class Backend(_Backend):
 
     @property
     def options(self) -> _Backend.Options:
-        """The settings that torch keeps of this backend."""
+        """The options of this backend, such as its timeout, in torch's class for them."""
 
 class ReducerOptions:
     """The options of a Reducer: DDP's options first, then our own."""
@@ -397,12 +397,12 @@ class StepTimes:
         The counts are of synchronized backwards that have ended well, and of bytes that they have reduced. The table
         has a row for each of the last 1024 of these, in no order, of times by `trace_now()`: when the step before
         ended; when the forward, the backward, the first bucket and the wait for averages began; when the step ended. A
-        time is 0 if there was no such moment. The stamps are those of all ranks in the last 100 steps that can be
-        compared.
+        time is 0 if there was no such moment. The stamps, a list for each of the last 100 steps that can be compared,
+        have every rank's own times.
         """
 
 class CommonMemory:
-    """Memory that the ranks of a host have in common, and their words about updates of it.
+    """Memory that the ranks of a host have in common, with notes of how far each rank is with updates of it.
 
     A forked child maps the memory copy-on-write: it reads the ranks' bytes, and its own writes stay its own. Updates
     are numbered from 1.
@@ -416,20 +416,20 @@ class CommonMemory:
         """The tensor at `offset` (bytes), with a storage of its own. Raises InvalidUsage if it is not inside."""
 
     def decide(self, number: int, proceeds: bool) -> bool:
-        """Whether update `number` takes place: `proceeds`, if no rank was first to say otherwise."""
+        """Decides by `proceeds` whether update `number` is made, unless a rank already has. Returns the decision."""
 
     def complete(self, rank: int, number: int) -> None:
-        """Says that rank `rank` of this host has made its part of update `number`."""
+        """Notes for the other ranks that rank `rank` of this host has made its part of update `number`."""
 
     def completed(self, ranks: int) -> list[int]:
-        """The last update that each of the host's `ranks` has completed."""
+        """For each rank of the host, the number of its last completed update. `ranks`: how many ranks the host has."""
 
     def tear(self, number: int) -> None:
-        """Says that update `number` will never be complete."""
+        """Notes for all ranks that update `number` will never be complete, so that they do not use the weights."""
 
     @property
     def torn(self) -> int:
-        """The number of the update of shared weights that a rank has left half done; 0 if there is none."""
+        """The number of the update that a rank has left half done, so that it will never be complete; 0 for none."""
 
     def detach(self) -> bool:
         """Makes the memory a private copy, at the same addresses.
@@ -466,7 +466,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
     """Whether the tensor's elements lie without gaps and do not share memory."""
 
 def return_free_memory() -> None:
-    """Gives freed memory that malloc keeps back to the machine, where the C library can do that."""
+    """Returns memory that was freed, but that malloc keeps, to Linux, where the C library can do that."""
 
 def say(lines: str) -> None:
     """Has `lines`, each with its newline, written to stderr by a thread that nobody waits for."""
@@ -475,16 +475,16 @@ def await_said() -> None:
     """Waits until the lines given to say() are written to stderr, a second at most."""
 
 def fault_point(name: str) -> None:
-    """A point where tests of faults can interfere, in a build for them."""
+    """Marks a point at which tests kill, stop or delay this process. Does nothing in a build without test hooks."""
 
 class WatchedWeights:
-    """The addresses and versions of parameters when this rank last looked, at all of them by one call."""
+    """Finds out whether parameters were written to or moved. One call looks at all, since many calls are slow."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         """Notes the parameters' addresses, for good, and their versions."""
 
     def note(self) -> None:
-        """Notes the parameters' versions: they are as they should be."""
+        """Notes the parameters' present versions, as those of weights to which nobody has written."""
 
     def note_update(self) -> None:
         """Raises the parameters' versions after an update by all ranks, and notes them."""
@@ -505,38 +505,38 @@ class WeightSlices:
         """A slice is a parameter; a tensor of all its elements, or a vector of those from `begin` on; and `begin`."""
 
     def take_gradients(self) -> None:
-        """Gives each tensor its part of the parameter's gradient, copied where that is laid out otherwise."""
+        """Sets each tensor's `.grad` to its part of the parameter's, or None: a view, or a copy if strides need it."""
 
     def drop_gradients(self) -> None:
-        """Takes the gradients from the tensors: they belong to the parameters alone."""
+        """Sets each tensor's `.grad` to None: the gradients belong to the parameters alone."""
 
 def note_incoming(parameters: Sequence[torch.Tensor]) -> None:
-    """Notes, from now on, which tensors autograd brings to these leaves.
+    """Notes, from now on, which tensors autograd brings to these leaves, for `owns_gradient`.
 
-    It ends for a leaf to which somebody adds a hook by `register_hook`. Call it between backwards; a second call does
+    This ends for a leaf to which somebody adds a hook by `register_hook`. Call it between backwards; a second call does
     no harm.
     """
 
 def owns_gradient(parameter: torch.Tensor) -> bool:
     """Whether nobody else can read or write the memory of the dense `.grad`, in a post-accumulate hook or later.
 
-    False where something holds that memory which `note_incoming` has not noted, or which may live on.
+    False if anything else holds that memory, except a tensor that `note_incoming` has noted and nobody else keeps.
     """
 
 class NodeNumber:
-    """A moment on this thread: tells autograd nodes that it has made before from those that it makes later."""
+    """A moment on this thread, which separates the autograd nodes that the thread makes before it and after it."""
 
     def __init__(self) -> None: ...
 
 def cut_tree(leaves: int, ranks: int) -> tuple[list[int], list[int]]:
     """Cuts the tree over micro-batches into one node a rank. Returns where each node begins (and all end), and merges.
 
-    The nodes are added on a stack: each node is put on it, and then as many times as its merges say, the two sums at
-    the top become their sum. Raises InvalidUsage for fewer micro-batches than ranks.
+    To add up all nodes, put their sums on a stack, one after another. After each, as often as its merges say, replace
+    the two sums at the top by their sum. Raises InvalidUsage if there are fewer `leaves` (micro-batches) than `ranks`.
     """
 
 class TreeSums:
-    """Sums of gradients of this rank's micro-batches, within one step, that wait for their other halves."""
+    """Sums of gradients of this rank's micro-batches in one step, until each is added to another: see `cut_tree`."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None: ...
     def take(self, merges: int) -> bool:
@@ -567,11 +567,11 @@ class Reducer:
     def begin_forward(self, synchronize: bool) -> bool:
         """Begins a forward with gradients enabled. `synchronize`: its backward will average.
 
-        Returns True if a plan must be installed before such a forward runs.
+        Returns True if a bucket plan must be installed before a forward runs whose backward will average.
         """
 
     def follow_parameters(self) -> bool:
-        """Follows parameters that the module has frozen, unfrozen or changed within its forward.
+        """Adapts the reducer's hooks to parameters that the module has frozen, unfrozen or changed within its forward.
 
         Returns True if another plan must be installed before the backward.
         """
@@ -582,14 +582,14 @@ class Reducer:
         """Takes the outputs with which the forward has ended. Outputs with a graph older than `began` are not its own.
 
         If a parameter is unused, and unused parameters are looked for or the last backward has brought no gradient, it
-        returns the leaves on which the outputs depend and which are not among the parameters.
+        returns the outputs' leaves that are not parameters of the model: one may have replaced the unused parameter.
         """
 
     def prepare_for_local_backward(self, outputs: Sequence[torch.Tensor], began: NodeNumber) -> None:
         """Takes the outputs of a forward whose backward will not average."""
 
     def knows_order(self) -> bool:
-        """Whether the plan is provisional, and there was a backward since: the same on all ranks."""
+        """Whether the plan is provisional, and a backward has shown the order of readiness. The same on all ranks."""
 
     def refuse_forward(self, text: str) -> None:
         """Refuses the forward: it raised, as `text` says ("raised in forward: ..."), or its backward must not average.
@@ -601,13 +601,13 @@ class Reducer:
         """Whether a forward can be refused without failing the communicator."""
 
     def vote_on_forward(self) -> None:
-        """Raises `Aborted` if a rank has refused this forward. All ranks call it behind a forward; it blocks."""
+        """Waits for all ranks, which call it after a forward. Raises `Aborted` if one has refused the forward."""
 
     def is_undecided(self) -> bool:
         """Whether the other ranks still decide what becomes of .grad, since this rank has refused a forward."""
 
     def decide(self) -> None:
-        """Blocks until the ranks have decided. Then .grad is None, unless all ranks have raised in that forward."""
+        """Blocks while is_undecided() is true. Then .grad is None, unless all ranks raised in the refused forward."""
 
     def reserve_slots(self, copy_of: int | None = None) -> int:
         """Agrees with the other ranks on a slot for each bucket. All ranks call it once, before the first plan.
@@ -629,28 +629,28 @@ class Reducer:
         """Parameters in the order in which their gradients became ready in the last synchronized backward."""
 
     def average_over(self, divisor: float, weight: float) -> None:
-        """Sets the mean that the backward of the forward that has begun makes.
+        """Sets how the backward of the forward that has begun averages, and only that backward.
 
-        It is the sum of weight * gradient over all ranks, divided by `divisor`. The divisor is the same on all ranks,
-        by default their number.
+        An average is the sum of weight * gradient over all ranks, divided by `divisor`. The divisor is the same on all
+        ranks, by default their number.
         """
 
     def expect_shadows(self) -> None:
-        """Says that some rank has no batch in the backward of the forward that has begun, so no bucket is skipped."""
+        """Says that some rank has no batch in the coming backward, so that no rank skips a bucket there."""
 
     def shadow_backward(self) -> None:
-        """Takes part in a synchronized backward of the others without a gradient of its own."""
+        """Takes part, without gradients of this rank's own, in a synchronized backward of the other ranks. Blocks."""
 
     def set_comm_hook(self, state: Any, hook: Any) -> None:
         """Sends all buckets through `hook(state, bucket)` instead of the engine.
 
-        Python's collector does not see that both are kept. Only one of set_comm_hook, set_compression and
-        set_all_reduce_hook may be called, once.
+        The reducer holds both, which Python's garbage collector does not see: a cycle through them is never freed. Only
+        one of set_comm_hook, set_compression and set_all_reduce_hook may be called, once.
         """
 
     def set_compression(self, dtype: torch.dtype, divides_first: bool = True) -> None:
-        """Averages gradients in `dtype`, float16 or bfloat16; each is divided by the number of ranks, or their sum
-        is."""
+        """Averages gradients in `dtype`, float16 or bfloat16. `divides_first`: each is divided by the number of ranks
+        before they are summed, as torch's compressing hooks do; otherwise as without compression."""
 
     def set_all_reduce_hook(self) -> None:
         """Averages as without a hook, but rounds as torch's all-reduce hook, which divides first."""
@@ -659,29 +659,27 @@ class Reducer:
         """Makes the graph static, as the option `static_graph` does. Call it before the first backward."""
 
     def complete_step(self, sums: TreeSums, total: int, number: int) -> None:
-        """The next synchronized backward brings this rank's last micro-batch of step `number`, of `total` of them.
+        """Says that the next synchronized backward is that of this rank's last micro-batch in step `number`.
 
-        The averages are of the tree over all micro-batches: the `sums` of this rank's other ones are added while that
-        backward runs.
+        It averages over all `total` micro-batches of all ranks: `sums`, of this rank's other micro-batches, are added
+        while it runs.
         """
 
     def end_step(self) -> bool:
-        """Whether a backward has completed the step.
-
-        If none has, the reducer forgets which parameters the step used.
-        """
+        """Ends a step of micro-batches. Returns whether a backward has completed it; if none has, forgets which
+        parameters the step used."""
 
     def drop_step(self) -> None:
-        """Drops the step. No backward of its last forward will come."""
+        """Drops a step of micro-batches, and expects no backward of its last forward any more."""
 
     def backwards(self) -> int:
         """How many backwards have begun through outputs of this model, averaged or this rank's own."""
 
     def install_futures(self, futures: Sequence[torch.futures.Future[Any]]) -> None:
-        """Gives futures for which the end of the next synchronized backward waits."""
+        """Makes the end of the next synchronized backward wait for these futures."""
 
     def has_averaged(self) -> bool:
-        """Whether users' hooks on parameters run now, on averages."""
+        """Whether the user's post-accumulate hooks on parameters are running now, with averages in `.grad`."""
 
     def check_finalized(self) -> None:
         """Raises InvalidUsage, naming the parameters, if a synchronized backward is not complete."""
@@ -696,7 +694,7 @@ class Reducer:
         """Why `.grad` does not hold the averages of the last backward; empty if it does."""
 
     def remove_hooks(self) -> None:
-        """Stops listening to autograd."""
+        """Removes the hooks on parameters. Later backwards do not average; synchronized forwards raise InvalidUsage."""
 
     def step_times(self) -> StepTimes:
         """The times of the model's steps."""

@@ -1,8 +1,8 @@
-"""Compiles the extension: setup.py and `python -m syncengine build` use this module, which imports no other package.
+"""Compiles the extension, for setup.py and `python -m syncengine build`. Imports only Python's standard library.
 
 Each minor release of torch needs an extension of its own, since each has another layout of c10d::Backend. The folders
-of csrc/ that include no header of torch or Python are compiled once, as the archive core.a, and linked into all of
-them. So a wheel has a file for each minor release, `syncengine/_ext/torch213/_C.*.so` for 2.13. The folder
+of csrc/ that include no header of torch or Python are compiled once, as the archive core.a, and linked into each
+extension. So a wheel has a file for each minor release, `syncengine/_ext/torch213/_C.*.so` for 2.13. The folder
 `_ext/source` of a wheel has the archive, and the sources that an extension for another release is compiled from.
 
 All files of a folder are compiled as one, because most of a compiler's time goes into headers that the files share,
@@ -64,7 +64,7 @@ class Torch(NamedTuple):
 
     @classmethod
     def of(cls, folder: Path) -> Torch:
-        """Reads the version from the file that torch has for it."""
+        """Describes the torch package in ``folder``, whose version.py has the release and says whether it has CUDA."""
         text = (folder / "version.py").read_text()
         found = dict(re.findall(r"^(__version__|cuda)\b.*= *(\S+)$", text, re.MULTILINE))
         return cls(folder, found["__version__"].strip("'\""), found["cuda"] != "None")
@@ -79,7 +79,7 @@ class Torch(NamedTuple):
 
 
 def tag(version: str) -> str:
-    """Returns "torch213" for 2.13.0 and 2.13.1+cpu, which share an extension; a0, dev or rc has a name of its own."""
+    """Returns the name of an extension's folder: "torch213" for 2.13.0 and 2.13.1+cpu. Each pre-release has its own."""
     release = re.fullmatch(r"(\d+)\.(\d+)(\.\d+)?(\+.*)?", version)
     return f"torch{release[1]}{release[2]}" if release else f"torch-{version}"
 
@@ -114,7 +114,7 @@ def cuda_version(home: Path) -> int:
 
 
 def architecture_flags(devices: str, cuda: int) -> list[str]:
-    """Returns nvcc's flags for a value of TORCH_CUDA_ARCH_LIST without devices below 7.0; "" stands for the default."""
+    """Returns nvcc's flags for a value of TORCH_CUDA_ARCH_LIST ("": the default). Leaves out devices below 7.0."""
     flags = []
     for device in re.split(r"[;\s]+", devices.strip("; ") or "8.0;9.0+PTX" + ";10.0;12.0+PTX" * (cuda >= 12080)):
         found = re.fullmatch(r"(\d+)\.(\d[af]?)(\+PTX)?", device)
@@ -142,7 +142,7 @@ class Builder:
     """Compiles changed files only: the object files stay in the folder `out` between builds."""
 
     def __init__(self, csrc: Path, out: Path, flags: Iterable[str] = (), nvcc: Sequence[str] = ()) -> None:
-        """The command `nvcc` compiles csrc/cuda/device; csrc/cuda/absent takes that folder's place without one."""
+        """The command `nvcc` compiles csrc/cuda/device. Without it, csrc/cuda/absent is compiled in its place."""
         self._csrc, self._out, self._nvcc = csrc, out, list(nvcc)
         self._command = [*COMPILER, *FLAGS, f"-I{csrc}", *flags]
 
@@ -171,8 +171,8 @@ class Builder:
         return [*compiler, *flags, "-MMD", "-MF", str(needs), "-c", str(unit), "-o", str(made)]
 
     def _for_torch(self, torch: Torch) -> list[tuple[Path, list[str]]]:
-        # These are system headers, so that the compiler does not warn of them. torch's come first: they bundle the
-        # pybind11 that torch was built with, and classes of torch can't be derived from with another one.
+        # These folders count as system headers, so that the compiler does not warn of them. torch's folder comes first:
+        # it has the pybind11 that torch was built with, and with another one no class can derive from torch's.
         headers = torch.folder / "include"
         paths = (headers, headers / "torch/csrc/api/include", sysconfig.get_path("include"))
         flags = [*(f"-isystem{path}" for path in paths), "-DTORCH_API_INCLUDE_EXTENSION_H", "-DTORCH_EXTENSION_NAME=_C"]
@@ -180,7 +180,7 @@ class Builder:
         return [(unit, self._with(unit, *flags)) for unit in units]
 
     def _units(self, with_torch: bool, folder: str = "units") -> list[Path]:
-        """Writes a file for each folder that includes the folder's files, if such a file has changed."""
+        """Returns the files to compile. Each includes the files of a folder, and is written if its text has changed."""
         units = defaultdict(list)
         left_out = "absent" if self._nvcc else "device"
         for file in sorted((*self._csrc.rglob("*.cpp"), *self._csrc.rglob("*.cu"))):
@@ -205,7 +205,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _run(made: Path, command: list[str], needs: Sequence[Path] = ()) -> None:
-    """Runs the command unless the file `made` is newer than all files that it is made of."""
+    """Runs the command, unless the same one has made the file `made`, and no file that it needs has changed since."""
     said = made.with_suffix(".cmd")
     with contextlib.suppress(OSError):
         text = made.with_suffix(".d").read_text() if not needs else ""

@@ -121,7 +121,7 @@ class Elastic:
                 self._door.look(default_communicator())
 
     def _run(self, function: Callable[[Any], _Result]) -> _Result:
-        """Calls the function until it returns, and recovers in between."""
+        """Calls the function. If it raises because ranks are lost or join, recovers, and calls it again."""
         while True:
             try:
                 with self._updates.counting():
@@ -177,13 +177,13 @@ class Elastic:
                 value._per_optimizer_states.clear()  # whose gradients it has unscaled
 
     def _part(self, loads: bool = False) -> None:
-        """Makes shared weights and state this rank's own. Raises TornWeights, unless it ``loads`` others afterwards."""
+        """Makes weights and state in shared memory private. Raises TornWeights, unless the caller ``loads`` others."""
         for value in self._state.values():
             if isinstance(value, ShardedOptimizer):
                 value.renew(loads)
 
     def _recover(self) -> None:
-        """Comes to an agreement with the ranks that are left, however many more die meanwhile."""
+        """Undoes the failed step, and brings the ranks that are left to one state, however many more die meanwhile."""
         self._undo()
         while True:
             communicator = shrink(patience=self._patience)
@@ -211,7 +211,7 @@ class Elastic:
         for name, value in self._state.items():
             layout = ""
             if isinstance(value, torch.nn.Module):
-                # Buffers come with the state: a forward may have made others.
+                # Buffers are left out: a forward may have made others, and the state that ranks are given has them.
                 lines = [f"{key}: {tensor.dtype} {tuple(tensor.shape)}" for key, tensor in value.named_parameters()]
                 layout = f" of {sum(p.numel() for p in value.parameters())} weights, {zlib.crc32(repr(lines).encode())}"
             parts.append(f"{name}: {type(value).__name__}{layout}")
@@ -270,12 +270,12 @@ class Elastic:
 
 
 def has_state(value: object) -> bool:
-    """Whether the object is kept by its `state_dict`."""
+    """Whether the object has `state_dict` and `load_state_dict`, by which elastic() keeps its state."""
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
-    """The options that a schedule, or the loop's body, may change at the beginning of a step."""
+    """The options of a parameter group, such as lr, which a scheduler or the loop's body may change early in a step."""
     return {name: value for name, value in group.items() if name != "params"}
 
 

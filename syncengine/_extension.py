@@ -13,9 +13,10 @@ from syncengine import _build
 
 
 def load_extension() -> None:
-    """Raises ``ImportError`` with where the extension is and what to do if it can't be loaded.
+    """Imports the compiled extension as ``syncengine._C``.
 
-    If it is missing, that is a ``ModuleNotFoundError``.
+    Raises ``ImportError`` if it can't be loaded: the error says where it is, and what to do. Raises
+    ``ModuleNotFoundError`` if there is none for this torch.
     """
     if "syncengine._C" in sys.modules:  # a test has put its own there
         return

@@ -56,13 +56,13 @@ class Door:
 
     @classmethod
     def open(cls, environ: Mapping[str, str] = os.environ) -> Door | None:
-        """The door that the launcher's variables name; None without a launcher that keeps ranks going."""
+        """Connects to the launcher's store. Returns None unless `syncengine run --keep-going` started this process."""
         if MEET not in environ:
             return None
         return cls(environ[MEET], int(environ[JOIN]) if JOIN in environ else None)
 
     def somebody_waits(self) -> bool:
-        """Whether a process waits, as far as this rank knows, which looks now and then. Only the first rank asks."""
+        """Whether a process waits to be let in. Only the first rank calls it. False within 0.5 s of the last look."""
         if time.monotonic() < self._looked + _LOOK:
             return False
         self._looked = time.monotonic()
@@ -117,7 +117,7 @@ class Door:
                 self._store.delete_key(ticket)
 
     def _waiting(self) -> list[int]:
-        """The processes that have come and have no ticket yet. A launcher's death is said once, and gives none."""
+        """The numbers of the processes that wait to be let in. If the launcher has died: none, and one warning."""
         try:
             came = self._read(CAME)
             if came and not self._store.check([ticket_of(name) for name in came]):
@@ -134,7 +134,7 @@ class Door:
         return [int(name) for name in said if name.isdigit()]
 
     def _join(self, number: int, ranks: list[int], rank: int, facts: str) -> Communicator:
-        """Connects these ranks, by the default communicator from then on: on all of them, or on none by a SyncError."""
+        """Connects `ranks` by a new default communicator, all of them or none. If none, raises a SyncError."""
         verdict, connected = f"{PLACE}/verdict/{number}", f"{PLACE}/connected/{number}"
         deadline = time.monotonic() + _PATIENCE
 
@@ -152,8 +152,8 @@ class Door:
             with contextlib.suppress(dist.DistError):
                 self._store.set(verdict, "none")
             raise
-        # Connected ranks may see different things of each other, so none acts on its own view: one rank writes a
-        # verdict for all, and the first one counts.
+        # Ranks may differ in whether all have connected, so none decides for itself: one rank writes a verdict for all
+        # to the store. The first verdict counts.
         try:
             self._store.add(connected, 1)
             while not self._store.check([verdict]):

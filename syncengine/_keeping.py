@@ -1,4 +1,4 @@
-"""A count of the updates of weights in a step of elastic training, by which a step that has happened is known."""
+"""Finds out whether a step of elastic training has changed weights: then the step can't be repeated."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -24,7 +24,7 @@ class Updates:
         self._parameters: dict[int, torch.nn.Parameter] = {}
 
     def look(self) -> tuple[int, int, int]:
-        """Numbers that differ from those before if the weights have changed."""
+        """Returns three numbers. If the weights have changed since the last call, at least one of them differs."""
         state = self._state.values()
         models = [value for value in state if isinstance(value, torch.nn.Module)]
         self._parameters = own = {id(parameter): parameter for model in models for parameter in model.parameters()}
@@ -43,8 +43,8 @@ class Updates:
 
     @not_compiled
     def _begins(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Counts a step that begins, if it has averages; otherwise when its closure has brought them."""
-        # A ShardedOptimizer says itself whether it has written, since it waits for other ranks before.
+        """Counts an optimizer's step: at once if there are gradients, else when its closure has computed them."""
+        # A ShardedOptimizer is not counted here: it waits for other ranks first, and raises versions when it writes.
         if isinstance(optimizer, ShardedOptimizer) or not self._changes_state(optimizer):
             return None
         if any(parameter.grad is not None for parameter in parameters_of(optimizer)):

@@ -48,9 +48,9 @@ class InPlaceOfDDP:
 
 
 class BeforeAverages:
-    """A callback that runs before Lightning's own that write averages of the weights, by ``.data``, on each rank.
+    """A callback that runs before callbacks of Lightning's that write averages of the weights on each rank.
 
-    It brings shared weights into private memory, as for ``load_state_dict``; the next step shares them again.
+    They write by ``.data``, so it moves weights from shared to private memory; the next step moves them back.
     """
 
     def on_train_epoch_start(self, trainer: Any, module: torch.nn.Module) -> None:
@@ -79,7 +79,7 @@ class TrainerSeam(InPlaceOfDDP):
     _ddp_comm_wrapper: Callable[..., Any] | None
 
     def setup(self, trainer: Any) -> None:
-        """Puts a callback before those that write averages of the weights, if a ShardedOptimizer shares the weights."""
+        """Inserts ``BeforeAverages`` before callbacks that average weights, if a ShardedOptimizer has these weights."""
         super().setup(trainer)  # type: ignore[misc] # of the DDPStrategy behind
         callbacks = trainer.callbacks
         shares = any(isinstance(optimizer, ShardedOptimizer) for optimizer in trainer.optimizers)
@@ -88,7 +88,7 @@ class TrainerSeam(InPlaceOfDDP):
             callbacks.insert(0, self.before_averages())
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Gives the trainer's loggers the times of steps and the latest rank, as often as they get anything."""
+        """Gives the trainer's loggers the times of steps, and the latest rank, every ``log_every_n_steps`` steps."""
         super().on_train_batch_start(batch, batch_idx)  # type: ignore[misc] # of the DDPStrategy behind
         trainer = self.lightning_module.trainer
         step, every = trainer.global_step, trainer.log_every_n_steps
@@ -132,7 +132,7 @@ class FabricSeam(InPlaceOfDDP):
     """The mixin for the strategy of Lightning's ``Fabric``."""
 
     def setup_module(self, module: torch.nn.Module) -> Parallel:
-        """Wraps the model."""
+        """Wraps the model in ``Parallel``."""
         return self._wrap(module)
 
     def get_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
@@ -144,9 +144,9 @@ class FabricSeam(InPlaceOfDDP):
 
 
 def make(module: str, callbacks: Any, strategies: Any, fabric: Any) -> tuple[Any, Any, Any]:
-    """Makes the strategies for ``Trainer`` and ``Fabric``, and a callback, of the packages of one of the two trees.
+    """Makes strategies for ``Trainer`` and ``Fabric``, from the packages of one of the two trees, and registers them.
 
-    The strategy for ``Trainer`` adds the callback. All three are to be attributes of ``module``.
+    Returns both, and the callback that the first one adds. The caller makes all three attributes of ``module``.
     """
     own = {"__module__": module, "__doc__": "Takes the arguments of Lightning's `DDPStrategy`."}
     before = type("_BeforeAverages", (BeforeAverages, callbacks.Callback), {"__module__": module})

@@ -48,7 +48,7 @@ def _unsendable(value: Any, where: str) -> str:
 
 
 def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
-    """``value`` with a change to every object in its containers, keys included."""
+    """Returns ``value`` with ``change`` applied to each object in its containers, keys included."""
     kind = type(value)
     if kind in (list, set, tuple) and not _is_encoded(value):
         return kind(_changed(item, change) for item in value)
@@ -85,6 +85,6 @@ def _decoded(value: Any) -> Any:
 
 
 def _emptied(value: Any) -> Any:
-    """A small tensor in the place of a plain tensor, which can always be sent; other values as they are."""
+    """Returns an empty tensor for a plain one, whose elements can always be sent, and any other value as it is."""
     plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout == torch.strided
     return torch.empty(0, dtype=value.dtype) if plain and not value.is_quantized else value

@@ -38,7 +38,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc] # which is not 
             )
 
     def prepare_model(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        """Prepares a model as Accelerate does, which looks up DDP by its name: that is Parallel's meanwhile."""
+        """Prepares a model as Accelerate does. Meanwhile the name by which Accelerate finds DDP means `Parallel`."""
         names: Any = torch.nn.parallel
         theirs, names.DistributedDataParallel = names.DistributedDataParallel, Parallel
         try:

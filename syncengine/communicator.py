@@ -62,7 +62,7 @@ _owner: int | None = None  # the process that may use all this, and none that is
 
 
 def refuse_forked_child() -> None:
-    """Records the process that calls this first. Refuses its forked children, unless it had no connections to share."""
+    """Records the process that calls this first. In its forked children, raises InvalidUsage if it had connections."""
     global _owner, _default, _has_tried
     _owner = _owner or os.getpid()
     if _owner == os.getpid():
@@ -100,15 +100,15 @@ def init(
     Every rank calls it. A second call returns the same communicator; a setting that is given then must have the same
     value. If that communicator has failed, all ranks that call init() again, whether they have noticed the failure or
     not, get a new one, with the settings of the old one where none are given; models and tensors of the old one stay
-    with it. All ranks of a new default group of torch.distributed get a new one, too, if they had met by the old group.
+    with it. If torch.distributed's default group, by which ranks met, was replaced, the new group's ranks get one, too.
     A setting that is None comes from the variable SYNCENGINE_<NAME>, otherwise it is the default:
 
     - `numerics` ("rank_order"): order of summation: "rank_order", "ring" for the bits of torch's DDP over Gloo, or
       "fast": sums per host first, so that the bits depend on which ranks share one.
-    - `timeout`: seconds (or a timedelta) that anything may wait for other ranks; the timeout of an initialised
-      torch.distributed, else 1800.
-    - `arena_bytes`: upper limit of the memory for `empty`, gradients and staging on this rank; as much as the machine
-      has. Allocated when used.
+    - `timeout`: seconds (or a timedelta) that anything may wait for other ranks; by default the timeout of an
+      initialised torch.distributed, else 1800.
+    - `arena_bytes`: upper limit of the memory for `empty`, gradients and staging on this rank; by default as much as
+      the machine has. Allocated when used.
     - `log_after` (5): seconds of waiting after which one line says for which ranks and for what.
     - `gradient_memory` ("arena"): where Parallel's large gradients lie: "arena", where peers reduce them in place, or
       "torch", wherever torch puts them; they are staged then. Never changes the bits.
@@ -125,8 +125,8 @@ def init(
     - `sockets` (4; tcp only): connections between two ranks.
     - `checksum` (False): check all data by CRC-32C, in addition to the transport's own checksum.
     - `silence` (30; not mpi): seconds without a heartbeat after which a rank of another host is lost. It takes that
-      long only if a host or network fails or freezes: the end of a process is detected at once. A line says so after
-      2 s.
+      long only if a host or network fails or freezes: the end of a process is detected at once. A line is logged after
+      2 s of silence.
 
     `torch_group`: also make torch.distributed's default process group of these ranks, backend "syncengine", for code
     that asks torch.distributed for ranks (samplers, metrics, other tools); shutdown() destroys it. A group that is
@@ -332,7 +332,7 @@ def _current() -> _Default:
 
 
 def _connect_default(launch: Launch | None, before: Config | None, given: dict[str, Any]) -> _Default:
-    """Connects, with the given settings; others are those of `before`, or else of the environment."""
+    """Connects all ranks. A setting that is not `given` is that of `before`, or, if that is None, the environment's."""
     global _has_tried
     _has_tried = True
     try:
@@ -397,7 +397,7 @@ arrivals.knows_ended = _raise_if_ended
 
 
 def _of_this_job() -> list[Communicator]:
-    """The open communicators whose ranks have the same numbers as in a meeting now. A forked child has none."""
+    """The open communicators that number their ranks as init() would now. A forked child has none."""
     current, group = _default, users_group()
     if not _is_owner():
         return []

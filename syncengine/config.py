@@ -42,7 +42,7 @@ class Config:
     checksum: bool = False  # of all data between hosts, beside the transport's own
     silence: float = 30.0  # seconds without a heartbeat after which a rank of another host is lost
     secret: str = field(default="", repr=False)  # by which ranks of different hosts authenticate each other
-    secret_file: str = ""  # that contains it
+    secret_file: str = ""  # a file that contains the secret
     trace: str = ""  # a directory: what happens on this rank is recorded there from the start
     summary: bool = True  # whether rank 0 says on stderr, at the end of a run, how its steps went
 
@@ -65,7 +65,7 @@ class Config:
         return {name: _PARSE[name](value, name) for name, value in given.items() if value is not None}
 
     def options(self, timeout: float) -> JobOptions:
-        """The extension's options. `timeout`, in seconds, takes the place of None."""
+        """Makes the extension's JobOptions. `timeout`, in seconds, is used if this object's timeout is None."""
         from syncengine._C import JobOptions, has_test_hooks  # the doctor reads settings where it can't be loaded
 
         options = JobOptions()
@@ -82,7 +82,7 @@ class Config:
         return {name: getattr(self, name) for name in ("numerics", "interhost", "sockets", "checksum")}
 
     def network(self, interface: str) -> NetworkOptions:
-        """The extension's options for listening to ranks of other hosts. `interface` takes the place of ""."""
+        """Makes the extension's NetworkOptions, for TCP. `interface` is used if this object's interface is ""."""
         from syncengine._C import NetworkOptions
 
         options = NetworkOptions()

@@ -24,7 +24,7 @@ from syncengine.tracing.session import meet
 logger = logging.getLogger("syncengine")
 
 
-# Communicators that are to be replaced, for as long as they are there: those that split() made of them may live on.
+# Communicators that new ones replace. They stay open, since communicators that split() made of them may live on.
 given_up: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
 GROUP_TIMEOUT = "the timeout of init_process_group or new_group, or SYNCENGINE_TIMEOUT"
@@ -40,8 +40,8 @@ class Connection(NamedTuple):
     def has_failed(self) -> bool:
         """Whether the communicator has failed or was closed. A failure on any rank of this host is known here by now.
 
-        A rank of another host may have noticed a failure, and have begun to connect anew. Then the communicator fails
-        here, too.
+        If a rank of another host has begun to connect anew because of a failure, this waits for the error, 5 seconds at
+        most. Then the communicator fails here, too.
         """
         deadline = time.monotonic() + _LATE
         while True:
@@ -79,9 +79,9 @@ def connect(
     """Connects the ranks that `exchange` reaches (None: this rank alone).
 
     Messages call them by `global_ranks`; None is for all ranks of the job, which connect one communicator at a time.
-    `lost` is asked now and then, and says why some ranks will not come. If this rank fails, the others get its error.
-    `timeout_call` says in errors what sets the timeout; "" is the process group's calls if there is one and nothing
-    else sets the timeout, and else init.
+    `lost` is called now and then, and returns why some ranks will not come, or "". If this rank fails, the others get
+    its error. `timeout_call` is the call that sets the timeout, for errors; "" is that of the process group if it sets
+    the timeout, else init.
     """
     options = config.options(timeout)
     of_group = config.timeout is None and group_timeout() is not None
@@ -146,7 +146,7 @@ def connect(
 def _agree(
     exchange: Exchange, config: Config, address: bytes, known_as: list[int]
 ) -> tuple[list[str], list[bytes], set[int]]:
-    """Compares builds and shared settings. Returns hosts, addresses, and the ranks that leave no mark when they die."""
+    """Compares builds and shared settings. Returns hosts, addresses, and ranks whose deaths no robust futex shows."""
     head: dict[str, Any] = {
         "build": build_id,
         "settings": config.shared(),
@@ -196,7 +196,7 @@ def _listen(exchange: Exchange, config: Config, bootstrap: LocalBootstrap, addre
 
 
 def reachable_address(environ: Mapping[str, str]) -> str:
-    """This machine's address on the way to the rank where all meet, or that of its own name."""
+    """This machine's address on the route to MASTER_ADDR, or else the address of its own name; never a loopback one."""
     for host in filter(None, (environ.get("MASTER_ADDR"), socket.gethostname())):
         for family in (socket.AF_INET, socket.AF_INET6):
             with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:

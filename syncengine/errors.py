@@ -39,19 +39,19 @@ class NotFinite(SyncError, FloatingPointError):
 
 
 class TornWeights(SyncError):
-    """A rank has ended in the middle of an update of weights that all share: continue from a checkpoint."""
+    """A rank ended or failed in the middle of an update of weights in shared memory: continue from a checkpoint."""
 
 
 def blamed_rank(error: BaseException | None) -> int | None:
-    """The rank of the job whose end or error this error tells of; None if it is this rank's own."""
+    """The rank of the job with which a PeerLost's or Aborted's text begins, as it has ended or failed; else None."""
     named = re.match(r"rank (\d+)\b", str(error)) if isinstance(error, PeerLost | Aborted) else None
     return None if named is None else int(named[1])
 
 
 def error_text(error: BaseException, *, named: bool = True) -> str:
-    """``"ValueError: ..."`` as the other ranks are told it; without the class if not ``named``.
+    """The text of an error for other ranks: ``"ValueError: ..."``, or without the class if not ``named``.
 
-    Never raises: an error may be somebody's whose ``__str__`` does, or hold a file name that is no text.
+    Never raises, though a user's ``__str__`` may raise, and a text may contain a file name that is not UTF-8.
     """
     try:
         text = str(error)
@@ -61,7 +61,7 @@ def error_text(error: BaseException, *, named: bool = True) -> str:
 
 
 def to_utf8(text: str) -> bytes:
-    """``text`` for other ranks, with backslashes where it is no UTF-8."""
+    """Encodes ``text`` for other ranks, with backslash escapes for characters that UTF-8 can't encode."""
     return text.encode(errors="backslashreplace")
 
 

@@ -1,7 +1,7 @@
 """Lines that syncengine prints by itself, through the logger "syncengine".
 
 While neither that logger nor the root logger has a handler of the program's, a handler of this module writes the lines
-to stderr, INFO included. A thread that nobody waits for does so: no rank waits for whoever reads stderr.
+to stderr, INFO included. A thread of its own writes them, so that no rank waits for whoever reads stderr.
 """
 
 import atexit
@@ -15,7 +15,7 @@ atexit.register(await_said)
 
 
 def print_line(text: str, *, level: int = logging.INFO, at_end: bool = False) -> None:
-    """Logs ``text``. ``at_end``: the process ends then, perhaps as multiprocessing's child, which runs no atexit."""
+    """Logs ``text``. ``at_end``: waits until it is written, since a child of multiprocessing's may run no atexit."""
     _logger.log(level, "%s", text)
     if at_end:
         await_said()

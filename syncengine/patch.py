@@ -19,14 +19,14 @@ from syncengine.parallel.refusal import check_arguments, check_parameters, refus
 from syncengine.parallel.tools import ForTools
 from syncengine_autoload import SERVED_BY, torchs_own
 
-# Arguments that say yes or no, and of which kind they may be; the others are checked by what reads them.
+# The boolean arguments of Parallel, and the types that they may have. Other arguments are checked where they are read.
 _FLAGS: dict[str, tuple[type, ...]] = {
     name: (bool,) if parameter.default is not None else (bool, type(None))
     for name, parameter in inspect.signature(Parallel.__init__).parameters.items()
     if isinstance(parameter.default, bool) or name in ("broadcast_buffers", "forward_sync_buffers")
 }
 
-# Names that each class has for itself.
+# Names that DDP's class does not take over from Parallel, since every class has its own.
 _OF_CLASSES = {"__module__", "__doc__", "__annotations__", "__abstractmethods__", "_abc_impl"}
 _OF_CLASSES |= {
     "__annotate__",
@@ -40,8 +40,8 @@ _OF_CLASSES |= {
 class _Either:
     """An attribute of DDP's class: ``ours`` for an object that ``Parallel`` serves, torch's for others.
 
-    So a model that is served has DDP's type, with what programs ask of that and add to it. A function of the class,
-    ``DistributedDataParallel.forward(model, x)``, chooses likewise.
+    So a model that is served stays an instance of DDP, for programs that check its type or add attributes to the class.
+    A function of the class, ``DistributedDataParallel.forward(model, x)``, chooses in the same way.
     """
 
     def __init__(self, name: str, ours: Any, theirs: Any) -> None:
@@ -68,7 +68,7 @@ class _Either:
 
 
 class _EitherData(_Either):
-    """An ``_Either`` for a property of ``Parallel``, where torch's objects have an attribute of their own."""
+    """An ``_Either`` for a name that is a property of ``Parallel``, but an instance attribute of torch's DDP."""
 
     @not_traced
     def __get__(self, model: Any, owner: type) -> Any:
@@ -89,7 +89,7 @@ class _EitherData(_Either):
 
 
 def _reduce(model: Any, protocol: int) -> tuple[Any, ...]:
-    """Copies of what ``Parallel`` serves, and what is unpickled where the patch is not in effect, are served, too."""
+    """Pickles a served model so that ``Parallel`` serves the copies, too, even in a process without the patch."""
     return make_served, (), model.__getstate__()
 
 
@@ -103,7 +103,7 @@ def make_served() -> Any:
 
 
 def give_to_ddp() -> str | None:
-    """Gives DDP's class the attributes of ``Parallel``, or says why that can't serve objects of this type."""
+    """Gives DDP's class the attributes of ``Parallel``. Returns None, or, if it can't, the reason, and does nothing."""
     ours = {**vars(ForTools), **vars(Parallel), "__reduce_ex__": _reduce}
     for name in _OF_CLASSES:
         ours.pop(name, None)
@@ -121,7 +121,7 @@ def give_to_ddp() -> str | None:
 
 
 def refusal(args: tuple[Any, ...], kwargs: dict[str, Any], ranks: int) -> str | None:
-    """Why ``Parallel(*args, **kwargs)`` can't serve what DDP may; None if it can, or if DDP does not either."""
+    """Returns the reason why ``Parallel(*args, **kwargs)`` can't take DDP's place; None if there is none."""
     try:
         bound = inspect.signature(Parallel.__init__).bind(None, *args, **kwargs)
     except TypeError as error:

@@ -24,7 +24,7 @@ os.register_at_fork(after_in_child=_given.clear)
 def at_end(function: Callable[[], None]) -> None:
     """Calls `function` once at the end of this process; the function given last is called first, as by atexit.
 
-    A child of multiprocessing's calls it, too, though it may end without running atexit, and forgets its error before.
+    In a child of multiprocessing's, Finalize calls it: the child may not run atexit, and forgets its error before.
     """
     if function in _given:
         return
@@ -37,7 +37,7 @@ def at_end(function: Callable[[], None]) -> None:
 
 @functools.cache
 def tell_peers_of_errors(communicators: Callable[[], Iterable[Communicator]]) -> None:
-    """Tells an uncaught error to the peers of the `communicators` that there are then, so that they need not wait."""
+    """Makes an uncaught error abort all `communicators()` of that moment, so that no peer waits for this rank."""
     previous = sys.excepthook
 
     def tell_them(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -52,8 +52,8 @@ def tell_peers_of_errors(communicators: Callable[[], Iterable[Communicator]]) ->
 def what_ends() -> BaseException | None:
     """The error that ends this process, at its end; None if there is none.
 
-    It is the error that nobody caught, or, in a child of multiprocessing's, the one that is to be written down. If the
-    program has called sys.exit(1), it is the error that was caught before.
+    It is the error that nobody caught, or, in a child of multiprocessing's, the one that will be printed next. If the
+    program has called sys.exit(1) while it handled an error, it is that error.
     """
     error = _uncaught or sys.exc_info()[1]
     if isinstance(error, SystemExit):
@@ -99,7 +99,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def tell_ranks_to_come(has_tried: Callable[[], bool]) -> None:
-    """Tells the other ranks of an uncaught error before this rank `has_tried` to connect.
+    """Lets the other ranks know if an uncaught error ends this rank before it `has_tried` to connect.
 
     They raise its text in their init(), where they would wait for this rank. A child of a rank's process tells nothing.
     """

@@ -38,7 +38,7 @@ class Collector:
         self._rank = str(model.communicator.global_ranks[model.communicator.rank])
 
     def describe(self) -> list[GaugeMetricFamily]:
-        """Returns no metric: the registry need not ask the model to learn their names."""
+        """Returns no metric, so that registering this does not read all numbers from the model."""
         return []
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:

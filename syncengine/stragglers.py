@@ -60,7 +60,7 @@ class Late:
 
 
 def compare(times: Any, ranks: Sequence[int], step_ms: float, least: int) -> tuple[dict[int, RankTimes], Late | None]:
-    """How late each rank is, and the rank that is late in over two thirds of the steps, in either half of them.
+    """How late each rank is, and the rank, if any, that is late in over two thirds of the steps of each half.
 
     ``times`` are milliseconds by step, rank and phase; NaN for a rank that has none. A rank is late by its time less
     that of the fastest rank. It counts as late in a step if it is behind the middle rank by over a tenth of

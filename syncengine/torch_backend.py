@@ -26,7 +26,7 @@ NAME = "syncengine"
 
 
 def register() -> None:
-    """Makes the name known to torch.distributed: for CPU tensors, and for CUDA tensors where that side is built."""
+    """Registers the backend with torch.distributed: for CPU tensors, and for CUDA tensors if this build has CUDA."""
     devices = ["cpu", "cuda"] if has_cuda else ["cpu"]
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=devices)
     make = getattr(dist.distributed_c10d, "_create_shrunk_process_group", None)
@@ -58,12 +58,12 @@ def create(
 ) -> Backend:
     """Makes the backend of one process group, whose ranks meet through the group's store. torch calls it.
 
-    `call` names the function that a rank which does not come should have called. `lost`: see StoreExchange,
-    `timeout_call`: connect().
+    `call` names, in errors, the call that a missing rank has not made. `lost` is as in StoreExchange, `timeout_call` as
+    in connect().
 
-    Settings are SYNCENGINE_*, except the timeout: the group's, if torch was given one (not its default), or
-    a shorter one in pg_options of another syncengine group. Raises InvalidUsage for options of other backends, and for
-    a rank that the group does not have.
+    Settings come from SYNCENGINE_* variables, but the timeout is the group's, if torch was given one (not its default),
+    or a shorter one in pg_options of another syncengine group. Raises InvalidUsage for options of other backends, and
+    for a rank that the group does not have.
     """
     refuse_forked_child()
     if isinstance(backend_options, Communicator):  # init(torch_group=True) makes the group

@@ -34,7 +34,7 @@ _served: list[dist.Store] = []  # until the process ends: the others may still b
 
 
 def ensure_torch_group(communicator: Communicator, launch: Launch, log_after: float) -> None:
-    """Makes the group, unless it is there; a group that the user has made is kept. All ranks of `communicator` call it.
+    """Makes torch's default group, unless it is there and works; keeps a user's. All ranks of `communicator` call it.
 
     Raises InvalidUsage on all ranks if torch.distributed is initialized on some of them only.
     """
@@ -107,7 +107,7 @@ def _make(communicator: Communicator, store: dist.Store) -> None:
 
 
 def _shared_store(communicator: Communicator, launch: Launch, log_after: float) -> dist.Store:
-    """A store for one group: rank 0 opens it and tells the others. All ranks raise rank 0's error."""
+    """Returns a store for one group: rank 0 opens it, and tells the others where. All ranks raise rank 0's error."""
     if communicator.size == 1:
         return dist.HashStore()
     store: dist.Store | None = None

@@ -33,7 +33,7 @@ class ProcessGroup(ProcessGroupWrapper):  # type: ignore[misc] # which is not th
         options = dist.distributed_c10d._DistributedBackendOptions()
         options.store, options.group_rank, options.group_size = store, rank, world_size
         options.timeout = self._timeout
-        # A replica group's number is no rank's in the job.
+        # With `lost`, the numbers of replica groups are not taken for ranks of this job, whose ends may be known.
         backend = create(options, None, "join the quorum", lost=str, timeout_call="ProcessGroup(timeout=...)")
         group = dist.ProcessGroup(store, rank, world_size)
         group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
@@ -52,7 +52,7 @@ class ProcessGroup(ProcessGroupWrapper):  # type: ignore[misc] # which is not th
         return None if communicator is None else communicator.exception()
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Sets the timeout of calls. One longer than that of the last `configure` holds from the next one on."""
+        """Sets the timeout of calls. A longer one than at the last `configure` holds from the next `configure` on."""
         super().set_timeout(timeout)
         if (communicator := self.communicator) is not None:
             self._pg.set_timeout(min(timeout, timedelta(seconds=communicator.timeout)))
@@ -71,9 +71,9 @@ class ProcessGroup(ProcessGroupWrapper):  # type: ignore[misc] # which is not th
 class Manager(torchft.Manager):  # type: ignore[misc]
     """torchft's Manager for replica groups whose ranks hold the same tensors: each rank exchanges its share of them.
 
-    So a byte crosses once between two replica groups, not once for each of their ranks, which then share the results by
-    collectives of `within` (by default torch.distributed's default group, where there is one). All ranks of a replica
-    group must make the same calls of `allreduce` and wait for them in the same order, whatever errors there are.
+    So a byte crosses once between two replica groups, not once for each of their ranks. The ranks of one then gather
+    the results by collectives of `within` (by default torch.distributed's default group, if any). All of them must make
+    the same calls of `allreduce` and wait for them in the same order, whatever errors there are.
     """
 
     def __init__(self, *args: Any, within: dist.ProcessGroup | None = None, **kwargs: Any) -> None:
@@ -86,7 +86,7 @@ class Manager(torchft.Manager):  # type: ignore[misc]
         should_quantize: bool = False,
         reduce_op: dist.ReduceOp.RedOpType = dist.ReduceOp.AVG,
     ) -> dist.Work:
-        """Averages as torchft's Manager does; its future completes in `Work.wait`.
+        """Averages `tensor` as torchft's Manager does. The returned work's future completes only in `Work.wait`.
 
         Each rank exchanges a whole tensor if it is not contiguous, or has fewer elements than the replica group has
         ranks.

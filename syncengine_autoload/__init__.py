@@ -47,7 +47,7 @@ def load() -> None:
 
 
 def register() -> None:
-    """Makes the backend's name known to torch.distributed. Importing syncengine does it anew, with what it knows."""
+    """Makes the backend known to torch.distributed. Importing syncengine does so anew, for its build's devices."""
     from torch.distributed import Backend
 
     if NAME not in Backend.backend_list:
@@ -56,9 +56,9 @@ def register() -> None:
 
 
 def patch() -> None:
-    """From now on ``DistributedDataParallel(...)`` makes what ``Parallel`` serves, wherever it was or will be imported.
+    """Patches ``DistributedDataParallel``, wherever it was or will be imported: ``Parallel`` serves what it makes.
 
-    The class stays the same object, and stays that of the model; ``ddp.py`` chooses when one is made.
+    The class stays the same object, and the models' class. ``ddp.py`` decides for each model whether it is served.
     """
     import inspect
 

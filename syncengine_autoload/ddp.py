@@ -1,7 +1,7 @@
-"""Whether a ``DistributedDataParallel`` is served by ``syncengine.Parallel``: asked by the patch, on every rank alike.
+"""Decides, for the patch, whether ``syncengine.Parallel`` serves a ``DistributedDataParallel``, alike on every rank.
 
-Imports syncengine only inside ``choose``, since its extension may not load: then that is the reason for staying with
-DDP. Each rank has its own reason or none; they exchange them through the group's store, and so choose the same class.
+Imports syncengine only inside ``choose``: if its extension can't be loaded, that is a reason for staying with DDP. Each
+rank has a reason or none. Ranks exchange reasons through the group's store, and so choose the same class.
 """
 
 import contextlib

@@ -31,11 +31,10 @@ from syncengine_autoload import tell
 
 _Nonces = tuple[bytes, ...]
 
-# The nonces that this process saw at each place where it signed in, by its own nonce there. They tell old failures from
-# new ones.
+# The nonces that this process saw in each meeting, by its own nonce there. They distinguish old failures from new ones.
 _seen: dict[bytes, _Nonces] = {}
 _HEARD_WITHIN = 30.0  # seconds
-_MOST_SEEN = 1024  # places; a forgotten one costs at most that an old failure is heard once more
+_MOST_SEEN = 1024  # meetings; a forgotten one costs at most that an old failure is heard once more
 
 
 class Failed(Exception):
@@ -47,7 +46,7 @@ class Failed(Exception):
 
 
 class _Signature(NamedTuple):
-    """The signature of a rank, or of its failure if there is a notice."""
+    """The entry of a rank in the store: that it has come, or, with a notice, that it has failed."""
 
     nonce: bytes
     attempt: str
@@ -56,14 +55,14 @@ class _Signature(NamedTuple):
 
 
 class Rendezvous:
-    """One meeting of the ranks with these `numbers` over `store`, of which this is the one at index `rank`.
+    """One meeting, over `store`, of the ranks with these `numbers`. This process is the one at index `rank` of them.
 
     A rank's n-th meeting for a `purpose` is the n-th of the others. If a rank ended or gave up before it met them, its
     next one takes the place of that meeting. No method waits.
     """
 
     def __init__(self, store: dist.Store, purpose: str, rank: int, numbers: Sequence[int]) -> None:
-        # Other ranks may have met under this name: groups made anew are numbered from 0 again.
+        # The place depends on the ranks: others may have met under this name, as torch numbers new groups from 0 again.
         place = hashlib.sha256(repr(list(numbers)).encode()).hexdigest()[:16]
         self.store = dist.PrefixStore(f"syncengine/{purpose}/{place}", store)
         self.values: dict[int, bytes] = {}  # the payloads that have come in this round, by index
@@ -89,7 +88,7 @@ class Rendezvous:
         self._hear(failures)
 
     def gather(self, payload: bytes) -> bool:
-        """Whether all ranks have given their payloads, which are in `values` then.
+        """Gives this rank's payload. Returns whether all ranks have given theirs, which are in `values` then.
 
         Call it with the same payload until it returns True. Raises Failed once a rank has failed.
         """
@@ -131,7 +130,7 @@ class Rendezvous:
         return {peer: not _has_ended(nonces[peer]) for peer in here if peer != self._rank}
 
     def fail(self, notice: bytes) -> None:
-        """Ends the meeting for all ranks, now and later. Only the first rank to end it counts."""
+        """Ends the meeting by `notice`, for ranks that are there and ranks that come later. The first notice counts."""
         if not self.met:
             self._look()
         if self._told is not None:
@@ -145,8 +144,8 @@ class Rendezvous:
     def stay_until_heard(self, to_come: bool) -> None:
         """Makes this process, if it serves the store, wait at its end until ranks have heard of the failure.
 
-        It waits for 30 s at most. Call it after fail(), or Failed. It waits for the ranks that are waiting; with
-        `to_come` also for those that have not come yet, unless they have met before.
+        Call this after fail(), or after Failed was raised. The process waits for 30 s at most: for ranks that are
+        waiting; with `to_come` also for those that have not come yet. It does not wait if all ranks have met before.
         """
         store: dist.Store = self.store
         while isinstance(store, dist.PrefixStore):
@@ -180,7 +179,7 @@ class Rendezvous:
             raise Failed(self._told)
 
     def _leave(self, notice: bytes) -> None:
-        """Leaves the session before signing in anew. Otherwise others could complete it with this rank's payload."""
+        """Ends the session, so that others can't complete it with this rank's payload when this rank signs in anew."""
         if self._session is not None and not self._session.check(["failed"]):
             self._session.set("failed", notice)  # type: ignore[arg-type] # bytes are what it takes
         self.store.set(f"left/{self._rank}", self._nonce)  # type: ignore[arg-type]
@@ -240,7 +239,7 @@ class Rendezvous:
             del _seen[next(iter(_seen))]
 
     def _enter(self, payload: bytes) -> None:
-        """Enters the session of these nonces, also while ranks are missing: others may want to know of this one."""
+        """Enters the session that all nonces name, also while ranks are missing: others may want to see who came."""
         self._members = self._nonces
         name = hashlib.sha256(b" ".join(self._nonces)).hexdigest()[:32]
         self.values, self._session = {}, dist.PrefixStore(name, self.store)
@@ -262,7 +261,7 @@ class Rendezvous:
 
 
 def fail_in_groups(notice: bytes) -> None:
-    """Ends the meetings of the patch, in all groups of torch.distributed that have this rank."""
+    """Ends the meetings where ranks decide about DDP, in all groups of torch.distributed that have this rank."""
     for group, (_, store) in list(dist.distributed_c10d._world.pg_map.items()):
         ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
         if rank >= 0 and len(ranks) > 1:
@@ -311,9 +310,9 @@ def _has_ended(nonce: bytes) -> bool:
 
 
 def _attempt() -> str:
-    """A text for the attempt of the ranks: no restart lies between equal texts. The text "" says nothing.
+    """A text that names the ranks' attempt: no restart lies between signatures that have the same text.
 
-    Agents of several nodes count their restarts apart.
+    With several nodes it is "", which says nothing, since their agents count restarts apart.
     """
     count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "none")
     return count if count == "none" or os.environ.get("GROUP_WORLD_SIZE") == "1" else ""

@@ -21,7 +21,8 @@ struct Registry {
 
 Registry& registry = *new Registry;  // never destroyed: descriptors may outlive static destruction
 
-// Makes async-signal-safe calls only: other threads' locks are lost in the child.
+// Replaces the descriptors of all ParentFds by /dev/null in a forked child. Makes async-signal-safe calls only, since
+// locks that other threads of the parent held stay locked there.
 void in_child() {
   int nothing = open("/dev/null", O_RDWR | O_CLOEXEC);
   for (int descriptor : registry.descriptors) {

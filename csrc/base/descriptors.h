@@ -34,9 +34,9 @@ class UniqueFd {
 };
 
 // A descriptor that forked children (DataLoader workers) do not keep. A child that outlived its parent would hold the
-// parent's connections and port open, and the peers would take the parent for alive. No fork by another thread comes
-// between `open` and the note of what it has opened. In the child the number stays taken, by /dev/null, so that nobody
-// closes a stranger's descriptor.
+// parent's connections and port open, and the peers would take the parent for alive. `open` is called under a lock, so
+// that no other thread forks before the new descriptor is registered. In the child /dev/null takes the descriptor's
+// number, so that a later close() of that number closes no other file.
 class ParentFd {
  public:
   ParentFd() = default;
@@ -56,8 +56,8 @@ class ParentFd {
 size_t open_descriptors();  // of this process; 0 if /proc does not say
 size_t most_descriptors();  // ulimit -n
 
-// Throws InvalidUsage if `count` more descriptors don't fit below `ulimit -n`; the text names `who` needs them, the
-// limit, and the limit to set. Without /proc it can't be known, and they are taken to fit.
+// Throws InvalidUsage if `count` more descriptors don't fit below `ulimit -n`. The text says that `who` needs them,
+// what the limit is, and to what it must be raised. Without /proc, no descriptor counts as open.
 void require_descriptors(const std::string& who, size_t count);
 
 }  // namespace syncengine

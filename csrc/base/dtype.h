@@ -31,7 +31,7 @@ constexpr bool is_floating(DType dtype) { return dtype <= DType::Float64; }
 const char* name(DType dtype);  // torch's spelling: "float32"
 const char* name(ReduceOp op);  // "sum", "avg", "product", "min", "max"
 
-// Avg needs a floating dtype; bool knows only product, min and max.
+// Whether the engine reduces `dtype` by `op`: Avg needs a floating dtype, and bool has only product, min and max.
 constexpr bool is_supported(DType dtype, ReduceOp op) {
   if (op == ReduceOp::Avg) return is_floating(dtype);
   if (dtype == DType::Bool) return op != ReduceOp::Sum;

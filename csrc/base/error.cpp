@@ -21,7 +21,7 @@ const char* name(ErrorKind kind) {
 
 namespace {
 
-// The part of an error that tells a limit, "(ulimit -n is 64)", in the units of the shell.
+// The part of an error's text that states a limit, such as "(ulimit -n is 64)", in the units of the shell.
 std::string limit_text(const char* option, decltype(RLIMIT_AS) resource, rlim_t unit) {
   rlimit limits{};
   const bool limited = getrlimit(resource, &limits) == 0 && limits.rlim_cur != RLIM_INFINITY;
@@ -29,7 +29,7 @@ std::string limit_text(const char* option, decltype(RLIMIT_AS) resource, rlim_t 
          ")";
 }
 
-// The reason why the kernel refused a call, and the way out; "" if the kernel's own words say all.
+// The likely reason why Linux refused a system call, and the remedy; "" if the message of `code` says enough.
 std::string way_out(int code, const std::string& call) {
   switch (code) {
     case EPERM:

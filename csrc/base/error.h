@@ -30,17 +30,17 @@ class Error : public std::runtime_error {
   ErrorKind kind_;
 };
 
-// A rank has refused a step of a model, which ends on all ranks; the communicator goes on. The text is that rank's.
+// A rank has refused a step of a model: all ranks lose the step, and the communicator goes on. The text is that rank's.
 class StepRefused : public Error {
  public:
   explicit StepRefused(const std::string& text) : Error(ErrorKind::Aborted, text) {}
 };
 
-// Throws InvalidUsage. The text is `text`, which says what was asked for, the system's message for errno `code`, and
-// the way out. `call`: the refused system call, by the name that sandboxes list; "" if no sandbox refuses it.
+// Throws InvalidUsage with `text`, which says what failed, the system's message for errno `code`, and perhaps a remedy.
+// `call`: the name of the system call, as seccomp filters list it; "" if no sandbox refuses that call.
 [[noreturn]] void throw_system_error(const std::string& text, int code, const char* call = "");
 
-// Interrupts a wait from outside, and carries the text that the peers are told.
+// Marks an exception that ends a wait from outside, such as Ctrl-C, and holds the text that the peers are told.
 //
 // Exceptions that a signal handler raises in a wait derive from this class beside std::exception.
 class Interruption {
@@ -54,7 +54,7 @@ class Interruption {
   std::string text_;
 };
 
-// " failed in init(): ...", which follows the name of the rank on which `error` was raised in `place`.
+// Returns " failed in init(): ...", a text to follow the name of the rank on which `error` was raised in `place`.
 inline std::string failure_text(const std::exception& error, const std::string& place) {
   const std::string failed = " failed in " + place + ": ";
   if (auto* raised = dynamic_cast<const Interruption*>(&error))

@@ -52,8 +52,8 @@ bool advise(void* address, size_t bytes, int advice);
 // shows. Throws InvalidUsage, with `hint` appended if there was no room.
 UniqueFd create_sealed_memfd(const char* name, size_t bytes, const char* hint = "");
 
-// The size of sealed memory of this kind, which will never change, or 0 if `fd` is something else. Without seals a
-// peer could shrink the memory: that is a SIGBUS here, and no error.
+// Returns the size of the memory `fd`, or 0 if it lacks the seals of create_sealed_memfd(), which fix its size for
+// ever. Without them a peer could shrink the memory, and an access here would be a SIGBUS, and no error.
 size_t sealed_size(int fd);
 
 }  // namespace syncengine

@@ -50,7 +50,7 @@ void PhaseClock::begin_optimizer() {
   change(Optimizer);
 }
 
-// The closure that an optimizer calls may have run a forward and a backward, which have ended the optimizer's phase.
+// Changes nothing if the closure of the optimizer has run a forward and a backward: these have ended its phase.
 void PhaseClock::end_optimizer() {
   std::lock_guard lock(mutex_);
   if (phase_ == Optimizer) change(around_);

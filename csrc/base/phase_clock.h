@@ -12,8 +12,8 @@
 
 namespace syncengine {
 
-// Nanoseconds of this thread so far that were not its rank's own: it waited for other ranks in the engine, or did the
-// engine's work in the middle of backward.
+// Nanoseconds so far in which this thread did not work for its own rank: it waited for other ranks in the engine, or
+// did the engine's work, which serves all ranks, in the middle of backward.
 inline int64_t& waited_here() {
   static thread_local int64_t nanoseconds = 0;
   return nanoseconds;
@@ -29,13 +29,13 @@ class PhaseClock {
 
   static PhaseClock& of_process();
 
-  // Returns the time, in trace::now()'s nanoseconds.
+  // Begins `phase`. Returns the present time, in nanoseconds as trace::now() counts them.
   int64_t enter(Phase phase);
-  // Begin and end of an optimizer's step, which may also run within backward.
+  // Called at the beginning and at the end of an optimizer's step, which may also run within backward.
   void begin_optimizer();
   void end_optimizer();
-  // Notes the time of a gradient in a backward that does not average. The gradient may be the backward's last, and then
-  // the phase ends here.
+  // Notes the time of a gradient in a backward that does not average. If no other gradient follows, the phase Backward
+  // ends at this time.
   void local_gradient();
   // Returns the time spent in each phase since the last call. Called when all ranks leave a synchronization.
   Own take();

@@ -91,8 +91,8 @@ double cpu_quota(const std::string& root) {
   return least;
 }
 
-// Bytes that are left below a cgroup's limit. Pages of files, which memory.stat counts by two keys behind `prefix`, are
-// used but go when memory is wanted; pages of shared memory, the arenas' among them, do not go.
+// Bytes that are left below a cgroup's limit. Cached pages of files, which memory.stat counts under two keys that begin
+// with `prefix`, count as free, since Linux drops them on demand; pages of shared memory, such as the arenas', do not.
 size_t left_below(const std::string& folder, const char* limit_name, const char* used_name, const std::string& prefix) {
   const size_t limit = read_number(folder + limit_name);
   size_t used = read_number(folder + used_name), bytes = 0;

@@ -6,7 +6,7 @@
 
 namespace syncengine {
 
-// Files are looked for below `root`, which only tests set.
+// Functions with a `root` look for /proc and for cgroups below that directory, which only tests set.
 
 // Cores that this process may run on at once: its affinity, limited by the CPU quotas of its cgroup and of all cgroups
 // above (v2 and v1). At least 1.

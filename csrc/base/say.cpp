@@ -29,7 +29,7 @@ struct SaidLines {
   pid_t writer = 0;                 // the process in which a thread writes: a forked child has none
 };
 
-// Never destroyed, since a thread may be writing when the process ends.
+// Lines that wait for stderr. Never destroyed, since a thread may still be writing them when the process ends.
 SaidLines& said = *new SaidLines;
 
 void write_all(const std::string& text) {
@@ -78,7 +78,7 @@ void say(std::string lines) {
     std::thread(write_what_waits).detach();
     said.writer = getpid();
   } catch (const std::system_error&) {
-    // No caller may be made to wait, so the lines wait for a later call that can start a thread.
+    // say() must not block, so if no thread can be started now, the lines wait for a later call that can start one.
   }
 }
 

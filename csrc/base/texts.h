@@ -27,8 +27,8 @@ inline std::string rank_names(const std::vector<int>& ranks, uint64_t mask) {
   return named.empty() ? "" : rank_names(named);
 }
 
-// Names ranks that are numbered within a group, as texts do: by their ranks in the whole job. Without a list of those
-// ranks, the numbers in the group are used.
+// Takes a rank's number in a group, and names the rank by its number in the whole job, as texts for users do. If
+// `global_ranks` is empty, the number in the group is used.
 struct RankNames {
   std::vector<int> global_ranks = {};
 

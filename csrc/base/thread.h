@@ -30,8 +30,8 @@ std::thread start_thread(Call&&... call) {
 void begin_thread(const char* name);
 
 // Deletes `object`, whose destructor joins the thread `its`. If that is the calling thread, another thread deletes the
-// object instead. Deleting can drop a tensor that an operation held, at which Python may collect garbage, and the
-// garbage may include the last reference to `object`.
+// object instead. This can happen when the thread drops a tensor of an operation: Python may then collect garbage, and
+// the garbage may include the last reference to `object`.
 template <class Object>
 void delete_off(const std::thread& its, Object* object) {
   if (its.get_id() == std::this_thread::get_id())
@@ -40,8 +40,8 @@ void delete_off(const std::thread& its, Object* object) {
     delete object;
 }
 
-// The kernel's wait on an address, shared between processes. Returns when woken, when `word` differs from `expected`,
-// after `timeout`, on a signal, or spuriously; callers re-check.
+// Waits on the futex `word`, which processes may share. Returns when woken, when `word` differs from `expected`, after
+// `timeout`, on a signal, or spuriously; callers re-check.
 void futex_wait(const std::atomic<uint32_t>& word, uint32_t expected, Duration timeout);
 void futex_wake_all(const std::atomic<uint32_t>& word);
 

@@ -81,9 +81,8 @@ class Ring {
 
   void end() { header_->ended.store(1, std::memory_order_release); }
 
-  // Gives the file and its memory back, once. The addresses stay valid: a thread that was about to write an event of
-  // this trace writes it into private memory, which nobody reads. If the kernel refuses, all stays as it is, for the
-  // next trace to try again.
+  // Puts private memory that nobody reads in place of the file's mapping, once. The addresses stay valid for a thread
+  // that was about to write an event of this trace. If Linux refuses, nothing changes, and the next trace tries again.
   void release() {
     if (bytes_ == 0) return;
     constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
@@ -100,7 +99,7 @@ class Ring {
   static constexpr size_t kHeaderBytes = 4096;
   static constexpr size_t kTextBytes = 1 << 20;
 
-  // syncengine/tracing/events.py reads these.
+  // The file's header. syncengine/tracing/events.py reads it, and the slots, by the same layout.
   struct Header {
     uint64_t magic, capacity, text_bytes;
     std::atomic<uint64_t> recorded;   // events so far
@@ -109,8 +108,8 @@ class Ring {
     std::atomic<uint64_t> textless;   // events without their text, for which there was no room
   };
 
-  // Relaxed atomics, since a thread that is stopped while it writes an event may meet another thread in the same slot,
-  // a whole turn of the ring later. `number` then tells readers that the event is torn.
+  // An event in the ring, of relaxed atomics: a thread that is stopped while it writes an event may meet another thread
+  // in the same slot, a whole turn of the ring later. `number` then tells readers that the event is torn.
   struct Slot {
     std::atomic<uint64_t> number;  // 1 + how many were recorded before, once the rest is there
     std::array<std::atomic<uint64_t>, 7> words;

@@ -15,7 +15,7 @@
 
 namespace syncengine::trace {
 
-// docs/tracing.md says what the fields of each mean; syncengine/tracing/events.py has the same names.
+// The kinds of events. docs/tracing.md explains each kind's fields; syncengine/tracing/events.py has the same names.
 enum class Kind : uint16_t {
   Phase = 1,  // of a step: `lane` says which, `detail` how many of its nanoseconds are not its own (waited_here())
   Step,       // from the end of one synchronized backward of a model to the end of the next
@@ -59,19 +59,19 @@ extern std::atomic<Ring*> active;
 // Whether events are recorded now. Callers ask this before they build an event.
 inline bool is_on() { return internal::active.load(std::memory_order_acquire) != nullptr; }
 
-// Creates the file. `about` is its first text: what readers should know of this rank. After `steps` events of kind Step
-// the trace stops by itself, unless `steps` is 0. Throws InvalidUsage if a trace exists, or if the file can't be made.
+// Begins a trace in a new file, for `events` events. `about`, its first text, describes this rank. After `steps` events
+// of kind Step, if not 0, it stops by itself. Throws InvalidUsage if a trace exists, or if the file can't be made.
 void start(const std::string& path, size_t events, const std::string& about, uint64_t steps);
-// Notes that this rank has ended its part. Does nothing without a trace.
+// Ends this process's trace, and notes in its file that this rank has ended its part. Does nothing without a trace.
 void stop();
 // The path of this process's trace, also when the trace has stopped by itself; empty without one.
 std::string path();
 
 void record(const Event& event);
-// A number that stands for `text`, which is written to the file once. 0, which means no text, if there is no trace, or
-// no room: readers know how often.
+// Returns the number of `text` in the trace's file, and writes the text there the first time. Returns 0, which means no
+// text, if there is no trace, or no room: readers know how often.
 uint32_t text(const std::string& text);
-// Records an instant, with words. Does nothing without a trace.
+// Records an event without duration, whose text is `words`. Does nothing without a trace.
 void record_text(Kind kind, const std::string& words);
 
 }  // namespace syncengine::trace

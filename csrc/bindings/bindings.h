@@ -20,18 +20,17 @@ void bind_common_memory(pybind11::module_& module);
 void bind_reducer(pybind11::module_& module);
 void bind_backend(pybind11::module_& module);
 
-// A transport of packets between hosts that Python makes and hands to connect(), which takes its content.
+// A transport of packets between hosts, made by Python for connect(). That call takes the transport out of the handle.
 struct PacketTransportHandle {
   std::unique_ptr<packets::PacketTransport> transport;
   packets::Options options;
 };
-// Connects an endpoint that end_packet_transports() will end. `peers` are as in packets::Endpoint.
+// Makes an endpoint over the transport in `handle`; end_packet_transports() ends it. `peers`: see packets::Endpoint.
 std::unique_ptr<Interhost> connect_by(PacketTransportHandle& handle, int rank, const std::vector<int>& peers,
                                       RankNames names);
 
-// A text of the program's, such as an error's or a parameter's name, on its way to errors and peers. Anything that is
-// no UTF-8, such as the lone surrogates of some file names, is written with backslashes, so that every text can be
-// shown.
+// A text from Python on its way to errors and peers, such as a parameter's name. Characters that UTF-8 does not have,
+// such as the lone surrogates of some file names, are written with backslashes, so that every text can be shown.
 struct Text : std::string {};
 
 }  // namespace syncengine

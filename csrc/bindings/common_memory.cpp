@@ -21,7 +21,7 @@ namespace {
 
 using Shared = std::shared_ptr<shm::Region>;
 
-// Memory that one of a host's ranks makes and gives to the others. The others' own memory is empty, and goes at once.
+// Memory that one rank of a host makes, and gives to the others. The others make empty memory, and drop it soon.
 struct MemoryExchange {
   explicit MemoryExchange(size_t bytes) : own(shm::Region::create(bytes)) {}
 
@@ -39,7 +39,7 @@ struct MemoryExchange {
   FdExchange fd_exchange;
 };
 
-// The deleter of tensors in such memory, by which these are recognized.
+// The deleter of tensors in common memory. is_borrowed() recognizes such tensors by its type.
 struct Keep {
   Shared region;
   void operator()(void*) { region.reset(); }

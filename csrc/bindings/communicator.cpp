@@ -87,7 +87,7 @@ uint64_t layout_hash(const at::Tensor& tensor) {
   return tensor.is_contiguous() || !tensor.is_non_overlapping_and_dense() ? hash : mix_strides(hash, tensor);
 }
 
-// An operation in place may have its elements in any order that is the same on all ranks.
+// Puts the tensors of a call into its operation. In place, elements may lie in any order that is the same on all ranks.
 void add_tensors(Call& call, Operation& operation, const at::Tensor& input, const at::Tensor& output, int rank) {
   if (input.is_same(output)) {
     call.update(output, operation.output);
@@ -98,8 +98,8 @@ void add_tensors(Call& call, Operation& operation, const at::Tensor& input, cons
   at::NoGradGuard no_grad;
   call.require_dense(input);
   const at::Tensor to = call.write(output, operation.output);
-  // The engine needs input and output to be the same memory, or disjoint; but an all-gather's input may lie in its
-  // place.
+  // The engine takes an input that does not overlap the output, and an all-gather's input that lies at this rank's
+  // place in the output. Any other input is copied.
   const bool apart = at::get_overlap_status(input, to) == at::MemOverlapStatus::No ||
                      (operation.collective == Collective::AllGather && is_in_place(to, rank * input.numel(), input));
   call.read(apart ? input : call.settled(input).clone(at::MemoryFormat::Contiguous), operation.input);
@@ -142,7 +142,7 @@ ErrorKind kind_of(const std::string& error) {
   refuse("abort", "can't raise '", error, "': give 'PeerLost', 'Timeout', 'Mismatch', 'Aborted' or 'InvalidUsage'");
 }
 
-// Makes a tensor in memory of a communicator's device. Collective. Called with the GIL.
+// Makes a tensor on a CUDA device, in memory that all peers reach. All ranks call it, with the GIL.
 at::Tensor empty_on_device(const std::shared_ptr<Communicator>& communicator, const std::vector<int64_t>& sizes,
                            size_t bytes, at::ScalarType type, c10::Device device) {
   if (!device.is_cuda()) refuse("empty", "device '", device, "' is neither a CPU nor a CUDA device");

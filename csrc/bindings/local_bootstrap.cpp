@@ -22,9 +22,9 @@ namespace syncengine {
 
 namespace {
 
-// Threads that many programs have and that never make calls, by the module of their function or class. A DataLoader has
-// one for each worker's queue, and one that pins memory; a process that has sent tensors to another has one; loggers
-// and tqdm have theirs.
+// The modules of threads that many programs have, and that never call the engine: is_helper() looks at the module of a
+// thread's function or class. A DataLoader has one thread for each worker's queue, and one that pins memory; a process
+// that has sent tensors to another has one; loggers and tqdm have theirs.
 constexpr const char* kHelpers[] = {"multiprocessing.queues",
                                     "multiprocessing.resource_sharer",
                                     "torch.utils.data._utils.pin_memory",
@@ -57,8 +57,8 @@ int count_helpers() {
   return count;
 }
 
-// The number of this process's threads that Python knows, without some that can't make calls: any of the others might.
-// kUnknownCallers on a thread that Python does not know.
+// Returns how many threads of this process might call the engine: all that Python knows, without some that certainly do
+// not. kUnknownCallers on a thread that Python does not know.
 int count_python_threads() {
   if (PyGILState_GetThisThreadState() == nullptr) return kUnknownCallers;
   py::gil_scoped_acquire gil;
@@ -83,7 +83,7 @@ struct NetworkOptions : tcp::Options {
   std::string secret_file;
 };
 
-// Defines a field of JobOptions whose values are words in Python.
+// Defines a field of JobOptions whose values are strings in Python.
 template <class Value>
 void def_words(py::class_<JobOptions>& options, const char* name, Value Options::* field,
                const std::vector<std::pair<std::string, Value>>& words) {
@@ -140,7 +140,7 @@ void bind_options(py::module_& module) {
       .def_readwrite("secret_file", &NetworkOptions::secret_file);
 }
 
-// A job, and the listener for ranks of other hosts once it is known that there are any.
+// A LocalBootstrap, and the listener for ranks of other hosts once it is known that there are any.
 struct Bootstrap : LocalBootstrap {
   int rank;
   RankNames names;

@@ -77,7 +77,8 @@ void bind_machine(py::module_& module) {
   module.attr("has_test_hooks") = has_test_hooks();
 }
 
-// Tracing, and the phases of a step that only Python sees: hooks of torch's optimizers, which ignore their arguments.
+// Defines functions for tracing and for lines on stderr, and hooks of torch's optimizers by which the engine learns of
+// the optimizer's phase of a step, which only Python sees. The hooks ignore their arguments.
 void bind_recorder(py::module_& module) {
   using NoGil = py::call_guard<py::gil_scoped_release>;
   module.def("start_trace", &trace::start, py::arg("path"), py::arg("events"), py::arg("about"), py::arg("steps"),

@@ -101,8 +101,8 @@ class RegisteredEndpoint final : public packets::Endpoint {
   }
   ~RegisteredEndpoint() override { remove(); }
 
-  // The thread that drops the last communicator joins run()'s thread after this. If it holds the GIL, which run() may
-  // need to end, it releases the GIL and waits here.
+  // The thread that drops the last communicator calls this, and then joins run()'s thread. If it holds the GIL, which
+  // run() may need to end, it releases the GIL and waits here.
   void stop() override {
     Endpoint::stop();
     if (!Py_IsInitialized() || !PyGILState_Check()) return;

@@ -131,7 +131,7 @@ namespace syncengine {
 
 namespace {
 
-// Tells how a rank's connecting ended. Ranks that have its memory and still wait for another rank's receive this.
+// A rank's last message to peers that have its memory, and may still wait for other ranks: how its exchange ended.
 struct Goodbye {
   int32_t failed = 0;
   uint32_t kind = 0;  // an ErrorKind
@@ -163,7 +163,7 @@ class LocalRendezvous {
                         3 * calls_.size());
   }
 
-  // Does what can be done without blocking. Throws if a peer is lost.
+  // Makes what progress is possible with all peers without blocking. Throws if a peer has failed or is lost.
   void step() {
     for (auto& [peer, call] : calls_) advance(peer, call);
     accept();
@@ -215,14 +215,14 @@ class LocalRendezvous {
                           : ""));
   }
 
-  // The peers' descriptors by rank, of `ranks` in all, once over().
+  // Returns the peers' descriptors, in a vector of `ranks` entries by rank. Called once over() is true.
   std::vector<UniqueFd> take_memories(size_t ranks) {
     std::vector<UniqueFd> memories(ranks);
     for (auto& [peer, call] : calls_) memories[peer] = std::move(call.memory);
     return memories;
   }
 
-  // Tells the peers that have received this rank's descriptor.
+  // Sends `goodbye` to the peers that have received this rank's descriptor.
   void say_goodbye(const Goodbye& goodbye) const {
     for (const auto& peer : served_) (void)local_socket::send(peer.get(), &goodbye, sizeof(goodbye));
   }
@@ -289,7 +289,7 @@ class LocalRendezvous {
     }
   }
 
-  // Returns whether the visitor is done with: it has been served, or is no rank.
+  // Goes on with a visitor. Returns true when the visitor is done with: it has been served, is lost, or is no rank.
   bool advance(Visitor& visitor) {
     if (!visitor.is_owed()) {
       Greeting greeting;

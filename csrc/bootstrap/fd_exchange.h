@@ -39,7 +39,7 @@ enum class Got : uint8_t { Nothing, Message, BrokenOff };  // BrokenOff: also by
 Got receive(int socket, void* message, size_t bytes);
 bool send(int socket, const void* message, size_t bytes);  // false: the other side is gone
 
-// NotYet: the kernel holds as many descriptors of this user that nobody has received as it allows (RLIMIT_NOFILE).
+// NotYet: the socket is full, or this user has as many unreceived descriptors as Linux allows (RLIMIT_NOFILE).
 enum class Sent : uint8_t { Done, NotYet, BrokenOff };
 Sent send_fd(int socket, const void* message, size_t bytes, int fd);
 // `who` names this rank in the error that is thrown if this process can't open another descriptor.
@@ -52,9 +52,9 @@ namespace syncengine {
 // The first message in each direction of a connection within a host, which proves that the sender is a rank of the job:
 // any process in the network namespace can find an abstract name and connect to it.
 //
-// The caller sends its greeting; the listener answers with its own and its memory's descriptor. Each says the other's
-// secret, which stands in the other's address. A process that listens under the name of a rank that has ended only
-// learns a secret that is of no use any more.
+// The caller sends its greeting first; the listener answers with its own, and with its memory's descriptor. Each
+// greeting repeats the secret that stands in the receiver's address. If a stranger listens under the name of a rank
+// whose process has ended, all that it learns is that rank's secret, which is of no use any more.
 struct Greeting {
   static constexpr size_t kSecretBytes = 64;
   uint32_t magic = 0x73796e63;  // "sync"
@@ -62,8 +62,8 @@ struct Greeting {
   std::array<char, kSecretBytes> secret{};
 };
 
-// The error that the peers of `who` raise when the exception `thrown` ends its init(): the same error if it is about
-// other ranks, else its text. Without an exception, or with one of an unknown class, `who` is said to have left.
+// Returns the error for the peers of `who` when `thrown` ends its init(): an Error about other ranks (no InvalidUsage)
+// as it is, others as Aborted with their text. If `thrown` is null or unknown, `who` is said to have left.
 Error for_peers(const std::string& who, const std::exception_ptr& thrown);
 
 class FdExchange {

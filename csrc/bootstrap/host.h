@@ -12,8 +12,8 @@
 
 namespace syncengine {
 
-// Equal on two ranks only if shared memory can be handed from one to the other: abstract sockets end at the network
-// namespace. `host_id` (SYNCENGINE_HOST_ID) splits a host into several and never joins two. kMostHostKey bytes at most.
+// A text that is equal on two ranks only if one can hand the other shared memory: abstract sockets end at the network
+// namespace. `host_id` (SYNCENGINE_HOST_ID) splits a host into several and never joins two. At most kMostHostKey bytes.
 std::string host_key(const std::string& host_id);
 inline constexpr size_t kMostHostKey = 160;
 inline constexpr size_t kMostHostId = 64;
@@ -25,7 +25,7 @@ std::string machine_of(const std::string& key);
 // A number for each rank: equal numbers for equal keys, counted from 0 in the order of ranks.
 std::vector<int> number_hosts(const std::vector<std::string>& keys);
 
-// Distinguishes a peer's death from its giving up, on the same machine.
+// Finds out whether a process of this machine has ended, so that a peer's death is told from its giving up.
 //
 // Thread-safety: any thread. Failure: what can't be known (another process namespace) is not reported.
 

@@ -135,7 +135,7 @@ void TorchBackend::setTimeout(std::chrono::milliseconds timeout) {
   options_->timeout = timeout;
 }
 
-// The limit of a wait; nothing if the communicator's own timeout is shorter, which ends an operation without any wait.
+// Returns the limit of a wait; nothing if the communicator's own timeout, which acts without any wait, is no longer.
 std::optional<Duration> TorchBackend::at_most(std::chrono::milliseconds timeout) const {
   std::chrono::milliseconds group(timeout_ms_.load(std::memory_order_relaxed));
   if (timeout == ::c10d::kUnsetTimeout || timeout == kNoTimeout) timeout = group;
@@ -205,7 +205,7 @@ TorchWorkPtr TorchBackend::start_on_device(Call call, const How& how) {
   return nullptr;
 }
 
-// Names every rank that is missing, whatever `wait_all_ranks` says, so there is no need to fail at the first.
+// `wait_all_ranks` is ignored: the error always names all missing ranks, so there is no need to fail at the first.
 void TorchBackend::monitoredBarrier(const ::c10d::BarrierOptions& options, bool) {
   meet("monitored_barrier", [] { return std::string("monitored_barrier()"); }, options.timeout, false);
 }

@@ -26,8 +26,8 @@ namespace syncengine {
 
 class Coalescing {
  public:
-  // Takes this thread's coalesced calls, or nothing. A call takes them first and gives them back unless it throws:
-  // torch does not end a block that an exception has left.
+  // Takes this thread's coalesced calls out of this object; null if there are none. A call that joins them takes them
+  // first, and gives them back unless it throws: torch does not call endCoalescing() after an exception.
   std::unique_ptr<Coalesced> take() {
     if (!any_.load(std::memory_order_acquire)) return nullptr;  // a thread always sees its own stores
     std::lock_guard lock(mutex_);
@@ -36,7 +36,7 @@ class Coalescing {
     return found ? std::move(found.mapped()) : nullptr;
   }
 
-  // Stores this thread's calls, and drops those that it had.
+  // Keeps the coalesced calls of this thread until take(), and drops any that were kept for it before.
   void give(std::unique_ptr<Coalesced> calls) {
     std::lock_guard lock(mutex_);
     std::swap(open_[this_thread()], calls);
@@ -44,8 +44,8 @@ class Coalescing {
   }
 
  private:
-  // A number of this thread that no other thread ever gets. The system's numbers are used again, and a new thread must
-  // not find the calls of one that has ended.
+  // Returns a number of this thread that no other thread ever gets. The operating system uses thread ids again, but a
+  // new thread must not find the calls of one that has ended.
   static uint64_t this_thread() {
     static std::atomic<uint64_t> threads{0};
     static thread_local const uint64_t number = threads.fetch_add(1, std::memory_order_relaxed);
@@ -103,8 +103,8 @@ class TorchBackend final : public ::c10d::Backend {
 
   // The communicators below all backends of this process that have not been shut down.
   static std::vector<std::shared_ptr<Communicator>> open_communicators();
-  // Closes these communicators and ends the backends' threads, before the interpreter ends, since callbacks of futures
-  // may be Python's. Called without the GIL.
+  // Closes the communicators of all open backends, and ends the backends' threads. Runs before the interpreter ends,
+  // since callbacks of futures may be Python's. Called without the GIL.
   static void end_all();
 
   const std::string getBackendName() const override { return "syncengine"; }
@@ -113,7 +113,7 @@ class TorchBackend final : public ::c10d::Backend {
   }
   void setTimeout(std::chrono::milliseconds timeout) override;
 
-  // Reductions, and collectives that move the same amount everywhere: collectives.cpp.
+  // Collectives that consist of the engine's operations: collectives.cpp.
   TorchWorkPtr broadcast(Tensors& tensors, const ::c10d::BroadcastOptions& options) override;
   TorchWorkPtr allreduce(Tensors& tensors, const ::c10d::AllreduceOptions& options) override;
   TorchWorkPtr allreduce_coalesced(Tensors& tensors, const ::c10d::AllreduceCoalescedOptions& options) override;
@@ -162,8 +162,8 @@ class TorchBackend final : public ::c10d::Backend {
   // Other calls: backend.cpp, coalescing.cpp.
   void monitoredBarrier(const ::c10d::BarrierOptions& options, bool wait_all_ranks) override;
   bool supportsSplitting() const override { return true; }
-  // Collective over this group; returns null on ranks that are not among `ranks`, which are taken in ascending order.
-  // Needs no store.
+  // Makes a group of `ranks`, taken in ascending order; returns null on ranks that are not among them. All ranks of
+  // this group must call it. The store is not used.
   c10::intrusive_ptr<::c10d::Backend> split(const c10::intrusive_ptr<::c10d::Store>& store,
                                             const std::vector<int>& ranks,
                                             const c10::intrusive_ptr<Options>& options) override;
@@ -172,9 +172,9 @@ class TorchBackend final : public ::c10d::Backend {
                                             const c10::intrusive_ptr<Options>& options, const int& rank,
                                             const int& size) override;
   bool supportsShrinking() const override { return true; }
-  // Collective over the ranks of the group that are not in `excluded`, which need not live. This group has failed from
-  // then on, whatever the flags say. Needs no store. Throws PeerLost if more ranks have died, or have not come within
-  // the timeout; called again with those excluded, too, it succeeds.
+  // Makes a group without the ranks in `excluded`, which may be dead. All other ranks must call it. From then on this
+  // group has failed, whatever the flags say. Needs no store. Throws PeerLost if more ranks have died, or have not
+  // called it within the timeout; if it is called again with those excluded, too, it succeeds.
   c10::intrusive_ptr<::c10d::Backend> shrink(const std::vector<int64_t>& excluded, int flags,
                                              const c10::intrusive_ptr<Options>& options) override;
   // Torch asks this before it coalesces a batch of messages, and leaves the batch open if one of them raises. Messages
@@ -188,8 +188,8 @@ class TorchBackend final : public ::c10d::Backend {
   void shutdown() override;
 
  private:
-  // When the sequence number, which must be the same on all ranks, counts a call. Only collectives without messages,
-  // which are counted when they start, take CUDA tensors.
+  // Says when a call is counted in the sequence number, which must be the same on all ranks. Only calls that are
+  // counted AtStart, which are collectives without messages, take CUDA tensors.
   enum class Counted {
     Never,    // for the program's own messages
     AtStart,  // not if it is refused: the engine matches calls that start, so a rank may repeat it
@@ -201,7 +201,7 @@ class TorchBackend final : public ::c10d::Backend {
     bool async;
     Tensors results = {};
   };
-  // Every collective of torch begins with begin(), and ends with start(). `inputs` are for profilers.
+  // begin() makes the Call of a collective or message, checks `inputs` and shows them to profilers; start() starts it.
   Call begin(const char* name, at::ArrayRef<at::Tensor> inputs, Counted counted = Counted::AtStart);
   TorchWorkPtr start(Call call, How how);
   std::unique_ptr<Coalesced> take_coalesced();
@@ -221,7 +221,7 @@ class TorchBackend final : public ::c10d::Backend {
   TorchWorkPtr message(const char* name, OpType type, const Tensors& tensors, int peer, int tag);
 
   std::shared_ptr<Communicator> communicator_;
-  std::shared_ptr<Communicator> left_;  // the old communicator, once shrink() has been called
+  std::shared_ptr<Communicator> left_;  // of the ranks that are left, once shrink() has been called
   std::shared_ptr<Completer> collectives_ = std::make_shared<Completer>(Completer::Order::AsAdded);
   std::shared_ptr<Completer> messages_ = std::make_shared<Completer>(Completer::Order::AsEnded);
   c10::intrusive_ptr<Options> options_;

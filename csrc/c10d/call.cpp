@@ -153,7 +153,7 @@ void Call::add(Mail mail) {
 }
 
 void Call::deliver() {
-  // Tensors, and copies too, may be inference tensors, whose versions autograd does not track.
+  // Leaves autograd out, since tensors, and copies too, may be inference tensors, whose versions it does not track.
   at::AutoDispatchBelowADInplaceOrView no_autograd;
   for (const auto& step : steps_) step();
   steps_.clear();

@@ -38,8 +38,8 @@ struct Coalesced;
 // The tensors that a kind of call takes, and how it orders its reads and writes.
 struct CallKind {
   bool cuda = true;  // false: on the CPU alone
-  // A collective waits for earlier ones on the same memory. A message of the program's own does not, since these may be
-  // waiting for it.
+  // A collective waits for earlier calls on the same memory. A message of the program's own does not, since those calls
+  // may be waiting for that message.
   bool follows_order = true;
   bool by_messages = false;  // messages move its elements, in any order
   // A dense tensor may have its elements in any order in memory: the order is the same on all ranks.
@@ -59,12 +59,12 @@ class Call {
   const char* name() const { return name_; }
   uint64_t number = 0;         // counts the group's collectives
   bool to_be_counted = false;  // gets its number when it starts
-  // Coalesced calls, among which this one is counted when it has started, and whose work then stands for it, too.
+  // This thread's coalesced calls, or null. This call joins them when it starts, and their work stands for it, too.
   std::unique_ptr<Coalesced> coalesced;
   c10::Device device() const { return device_.value_or(c10::Device(c10::kCPU)); }
   // The memory that operations and deliveries use.
   at::ArrayRef<c10::Storage> memory() const { return *memory_; }
-  // The extents of the program's tensors, if the call follows the order.
+  // The addresses of the program's CPU tensors, for which later calls wait; none unless CallKind::follows_order.
   at::ArrayRef<Extent> extents() const { return extents_; }
   std::vector<at::Tensor>& results() { return results_; }
 
@@ -77,19 +77,19 @@ class Call {
     require_dense(tensor, Use::Copies);
     return tensor;
   }
-  // Compares the tensors of a call before any of them is read or written. Targets that share memory with other tensors
-  // of either list go through copies, which are put into the targets in the order in which they were written.
+  // Finds targets that share memory with other tensors of either list; called before any tensor is read or written.
+  // Such targets go through copies, which deliver() puts into them in the order of the calls of write() and update().
   void compare(at::ArrayRef<at::Tensor> targets, at::ArrayRef<at::Tensor> sources);
   bool is_apart(const at::Tensor& target) const {
     return !apart_.empty() && std::find(apart_.begin(), apart_.end(), target.unsafeGetTensorImpl()) != apart_.end();
   }
 
-  // Add a tensor's elements, row by row, to `spans`: its own memory, or a copy if they lie in another order or with
+  // Append a tensor's elements, row by row, to `spans`: its own memory, or a copy if they lie in another order or with
   // gaps. deliver() puts what was written to a copy into the tensor. read() and write() return the tensor or its copy.
   at::Tensor read(const at::Tensor& tensor, SpanList& spans);
   at::Tensor write(const at::Tensor& tensor, SpanList& spans);
   void update(const at::Tensor& tensor, SpanList& spans);
-  // Adds the elements of `copy` instead of the tensor's; the result is put into the tensor.
+  // Does what update() does, but the operation reads and writes `copy`. deliver() puts the result into `tensor`.
   void update_through(const at::Tensor& tensor, const at::Tensor& copy, SpanList& spans) {
     put(tensor, copy);
     keep(copy, spans);
@@ -101,7 +101,7 @@ class Call {
     deliveries_.push_back({target, result});
   }
 
-  // Adds a tensor's own memory as it is, such as that which steps of afterwards() turn into another tensor's value.
+  // Appends a tensor's own memory to `spans`, such as memory from which a step of afterwards() computes a result.
   void keep(const at::Tensor& tensor, SpanList& spans) {
     spans.add(tensor.data_ptr(), tensor.nbytes());
     memory_->push_back(tensor.storage());
@@ -112,8 +112,8 @@ class Call {
     afterwards(std::move(step));
   }
   void afterwards(std::function<void()> step) { steps_.push_back(std::move(step)); }
-  // Adds the copy of a rank's own part, which no message carries. It is made at the end, when the call is known to be
-  // right on all ranks. Places are in tensors that read() and write() have returned, in bytes.
+  // Makes deliver() copy this rank's own part, which no message carries. It is not copied before, since only then the
+  // call is known to be right on all ranks. Places are in tensors that read() and write() have returned, in bytes.
   struct OwnPlace {
     at::Tensor tensor;
     size_t offset, bytes;
@@ -144,14 +144,14 @@ class Call {
   };
   void add(Mail mail);
   std::vector<Mail>& mail() { return mail_; }
-  // The sender of the last message to be received, or -1 while it is not known.
+  // The sender found by the last receive from any source; -1 if there is no such receive, or while it is not known.
   int source() const { return source_ ? source_->load(std::memory_order_relaxed) : -1; }
 
-  // For the call of a batch: throws if `other`, a call within it, uses another device.
+  // For the Call that stands for coalesced calls: throws if `other`, one of them, uses another device.
   void require_device_of(const Call& other) {
     if (other.device_) stay_on(*other.device_);
   }
-  // Adds the results of `other` to this call's.
+  // Appends the results of `other` to this call's.
   void join(const Call& other) {
     if (other.source_) source_ = other.source_;
     results_.insert(results_.end(), other.results_.begin(), other.results_.end());
@@ -180,8 +180,8 @@ class Call {
   Operations operations_;
   std::vector<Mail> mail_;
   std::shared_ptr<std::atomic<int>> source_;
-  // The engine holds memory, not tensors: any thread may drop it, and if it dropped the last reference to a tensor
-  // besides Python's, torch would wait for the GIL there.
+  // The engine keeps storages, not tensors. Any thread may drop what the engine keeps, and where the last reference to
+  // a tensor besides Python's is dropped, torch waits for the GIL.
   using Memory = c10::SmallVector<c10::Storage, 2>;
   std::shared_ptr<Memory> memory_ = std::make_shared<Memory>();
   std::vector<std::function<void()>> steps_;
@@ -190,7 +190,7 @@ class Call {
   std::vector<const c10::TensorImpl*> apart_;  // targets that go through copies
 };
 
-// Calls of one thread that share one work. Each of them has begun, and is delivered by itself.
+// Coalesced calls of one thread, for which there is one work. Each of them has begun, and delivers its own results.
 struct Coalesced {
   Call call{"coalesced calls"};  // stands for all of them
   std::vector<std::shared_ptr<Work>> works;

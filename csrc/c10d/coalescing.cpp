@@ -19,9 +19,8 @@ PyObject* generator_of(PyFrameObject* frame) {
 #endif
 }
 
-// The block whose generator calls this; null if something else does. torch's _coalescing_manager does not tell a
-// backend that its block has raised. But it is a generator, whose end can be seen, and which is found in the frame that
-// calls startCoalescing().
+// A weak reference to the generator that calls startCoalescing(), which is torch's _coalescing_manager; null if
+// something else calls. By it, has_ended() notices that the manager's block has raised: torch does not tell a backend.
 std::shared_ptr<void> body_of_caller() {
   if (!Py_IsInitialized()) return nullptr;
   pybind11::gil_scoped_acquire gil;

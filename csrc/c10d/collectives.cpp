@@ -1,4 +1,4 @@
-// TorchBackend's collectives on tensors of one size: each is one operation of the engine.
+// TorchBackend's collectives that consist of operations of the engine. Most calls are one operation.
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
@@ -19,7 +19,7 @@ namespace {
 
 using Tensors = TorchBackend::Tensors;
 
-// `value` is the tensor's value before the broadcast: the tensor itself, or one of the same size.
+// Adds a broadcast from `root` into `tensor`. The root sends `value`: `tensor` itself, or another of the same size.
 void add_broadcast(Call& call, const at::Tensor& tensor, int root, const at::Tensor& value) {
   Operation operation = call.moving(Collective::Broadcast, tensor.scalar_type());
   operation.root = root;
@@ -34,8 +34,8 @@ void add_broadcast(Call& call, const at::Tensor& tensor, int root, const at::Ten
   call.add(std::move(operation));
 }
 
-// Combines bits: every rank gets all ranks' tensors by an all-gather, and combines them. In a reduce-scatter, `target`
-// is another tensor than `tensor`.
+// Adds a reduction by BAND, BOR or BXOR: an all-gather of all ranks' tensors, whose bits each rank then combines in
+// `target`. In a reduce-scatter, `target` is another tensor than `tensor`.
 void add_all_reduce_of_bits(Call& call, const TorchBackend& group, const at::Tensor& tensor, const at::Tensor& target,
                             const ::c10d::ReduceOp& op, int root = kNoRoot) {
   auto shape = tensor.sizes().vec();
@@ -83,7 +83,7 @@ void add_all_reduce(Call& call, const TorchBackend& group, const Tensors& tensor
   call.add(std::move(operation));
 }
 
-// Each rank's inputs, one after the other, are its part.
+// Adds an all-gather. Each rank's part of it is that rank's inputs, one after the other.
 void add_all_gather(Call& call, at::ArrayRef<at::Tensor> outputs, at::ArrayRef<at::Tensor> inputs) {
   Operation operation = call.moving(Collective::AllGather, inputs[0].scalar_type());
   if (inputs.size() > 1) call.require_sizes(operation, inputs);

@@ -64,8 +64,8 @@ void Completer::stop() {
   }
 }
 
-// The next work to complete: one that has ended, or is past its deadline. The engine's own thread moves works for which
-// no thread waits: see Engine::thread_main.
+// Waits for the next work to complete, and takes it: the first one, or with AsEnded one that has ended or is past its
+// deadline. The engine's own thread makes progress with works for which no thread waits (Engine::thread_main).
 c10::intrusive_ptr<TorchWork> Completer::next(Lock& lock) {
   auto chosen = works_.begin();
   auto is_due = [](const auto& work) { return work->ended() || work->is_late(); };

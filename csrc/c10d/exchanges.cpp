@@ -1,5 +1,5 @@
-// TorchBackend's point-to-point calls, and the collectives that consist of messages (ByMessages): every pair of ranks
-// with something to exchange sends one message a call each way.
+// TorchBackend's point-to-point calls, and the collectives that consist of messages (ByMessages): in one call, a rank
+// sends at most one message to each other rank.
 #include <numeric>
 
 #include "c10d/backend.h"
@@ -20,7 +20,7 @@ std::function<std::string()> describe(const char* call, const char* direction, i
   };
 }
 
-// The elements of a tensor that a message writes or reads.
+// Calls call.write() for a tensor that a message writes, and call.read() for one that a message reads.
 at::Tensor place(Call& call, const at::Tensor& tensor, bool writes, SpanList& memory) {
   return writes ? call.write(tensor, memory) : call.read(tensor, memory);
 }
@@ -98,7 +98,7 @@ void add_rooted(Call& call, const TorchBackend& group, ByMessages kind, int root
   }
 }
 
-// Each rank begins with its right neighbor, so that not all begin with the same rank.
+// Adds an all-to-all. In step n, rank r sends to rank r + n (mod size), so that not all ranks send to the same one.
 void add_all_to_all(Call& call, int rank, c10::ScalarType type, const Call::OwnPart& own, std::vector<SpanList> sent,
                     std::vector<SpanList> received) {
   if (own.from.bytes != own.to.bytes)

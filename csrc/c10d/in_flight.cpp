@@ -66,8 +66,8 @@ void InFlight::set_flags() {
   any_to_deliver_.store(std::any_of(calls_.begin(), calls_.end(), delivers), std::memory_order_release);
 }
 
-// Delivers ended calls and then drops them. They stay in the list meanwhile, so that no other thread takes them for
-// delivered. Dropping may drop the last reference to a tensor besides Python's, so it happens without the lock.
+// Delivers the calls that have ended, then drops them: not before, so that no other thread takes them for delivered.
+// They are destroyed without the lock: where a tensor's last reference besides Python's goes, torch waits for the GIL.
 void InFlight::drop_ended() {
   const WithoutGil without_gil;
   std::vector<std::shared_ptr<PendingCall>> ended;

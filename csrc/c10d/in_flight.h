@@ -51,8 +51,8 @@ class InFlight {
   // Adds a call, and delivers calls that have ended: otherwise a program that waits for none would collect them all.
   void add(PendingCall call);
 
-  // Waits for the earlier calls that a call on this memory must not overtake: for all of them if the call is
-  // `unordered`, that is, goes through a copy, or consists of messages.
+  // Waits for earlier calls on the memory `extent` that a new call must not overtake, unless both only read it: for all
+  // if the new call is `unordered` (goes through a copy, or consists of messages), else for those that are unordered.
   void await(const Extent& extent, bool unordered) {
     if (any_.load(std::memory_order_acquire)) await_those_on(extent, unordered);
   }
@@ -68,8 +68,8 @@ class InFlight {
   void drop_ended();
   void set_flags();
 
-  // A thread that reads false takes no lock. Release: elements were delivered before. Acquire: they are read
-  // afterwards.
+  // Whether there are calls, and whether any is to be delivered. A thread that reads false takes no lock: by release
+  // and acquire it sees the elements that were delivered before.
   std::atomic<bool> any_{false}, any_to_deliver_{false};
   std::mutex mutex_;
   std::vector<std::shared_ptr<PendingCall>> calls_;

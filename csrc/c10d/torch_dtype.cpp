@@ -59,7 +59,7 @@ bool averages_integers(const ::c10d::ReduceOp& op, c10::ScalarType type) {
   return op == ::c10d::ReduceOp::AVG && c10::isIntegralType(type, /*includeBool=*/false) && same_dtype(type);
 }
 
-// The dtype of copies that are reduced instead. Sums of shorter integers do not overflow int64.
+// Returns the dtype in which to reduce, on copies if that is not `type`. Int64 holds any sum of shorter integers.
 c10::ScalarType reduced_as(const ::c10d::ReduceOp& op, c10::ScalarType type) {
   if (c10::isFloat8Type(type)) return c10::kFloat;
   return averages_integers(op, type) ? c10::kLong : type;

@@ -17,7 +17,7 @@ class Call;
 // The engine's dtype of the same kind; nothing if it has none.
 std::optional<DType> same_dtype(c10::ScalarType type);
 
-// A dtype for elements that are only moved: one of the same size, or bytes.
+// Returns the dtype for an operation that only moves elements: theirs, or that of a complex number's parts, or UInt8.
 DType moved_as(c10::ScalarType type);
 
 // An operation with the dtype, operator and factor of a reduction. Throws InvalidUsage, naming `call`, if the operator
@@ -35,9 +35,9 @@ at::Tensor combined_bits(const ::c10d::ReduceOp& op, const at::Tensor& parts);
 // A copy on which to reduce where the engine lacks the reduction for the dtype: of another dtype (float8 in float32,
 // averages of integers in int64), or multiplied by a factor (PREMUL_SUM). Undefined if the tensor itself will do.
 at::Tensor prepared(Call& call, const ::c10d::ReduceOp& op, const at::Tensor& tensor);
-// Memory for the result of such a copy.
+// Makes a tensor for the result of a reduce-scatter on copies of prepared(); undefined if `output` itself can take it.
 at::Tensor room_for(const ::c10d::ReduceOp& op, const at::Tensor& output);
-// Adds the step, if one is needed, that turns the result of such a copy into what is put into `target`.
+// If `op` averages integers, makes deliver() divide `result`, which is their sum, before that is put into `target`.
 void conclude(Call& call, const ::c10d::ReduceOp& op, const at::Tensor& target, const at::Tensor& result, int world);
 
 }  // namespace syncengine

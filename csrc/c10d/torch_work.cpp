@@ -103,7 +103,7 @@ void TorchWork::deliver() {
   });
 }
 
-// Delivers in the order of the calls: earlier ones, whose works the program may have dropped, come first.
+// Delivers this call's results after those of earlier calls that have ended, whose works the program may have dropped.
 void TorchWork::deliver_this_too() {
   InFlight::of_process().deliver_ended();
   deliver();

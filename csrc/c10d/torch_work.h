@@ -1,4 +1,4 @@
-// The work that the program holds of a call: the engine's works, and the delivery of their results.
+// The work that an asynchronous call returns: the engine's works of that call, and the delivery of their results.
 //
 // Ownership: shared; dropping it does not cancel the call, and InFlight keeps calls whose results go through copies.
 // Thread-safety: any thread. Failure: wait() throws the engine's Error, or the exception of the delivery, whichever
@@ -43,7 +43,7 @@ class TorchWork final : public ::c10d::Work {
   };
   using Works = std::vector<std::shared_ptr<syncengine::Work>>;
   TorchWork(CallOrigin origin, Call call, Works works);
-  // Makes a work that later calls follow, and deliver.
+  // Makes a work and adds its call to InFlight, so that later calls wait for it where they must, and deliver it.
   static c10::intrusive_ptr<TorchWork> in_flight(CallOrigin origin, Call call, Works works);
   ~TorchWork() override;
 
@@ -58,8 +58,8 @@ class TorchWork final : public ::c10d::Work {
   uint64_t getSequencenumber() const override { return call_.number; }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
-  // For the completer. await_end() leaves errors to complete_future(), which waits, too; `meanwhile` is called about
-  // every 50 ms.
+  // Called by the completer. await_end() drops errors, since complete_future() waits again, and gives them to the
+  // future; `meanwhile` is called about every 50 ms.
   void await_end(const std::function<void()>& meanwhile) noexcept;
   void complete_future();
   bool ended() const {
@@ -89,21 +89,22 @@ class TorchWork final : public ::c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
-// Makes the operations of a call on the CPU, waits, and delivers their results.
+// Runs the only operation of a call on the CPU, and delivers its result.
 void run_call(Communicator& communicator, Call& call);
 // Begins the operations of a call, and its messages.
 TorchWork::Works submit_call(Communicator& communicator, Call& call);
 
-// Queues the operations of a call on CUDA tensors on a stream, without waiting on the host. `aside` is for a call whose
-// result nobody needs at once: it gets a stream of its own, behind what the current one has.
+// Queues a call's operations on CUDA tensors; returns their stream: the current one, or if nobody needs the result at
+// once (`aside`), the communicator's side stream, behind what the current one has. Only a communicator's first call on
+// a device waits on the host, for the other ranks.
 c10::Stream queue_on_device(const std::shared_ptr<Communicator>& communicator, Call& call, bool aside);
-// Delivers on that stream. The work's future is complete from the start, as NCCL's is: a callback that takes its value
-// waits on a stream.
+// Delivers the results of a queued call on `stream`. The future of its work is complete from the start, as NCCL's is: a
+// callback that takes its value waits on a stream.
 TorchWorkPtr finish_on_device(TorchWork::CallOrigin origin, Call call, c10::Stream stream);
 
-// The threads that complete futures. Their callbacks may run Python, wait for the GIL, make calls, or wait for other
-// futures, none of which the engine's own thread may do; and they drive the engine while they wait, as every thread
-// does.
+// The threads that complete futures, and so run their callbacks. A callback may run Python code, wait for the GIL, make
+// calls, or wait for other futures, none of which the engine's own thread may do. While such a thread waits, it drives
+// the engine, as every thread does.
 //
 // One thread at a time has the turn: it waits for a work, then runs its future's callbacks, so that these run one after
 // another. A callback that blocks must not keep other futures from completing: the turn passes to another thread when

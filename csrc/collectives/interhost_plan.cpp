@@ -9,13 +9,13 @@ namespace syncengine {
 
 namespace {
 
-// The size in bytes from which on the chain is quicker than the exchange. The chain's running sum has `partial` bytes
-// for each byte of the tensor.
+// The size in bytes from which on the chain is quicker than the exchange. `partial`: the bytes of the chain's running
+// sum for each byte of the tensor.
 //
-// Counted in chunks sent by the busiest host: n chunks take the exchange n * `exchange`. They take the chain `first`,
-// in which the first chunk passes all hosts, and `chain` for each further chunk. All of that takes time in proportion
-// to bytes, so the speed of the links cancels out. Latency is not counted: it matters for small tensors, and with more
-// than two hosts the chain has more hops.
+// Times are counted in chunks that the busiest host sends. The exchange takes `exchange` for each chunk. The chain
+// takes `first`, until the first chunk has passed all hosts, and `chain` for each further chunk. All of that is in
+// proportion to bytes, so the speed of the links cancels out. Latency is not counted: it matters for small tensors, and
+// with more than two hosts the chain has more hops.
 size_t chain_from(const Placement& placement, size_t chunk_bytes, double partial) {
   const double hosts = placement.hosts(), ranks = placement.stripes;
   const double exchange = (ranks + 1) * (hosts - 1) / hosts, chain = hosts == 2 ? partial : partial + 1;
@@ -147,7 +147,7 @@ void plan_reduce_scatter(const Placement& placement, const InterhostChunk& chunk
   }
 }
 
-// Plans an all-gather: each part goes from its rank to one rank of every other host, which fetches it for all of them.
+// Plans an all-gather: each part goes from its rank to one rank of every other host, and from there to its local peers.
 void plan_all_gather(const Placement& placement, const InterhostChunk& chunk, std::vector<InterhostCell>& cells) {
   if (chunk.length == 0) return;
   for (int source = 0; source < placement.size; ++source) {

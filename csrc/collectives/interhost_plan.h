@@ -1,9 +1,9 @@
 // The plan of one rank's work between hosts for one chunk of a collective, as data. The plan is a pure function of
-// placement and chunk, which tests walk for any placement without a process.
+// placement and chunk, so tests check it for any placement without starting a process.
 //
 // A chunk is cut into cells: ranges of elements that travel between hosts independently. One rank of each host handles
-// a cell for all of them. It talks only to the handlers of the same cell on other hosts, so each byte crosses once per
-// host.
+// a cell for its whole host. It talks only to the handlers of the same cell on other hosts, so each byte crosses once
+// per host.
 //
 // Ownership: plain data, pure functions: the same on all ranks that were given the same. Failure: none.
 #pragma once
@@ -32,23 +32,22 @@ enum class HostAlgorithm : uint8_t {
   Chain,     // from host to host wherever that is possible, at any size
 };
 
-// Sizes in bytes from which on a collective takes another way: the one that is quicker over links of any speed. No bits
-// depend on it.
+// The sizes in bytes from which on a collective takes another way between hosts, as that is quicker then, over links of
+// any speed. The bits of results do not depend on these sizes.
 struct InterhostChoice {
   static constexpr size_t kNever = ~size_t{0};
   size_t chain = kNever;       // all-reduce in rank order takes Chain
   size_t chain_half = kNever;  // `chain` for 16-bit floats, whose running sum is in float32
-  size_t relay = kNever;       // broadcast goes from host to host, not from the root's to all
+  size_t relay = kNever;       // broadcast goes from host to host, not from the root's host to all
 
   bool relays(const Operation& operation) const { return operation.input.bytes() >= relay; }
 };
 
-// `chunk_bytes` is the size of a chunk of an all-reduce that takes many of them.
+// Chooses the sizes of an InterhostChoice. `chunk_bytes`: the size of a chunk of an all-reduce that takes many of them.
 InterhostChoice choose_interhost(const Placement& placement, HostAlgorithm algorithm, size_t chunk_bytes);
 
-// The way for any numerics but Tree, for which way_of_tree() decides: sizes don't matter there. The tree's way is Sums
-// if on every host the ranks' nodes have a common ancestor of which no other host has a part; otherwise, and if every
-// rank is alone on its host, Exchange.
+// choose_way(): the way for any numerics but Tree. way_of_tree(): the way for Tree, at any size. It is Sums if on every
+// host the nodes of its ranks make up a whole subtree; otherwise, and if every rank is alone on its host, Exchange.
 Way choose_way(const InterhostChoice& choice, const Operation& operation);
 Way way_of_tree(const Placement& placement, const std::vector<uint8_t>& merges);
 
@@ -78,9 +77,9 @@ enum class Act : uint8_t {
 // One step of a cell, in this order: waits for all of `receives`; waits for the local ranks' contributions, if
 // `staged`; does `act`; sends all of `sends`.
 //
-// Steps alternate between peers: the peer sends what a step after the first one receives only when it has got all that
-// the step before sends. So all receives of a cell can be posted when the cell begins, even into memory from which this
-// rank is still to send.
+// Peers take turns: what a step after the first one receives, a peer sends only when it has got all that the step
+// before sends. So all receives of a cell can be posted when the cell begins, even into memory that this rank has yet
+// to send.
 struct InterhostStep {
   bool staged = false;
   std::vector<Envelope> receives = {};
@@ -113,15 +112,15 @@ struct InterhostChunk {
   bool relay;            // broadcast: from host to host, not from the root to all
 };
 
-// Fills `cells` with those that this rank handles.
+// Fills `cells` with those cells of the chunk that this rank handles.
 void plan_interhost(const Placement& placement, const InterhostChunk& chunk, std::vector<InterhostCell>& cells);
 
-// Fills `plan` with what this rank stages and pulls within its host for the same chunk. `chunk.rank` and `root` are
-// ranks of the communicator; pulls name local ranks. On the direct path nothing is staged, and results are written into
-// all local tensors.
+// Fills `plan` with what this rank stages and pulls within its host for a chunk that also goes between hosts. In
+// `chunk`, `rank` and `root` are ranks of the communicator; in `plan`, the peers of pulls are numbered within the host.
+// On the direct path nothing is staged, and results are written into all local tensors.
 void plan_inside(const Placement& placement, const Chunk& chunk, ChunkPlan& plan);
 
-// The range [first, second) of all stripes of one rank in `length` bytes.
+// The range [first, second) that all stripes of one rank cover in a chunk of `length` bytes.
 std::pair<size_t, size_t> stripes_of(const Placement& placement, size_t length, int rank);
 
 // The rank that handles rank `destination`'s part of a reduce-scatter or all-gather on `host`.

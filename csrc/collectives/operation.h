@@ -35,7 +35,7 @@ enum class Numerics : uint8_t {
 };
 const char* name(Numerics numerics);  // as in init(): "rank_order"
 
-// FNV-1a, a word at a time, for what ranks compare and for trace ids: it tells apart honest mistakes, not attacks.
+// Hashes a word as FNV-1a does a byte, for what ranks compare and for trace ids: finds mistakes, but resists no attack.
 inline uint64_t mix(uint64_t hash, uint64_t value) { return (hash ^ value) * 1099511628211u; }
 
 inline constexpr size_t kMaxFlagWords = 64;  // one for each rank
@@ -58,19 +58,19 @@ struct Nonfinite {
   enum Kind : uint64_t { NaN, Inf, MinusInf, None };
   static constexpr uint64_t kNothing = ~uint64_t{0} >> 1;  // a word's initial value
 
-  // Packed so that the smallest word, which is kept, is the earliest element's.
+  // Packs an element and its kind so that the smallest word, which note() keeps, is that of the earliest element.
   static constexpr uint64_t pack(uint64_t element, Kind kind) { return element << 2 | kind; }
   static constexpr uint64_t element_of(uint64_t word) { return word >> 2; }
   static constexpr Kind kind_of(uint64_t word) { return static_cast<Kind>(word & 3); }
 
   std::shared_ptr<uint64_t[]> words = {};
-  // Becomes true if any rank of the host has noted something in an operation that has ended here. Null if the job has
-  // several hosts: then the ranks ask each other.
+  // Becomes true if any rank of the host has noted something in an operation that has ended here. Null where operations
+  // don't show each rank the others' notes, as between hosts: then the ranks exchange their words in any case.
   std::shared_ptr<bool> anywhere = {};
   uint64_t* on_device = nullptr;
   uint64_t begin = 0;  // the number of the operation's first element
-  // If this operation is a part of a larger one: where its input, a slot, comes from. Bytes between the parts are
-  // padding.
+  // If this operation is a part of a larger one: where the bytes of its input, a slot, come from in that one's input.
+  // Bytes between the parts are padding.
   std::vector<Copy> parts = {};
 
   void note(int word, uint64_t element, Kind kind) const {
@@ -82,7 +82,7 @@ struct Nonfinite {
     uint64_t first;  // the number of the element
     size_t valid;    // this many elements from there on belong to the ranks
   };
-  // Returns which elements `count` elements of the input from this byte on are. They lie in at most one of `parts`.
+  // Returns the place of the `count` elements of the input that begin at `byte`. They lie in at most one of `parts`.
   Place locate(size_t byte, size_t count, size_t element_bytes) const {
     if (parts.empty()) return {begin + byte / element_bytes, count};
     for (const Copy& part : parts) {
@@ -117,14 +117,14 @@ struct Operation {
   std::shared_ptr<const Nonfinite> nonfinite = {};  // AllReduce, Sum or Avg of a floating dtype: null to note nothing
 };
 
-// Throws InvalidUsage where the op has no meaning for the dtype.
+// Throws InvalidUsage if the operation's `op` has no meaning for its dtype, or if it has too many flags.
 void require_supported(const Operation& operation);
 
 // One message that a rank sends to another, or wants to receive from it.
 //
 // Ownership: `keepalive` keeps the memory alive until the message has ended, as that of an Operation does. Aliasing:
-// nobody else touches the memory meanwhile, but several sends may read the same memory. Matching: a send and a receive
-// of the same channel and tag between two ranks, in the order of the calls on each side.
+// nobody else touches the memory meanwhile, but several sends may read the same memory. Matching: sends and receives of
+// the same channel and tag between two ranks meet in the order of the calls on each side.
 
 struct Message {
   static constexpr int kAnySource = -1;

@@ -21,10 +21,10 @@ RingCut ring_cut(size_t bytes, size_t element, int world);
 // The ranks in the order in which ring chunk c is added: c-1, c-2, ..., c (mod world).
 void ring_order(int chunk, int world, std::vector<int>& order);
 
-// A binary tree over leaves (micro-batches), cut into one node for each rank. A node's left part has the largest power
-// of two of its leaves that is less than all, its right part the rest. The tree is cut by splitting the largest node,
-// of equally large ones the last, until there are as many nodes as ranks. Rank r contributes the sum of the leaves of
-// node r.
+// A binary tree over leaves (micro-batches), cut into one node for each rank. The left part of a node with n leaves has
+// as many as the largest power of two below n; the right part has the rest. The tree is cut by splitting the largest
+// node, of equally large ones the last, until there are as many nodes as ranks. Rank r contributes the sum of the
+// leaves of node r.
 struct TreeCut {
   std::vector<uint32_t> begins;  // the first leaf of each rank, then the number of all leaves
   // How to add the nodes on a stack: for each node, push it, then replace the top two entries by their sum this many

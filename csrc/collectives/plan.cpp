@@ -16,8 +16,8 @@ void plan_one_shot(const Chunk& chunk, ChunkPlan& plan) {
 // peers' slots, into both. Step 2: pull the other slices out of the own slot. On the direct path tensors serve as
 // slots: nothing is staged or pulled, two passes over memory in all.
 //
-// Slots stay in the cache. The owner pushes its result, since a core writes a line that it has just read three times
-// faster than it reads a line of its own that a peer has read meanwhile.
+// Slots stay in the cache. The owner of a slice pushes the result into the peers' slots: a core is three times faster
+// at writing a line that it has just read than at reading a line of its own that a peer has read meanwhile.
 void plan_all_reduce(const Chunk& chunk, ChunkPlan& plan) {
   const bool direct = chunk.path == Path::Direct;
   auto [begin, end] = slice(chunk.length, chunk.world, chunk.rank);
@@ -37,8 +37,8 @@ void plan_all_reduce(const Chunk& chunk, ChunkPlan& plan) {
   }
 }
 
-// Changes an all-reduce's plan. Step 1: reduce as above, but leave the result with the owner. Step 2: pull each peer's
-// slice from where its owner left it.
+// Changes the plan of an all-reduce so that results are pulled. Step 1: reduce, but leave the result with the owner of
+// the slice. Step 2: pull each peer's slice from where its owner left it.
 void pull_instead_of_push(const Chunk& chunk, ChunkPlan& plan) {
   bool direct = chunk.path == Path::Direct;
   plan.reduce.into_peers = false;

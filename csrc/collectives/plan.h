@@ -1,5 +1,5 @@
-// The plan of one rank's work for one chunk of a collective, as data: pure functions of rank and world size, which
-// tests walk for any world without a process.
+// The plan of one rank's work for one chunk of a collective, as data. The plan is a pure function of the chunk, rank
+// and world size, so tests check it for any world without starting a process.
 //
 // All offsets and lengths are bytes. `user` offsets count into the operation's spans, `slot` offsets into a rank's
 // staging slot or, on the direct path, into the spans of that rank's tensor, which the peers read in place.
@@ -59,7 +59,7 @@ struct ChunkPlan {
   bool operator==(const ChunkPlan&) const = default;
 };
 
-// The unit that an operation is cut along: the whole tensor, or one rank's part of it (reduce-scatter's output,
+// The bytes of what is cut into chunks: of the whole tensor, or of one rank's part of it (reduce-scatter's output,
 // all-gather's input).
 size_t block_bytes(const Operation& operation);
 
@@ -70,7 +70,7 @@ size_t chunk_bytes(Collective collective, Path path, int world, size_t slot_byte
 // [first, second) of `rank`'s slice of `length` bytes; boundaries lie on cache lines.
 std::pair<size_t, size_t> slice(size_t length, int world, int rank);
 
-// Fills `plan`, reusing its memory.
+// Fills `plan` with what the rank does for `chunk`. Memory that `plan` has is used again.
 void plan_chunk(const Chunk& chunk, ChunkPlan& plan);
 
 }  // namespace syncengine

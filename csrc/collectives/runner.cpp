@@ -241,8 +241,8 @@ void InterhostRunner::fold_run(const View& view, const InterhostStep& step, cons
                 run.bytes / element_size(operation.dtype));
 }
 
-// Adds 16-bit floats in float32: the same additions as in one kernel call, but with float32 partial sums on the way in
-// or out.
+// Adds 16-bit floats in float32: the same additions as in one kernel call, but partial sums that come from other hosts,
+// or go there, are float32.
 void InterhostRunner::fold_wide(const View& view, size_t offset, size_t bytes, std::byte* partial) {
   constexpr size_t kWidePiece = 4096;  // elements that are widened at a time: they stay in the cache
   const Operation& operation = view.operation;

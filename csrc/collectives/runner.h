@@ -15,13 +15,13 @@
 
 namespace syncengine {
 
-// Does what kernels::reduce() does. If the operation asks for that, notes the ranks that brought NaN or infinity, too.
-// `input` is the byte of the operation's input to which the first result belongs. `ranks` says whose contribution each
-// source is: -1 for a sum of several.
+// Does what kernels::reduce() does. If the operation asks for it, also notes which ranks brought NaN or infinity.
+// `input` is the offset, in bytes, of the first result's element in the operation's input. `ranks` has the rank that
+// contributed each source, or -1 for a sum of several contributions.
 void reduce_noting(const Operation& operation, int world, size_t input, const kernels::Reduction& reduction,
                    const void* const* sources, const int* ranks, int source_count, void* const* destinations,
                    int destination_count, size_t count);
-// Likewise notes finite `sums` that became infinite when they were rounded to the 16-bit `results`.
+// Notes finite `sums` that became infinite by rounding to the 16-bit `results`, if the operation asks for it.
 void note_overflow(const Operation& operation, int world, size_t input, const std::byte* results, const float* sums,
                    size_t count);
 
@@ -50,7 +50,8 @@ class Runner {
   std::vector<Base>& bases() { return bases_; }
 
   void stage(const Operation& operation, const ChunkPlan& plan);
-  // `stop` is asked between pieces of at most 256 KiB; true leaves the rest undone and returns false.
+  // `stop` is called between pieces of at most 256 KiB. Once it returns true, reduce() and pull() stop and return
+  // false.
   bool reduce(const Operation& operation, const ChunkPlan& plan, const std::function<bool()>& stop);
   bool pull(const Operation& operation, const ChunkPlan& plan, const std::function<bool()>& stop);
 
@@ -70,7 +71,7 @@ class InterhostRunner {
  public:
   explicit InterhostRunner(const Placement& placement) : placement_(placement) {}
 
-  // The surroundings of a cell. `bases` are those of the local ranks, by local index.
+  // A cell, and where its bytes are. `bases` are those of the local ranks, by local index.
   struct View {
     const Operation& operation;
     const InterhostCell& cell;
@@ -85,10 +86,10 @@ class InterhostRunner {
   const std::byte* contribution(const View& view, int rank, const std::function<std::byte*()>& room) const;
 
   static size_t partial_bytes(const View& view) { return view.wide ? view.cell.bytes * 2 : view.cell.bytes; }
-  // `received` has the step's envelopes. The sum goes into `partial`, which has at least partial_bytes(); if that is
-  // null, into the output and the local peers' outputs.
+  // Adds a step's sources up. `received`: memory for each of step.receives. The sum goes into `partial`, of at least
+  // partial_bytes(); if that is null, into the output, and to the local peers as the cell's `spreading` says.
   void fold(const View& view, const InterhostStep& step, const std::vector<std::byte*>& received, std::byte* partial);
-  // `received` is null if the bytes are in the own output already.
+  // Copies what came for a cell into the output, where it is already if `received` is null, and to the local peers.
   void spread(const View& view, const std::byte* received) const;
 
  private:

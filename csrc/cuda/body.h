@@ -16,7 +16,7 @@
 
 namespace syncengine::cuda {
 
-// The check that a kernel makes before it uses a peer's bytes: of the words for which its stream has just waited.
+// A kernel's check before it uses peers' bytes: each word for which its stream has just waited must be `expected`.
 struct Gate {
   const uint32_t* words = nullptr;  // of each rank; null: no check
   Control* control = nullptr;       // this rank's
@@ -33,7 +33,7 @@ struct ReduceArgs {
   Gate gate;
 };
 
-// A sum that is about to be made, of which the kernel notes, in Nonfinite's words, who brings NaN or infinity.
+// A sum that is about to be made, and the words of Nonfinite in which the kernel notes who brings NaN or infinity.
 struct NoteArgs {
   ReduceArgs sum;
   int8_t ranks[kMaxRanks];    // the rank of each source
@@ -83,7 +83,7 @@ SYNCENGINE_BOTH void tell_mismatch(Control& control, int peer, uint32_t theirs, 
   set_word(control.mismatch, 1 + static_cast<uint32_t>(peer));  // last, since the watchdog looks at this word
 }
 
-// Whether peer `i` of the gate has sent something else than expected. One thread of the kernel asks for each peer.
+// Whether the gate is shut for rank `i`: a peer sent another word, or this rank was aborted. A thread checks one rank.
 SYNCENGINE_BOTH bool is_shut(const Gate& gate, int i) {
   if (i == gate.rank) return get_word(&gate.control->aborted) != 0;
   const uint32_t word = get_word(gate.words + i);
@@ -130,7 +130,7 @@ SYNCENGINE_BOTH typename Element::Stored finish(typename Element::Value value, d
   return Element::narrow(value);
 }
 
-// One 16-byte vector of each source. All loads come first: `kSources` of them at once if that is not 0.
+// Reduces a 16-byte vector of each source. load() comes first: of all `kSources` at once, or if 0, of the first alone.
 template <class Element, class Op, kernels::Rounding kRounding, int kSources, class Args>
 struct PackReduction {
   using Stored = typename Element::Stored;
@@ -239,7 +239,7 @@ SYNCENGINE_BOTH void poison_share(const ReduceArgs& args, size_t element_bytes, 
     poison_bytes(out<unsigned char>(args, d), args.count * element_bytes, thread, threads);
 }
 
-// This thread's share of copying what lies at source(offset), in runs of whole vectors that are packed if the first is.
+// Copies this thread's share from source(offset): each 16 bytes lie there in one run, aligned if the first ones are.
 template <class Source>
 SYNCENGINE_BOTH void copy_from(void* destination, const Source& source, size_t bytes, size_t thread, size_t threads) {
   const size_t vectors = bytes && is_packed(source(0)) && is_packed(destination) ? bytes / sizeof(Pack) : 0;

@@ -3,8 +3,8 @@
 // Ownership: each rank owns its block; peers map it. It is host memory since an abort is then a plain store by the CPU,
 // which can't queue behind a stream that waits.
 //
-// A word of `inbox[set][peer]` has two writers in turn: the peer's stream makes it a fingerprint, this rank's stream
-// makes it 0 again after it has waited for it. sequence.h says what keeps the two apart, and why nothing counts.
+// The word `inbox[set][peer]` has two writers in turn: the peer's stream stores a fingerprint; this rank's stream waits
+// for that, and stores 0 again. sequence.h says what keeps the two apart, and why words do not count calls.
 #pragma once
 
 #include <atomic>

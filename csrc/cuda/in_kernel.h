@@ -26,12 +26,12 @@ inline constexpr size_t kTwoShotBytes = 8 << 20;
 
 // Device memory that all peers reach. All but the slots is zero at first.
 struct InKernelArea {
-  // By call and shot, from each peer: call << 32 | fingerprint.
+  // By call (modulo 2), shot and block, the mark of each peer: call << 32 | fingerprint.
   alignas(64) uint64_t marks[2][2][kInKernelBlocks][kMaxRanks];
   // By block, the number of calls so far; and the first call that has failed, or 0. This rank's kernels write both.
   alignas(64) uint32_t calls[kInKernelBlocks];
   uint32_t failed;
-  // By call: this rank's input, and then the results of its slice.
+  // By call (modulo 2): this rank's input, and later, over it, the results of its slice.
   alignas(64) unsigned char slots[2][kTwoShotBytes];
 };
 
@@ -73,7 +73,7 @@ SYNCENGINE_BOTH void note_failure(InKernelArea& area, uint32_t call) {
   if (area.failed == 0) area.failed = call;
 }
 
-// Accesses to the words of the protocol, on the device and in threads that stand in for it.
+// Write and read a mark, on the device or in threads that stand in for it in tests.
 SYNCENGINE_BOTH void put_mark(uint64_t* mark, uint64_t value) {
 #ifdef __CUDA_ARCH__
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(mark), "l"(value) : "memory");
@@ -93,7 +93,7 @@ SYNCENGINE_BOTH uint64_t get_mark(const uint64_t* mark) {
 
 enum class MarkState : uint8_t { NotYet, Here, Bad };
 
-// A block's meeting with the peers' same block, behind what it has staged (shot 0) or reduced (1).
+// A block's meeting with the peers' same block, after it has staged its part (shot 0) or reduced its slice (shot 1).
 struct BlockMeeting {
   const InKernelArgs& args;
   int block, shot;
@@ -114,8 +114,8 @@ struct BlockMeeting {
   }
 };
 
-// A run as a reduction of what the slots hold, and no ReduceArgs: a list of that length on every thread's stack would
-// cost the device hundreds of megabytes, and a wait for all of it when the first such kernel starts.
+// Describes the reduction of a run of the slots, in place of ReduceArgs, whose lists on every thread's stack would cost
+// the device hundreds of megabytes, and a wait for all of it when the first such kernel starts.
 struct SlotsReduction {
   const InKernelArgs& call;
   uint32_t half;  // which of the two halves of the slots
@@ -136,7 +136,7 @@ SYNCENGINE_BOTH Stored* out(const SlotsReduction& part, int d) {
   return reinterpret_cast<Stored*>(base + part.begin);
 }
 
-// This thread's share of taking the slices that all ranks have reduced, its own among them.
+// Copies this thread's share of the slices that all ranks have reduced, this rank's among them, to the output.
 SYNCENGINE_BOTH void take_slices(const InKernelArgs& args, ByteRun part, uint32_t half, size_t thread, size_t threads) {
   const auto slice = static_cast<uint32_t>(piece_of(part, 0, args.world).bytes);  // the last ones may be smaller
   auto from = [&](size_t at) { return args.areas[static_cast<uint32_t>(at) / slice]->slots[half] + part.begin + at; };

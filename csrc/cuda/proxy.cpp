@@ -16,7 +16,7 @@ namespace {
 constexpr size_t kGrain = 64;           // cuts of a ring are rounded to this multiple of two elements of any dtype
 constexpr size_t kRingSlice = 2 << 20;  // up to this size, the ring of `world` slices is cut into exactly these
 
-// The piece with [begin, begin + bytes) of the tensor. A broadcast reads it on the root alone, and writes the others'.
+// The piece with [begin, begin + bytes) of the tensor. A broadcast copies in on the root alone, out on the others.
 ProxyPiece part_of_tensor(const Operation& operation, int rank, size_t begin, size_t bytes) {
   const std::vector<Copy> copies{{begin, 0, bytes}};
   ProxyPiece piece{.in = copies, .out = copies, .input_bytes = bytes, .output_bytes = bytes};
@@ -122,7 +122,7 @@ void Proxy::run() {
   }
 }
 
-// Runs a step. An error of it fails the parent on all ranks, so that whoever waits for the parent is told.
+// Runs a step; returns whether it threw nothing. An error fails the parent on all ranks, so all who wait for it get it.
 template <class Step>
 bool Proxy::succeeds(Step&& step) {
   try {

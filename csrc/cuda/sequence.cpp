@@ -8,7 +8,7 @@ namespace syncengine::cuda {
 
 namespace {
 
-// Copies parts of the operation's input to `slot`, scaled. No peer has had a say in it yet, so there is no gate.
+// Copies parts of the operation's input to `slot`, scaled. There is no gate, since this uses no peer's bytes.
 void stage(const Operation& operation, const std::vector<Copy>& parts, std::byte* slot, Steps& steps) {
   Copies copies(steps);
   for (const Copy& part : parts)
@@ -64,7 +64,7 @@ struct Sequence {
     if (plan.reduces)
       for_each_run(operation, site.world, step.input, step.output, step.bytes, order,
                    [&](const Run& run) { reduce_run(step, run); });
-    // Results are never pushed into tensors: there, missing results of a peer that has died would go unnoticed.
+    // Results are pulled, never pushed into tensors: there, nobody would notice that those of a dead peer are missing.
     if (plan.reduces && plan.pulls) {
       if (!looked) look();
       exchange();
@@ -119,8 +119,8 @@ struct Sequence {
     steps.reduce(reduction, args);
   }
 
-  // Sums of two at a time, each in the place of its left one: nobody but the rank that owns this slice reads it there
-  // until the slice is reduced. An input that is not the output, too, stays as it is.
+  // Adds two at a time, contributions or sums, and puts the result in place of the left one: until this slice is
+  // reduced, nobody but the rank that owns it reads it there. An input that is not the output, too, stays as it is.
   void reduce_tree(const kernels::Reduction& reduction, const ReduceArgs& all, const Run& run) {
     const std::vector<uint8_t>& merges = tree.of(operation.leaves, site.world);
     std::vector<void*> sums;

@@ -63,7 +63,7 @@ class Copies {
   bool any_ = false;
 };
 
-// One rank's group, slots and words. Addresses are those that its kernels use.
+// One rank's place in its group, its words, and all ranks' slots and areas, at the addresses that its kernels use.
 struct Site {
   int rank = 0, world = 1;
   Control* control = nullptr;        // this rank's

@@ -4,8 +4,8 @@
 // The memory is not in the arena, whose pages a rank replaces by private copies after a failure: a device would go on
 // with the old pages, and the CPU could no longer release its streams.
 //
-// Ownership: the caller's mapping; the kernel frees the memory with the last one. Thread-safety: any thread. Failure:
-// as bootstrap/fd_exchange.h.
+// Ownership: the caller's mapping; Linux frees the memory with the last one. Thread-safety: any thread. Failure: as
+// bootstrap/fd_exchange.h.
 #pragma once
 
 #include <functional>

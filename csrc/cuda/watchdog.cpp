@@ -9,11 +9,11 @@ namespace syncengine::cuda {
 
 namespace {
 
-// Often enough to end a wait well within a second, and rarely enough to cost nothing.
+// The time between two looks, short enough to end a wait well within a second, and long enough to cost nothing.
 constexpr auto kLook = std::chrono::milliseconds(5);
-// Longer than a device may keep one context waiting for others between two steps of a stream.
+// Ranks that wait for each other for so long have a mismatch: other contexts of a device do not delay a stream so long.
 constexpr auto kCrosswise = std::chrono::seconds(5);
-// A stream that was released makes the word 0 and goes on to its next wait, which is to be released soon, too.
+// The time between two releases: a released stream makes its word 0, and goes on to its next wait, to be released, too.
 constexpr auto kRelease = std::chrono::microseconds(200);
 
 }  // namespace

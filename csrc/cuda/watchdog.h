@@ -1,4 +1,4 @@
-// Watches streams that wait for peers, which can't do so themselves: a thread that turns a death, a mismatch or a
+// Watches streams that wait for peers, since a stream can raise no error: a thread turns a death, a mismatch or a
 // deadline into the communicator's error, and then releases every wait of this rank's streams.
 //
 // The watchdog knows no device: it reads and writes only words in pinned memory. Streams and kernels store them
@@ -33,7 +33,7 @@ class Watchdog {
   // Publishes the text of a call, which is queued next, for the errors of this rank and its peers.
   void publish(uint32_t fingerprint, const std::string& text);
 
-  // A stream that met a mismatch has ended with NaN; from then on this throws, even if the thread has not looked yet.
+  // Throws the communicator's error, if any. If a stream has met a mismatch (and made NaN), waits for the error first.
   void throw_if_failed() const;
   bool has_failed() const { return failed_.load(std::memory_order_acquire); }  // acquire: the communicator's error
 

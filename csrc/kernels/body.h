@@ -1,10 +1,10 @@
-// The reduction itself, once for all instruction sets. An instruction set is a HalfConversions, some of whose members
-// it may replace, with
+// The reduction itself, once for all instruction sets. An instruction set is a class derived from HalfConversions, some
+// of whose members it may replace, with these members, too:
 //   load_partial, store_partial  as in half.h
 //   any                          whether a vector of 32-bit words has a bit
 //   any_nonfinite                whether a vector of floats has NaN or an infinity; it may be left out
 //
-// Internal linkage for the reason given in half.h. Calls no function of the standard library for the same reason.
+// Everything here has internal linkage, and calls no function of the standard library, for the reason given in half.h.
 //
 // No product ever feeds an addition here, so no compiler can fuse the two, whatever its flags.
 #pragma once
@@ -77,8 +77,8 @@ struct BFloat16 : Half<Isa> {
   SYNCENGINE_INLINE static Value widen(Stored x) { return Conversions::from_bfloat16(x); }
   SYNCENGINE_INLINE static Stored narrow(Value x) { return Conversions::to_bfloat16(x); }
 
-  // A result that becomes NaN or infinite has the greatest bits, apart from the sign. Found out before the results are
-  // narrowed, which then needs no check for NaN.
+  // A result that becomes NaN or infinite has the greatest bits, apart from the sign. The check looks at the bits of
+  // the float32 values, so the conversion needs no check for NaN of its own.
   template <int kVectors>
   SYNCENGINE_INLINE static bool narrow_finite(const Value (&x)[kVectors], Stored (&narrowed)[kVectors]) {
     using Words = Vector<uint32_t, Isa::kVectorBytes>;
@@ -129,9 +129,9 @@ struct Loop {
   using Stored = typename Format::Stored;
   using Value = typename Format::Value;
   static constexpr size_t kBytes = sizeof(Stored);
-  // Vectors per source at a time. Four registers of results make the fetching of pointers cheap. When each block is
-  // checked for NaN: eight of 16-bit elements, whose check takes longer, and two of AVX-512, whose stores wait for the
-  // check.
+  // How many vectors of each source make a block. Results in four registers make the fetching of pointers cheap. With a
+  // check of each block for NaN, results take eight for 16-bit elements, whose check takes longer, and two for other
+  // ones with AVX-512, whose stores wait for the check.
   static constexpr bool kHalf = sizeof(Stored) != sizeof(Value);
   static constexpr int kUnroll = (!kStops                   ? 4
                                   : kHalf                   ? 8
@@ -149,7 +149,7 @@ struct Loop {
     return run_any(operands);
   }
 
-  // Neither is inlined: see fp_state.h. Operands come by value: a copy that no store can change stays in registers.
+  // run_any() and run_two() are not inlined (fp_state.h). Copied operands stay in registers, as no store changes them.
   [[gnu::noinline]] static size_t run_any(const Operands operands) { return run_blocks(operands); }
 
   // Two ranks in place are the commonest case, about a sixth faster in the cache with all four pointers in registers.

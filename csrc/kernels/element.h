@@ -97,8 +97,8 @@ struct Float16Element : HalfElement {
   }
 };
 
-// The type for sums. Integers take an unsigned one of at least 32 bits: its overflow is defined, and C++ does not
-// promote it to int.
+// The type in which sums and products are made. Integers take an unsigned one of at least 32 bits: its overflow is
+// defined, and C++ does not promote it to int.
 template <class V>
 using Wrapping = std::conditional_t<!std::is_integral_v<V>, V, std::conditional_t<(sizeof(V) > 4), uint64_t, uint32_t>>;
 

@@ -6,7 +6,7 @@
 
 #include <immintrin.h>
 
-// Enabled from here on, so that the build needs no flags for this file and the headers above stay generic.
+// The instruction set is enabled from here on, so that the build needs no flags, and the headers above stay generic.
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,f16c"))), apply_to = function)
 #else

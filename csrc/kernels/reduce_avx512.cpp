@@ -9,7 +9,7 @@
 #endif
 #include <immintrin.h>
 
-// Enabled from here on, so that the build needs no flags for this file and the headers above stay generic.
+// The instruction set is enabled from here on, so that the build needs no flags, and the headers above stay generic.
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))), apply_to = function)
 #else

@@ -15,7 +15,7 @@ namespace {
 
 [[maybe_unused]] constexpr size_t kBlock = 8;  // a vector of 16-bit elements, for ARM
 
-// Not inlined: see fp_state.h. Nor is narrow_all().
+// widen_all() and narrow_all() are not inlined: see fp_state.h.
 template <class Element>
 [[gnu::noinline]] void widen_all(float* destination, const std::byte* source, size_t count) {
   size_t i = 0;

@@ -15,7 +15,7 @@ namespace syncengine {
 
 namespace {
 
-// Waits until the last step has ended on all ranks.
+// Waits until a refused step has ended on all ranks. Makes .grad None if some rank could not keep its own.
 void await_end(Model& model, std::unique_lock<std::mutex>& lock) {
   if (!model.outcome.await_end(lock)) return;
   const pybind11::gil_scoped_acquire gil;
@@ -79,8 +79,8 @@ bool Reducer::begin_forward(bool synchronize) {
     model_->record.begin_forward();
   else
     PhaseClock::of_process().enter(PhaseClock::Forward);
-  // An AccumulateGrad node runs on the stream that was current when it was made, and a graph can't be captured through
-  // a node of another stream that is the default one. So nodes that nobody else holds are made anew.
+  // An AccumulateGrad node runs on the stream that was current when it was made. A CUDA graph can't be captured on one
+  // stream with a node of the default stream. So if the stream changes, nodes that nobody else holds are made anew.
   if (model_->flat && model_->flat->current_changed()) model_->parameters.let_go_of_nodes();
   const bool changed = model_->parameters.follow(shared_from_this());
   if (!synchronize) model_->parameters.begin_accumulation();
@@ -240,8 +240,8 @@ void Reducer::finalize() {
     lose(error.what(), /*keeps=*/false);
     throw;
   } catch (...) {
-    // Includes operations under way: the error is the communicator's, or a hook's, or that of a gradient that can't be
-    // reduced or can't take its average.
+    // Operations may still be under way. The error is the communicator's, or a hook's, or is about a gradient that
+    // can't be reduced or can't take its average.
     std::lock_guard lock(mutex_);
     give_up(text_for_peers());
     throw;
@@ -291,8 +291,8 @@ void Reducer::give_up(const std::string& text, Where where, bool keeps) {
 }
 
 void Reducer::lose(const std::string& text, bool keeps) {
-  // A device's thread of autograd may come here when the caller of backward() already has its error and touches .grad,
-  // under the GIL.
+  // Takes the GIL, which protects .grad: autograd's thread for a device may come here when backward() has already
+  // raised, and its caller uses .grad.
   const pybind11::gil_scoped_acquire gil;
   if (model_->backward) {
     model_->backward->forwards.give_up(text);

@@ -36,7 +36,7 @@ namespace syncengine {
 
 class Reducer final : public AutogradListener, public std::enable_shared_from_this<Reducer> {
  public:
-  // The arguments are the Model's.
+  // Makes the model from these arguments of its constructor.
   template <class... Arguments>
   explicit Reducer(Arguments&&... arguments) : model_(std::make_unique<Model>(std::forward<Arguments>(arguments)...)) {}
   ~Reducer();
@@ -47,27 +47,28 @@ class Reducer final : public AutogradListener, public std::enable_shared_from_th
   // Called when the forward's module has been called. Returns true if another plan must be installed before its
   // backward, since parameters were frozen, unfrozen or changed within it.
   bool follow_parameters();
-  // Called when a forward has ended with these outputs (needed in full only to find unused parameters); it `began`
-  // then, if that is known. Returns the leaves behind the outputs that are no parameters of the model, if a parameter
-  // is unused and is looked for, or if the last backward has brought no gradient: its replacement may be one of them.
+  // Called when a forward has ended. `outputs` need be complete only to find unused parameters. `began`: when it began,
+  // if known. Returns their leaves that are no parameters of the model, as one may have replaced a parameter; none if
+  // the outputs reach the whole plan, or nobody looks for unused parameters and the last backward brought gradients.
   std::vector<at::Tensor> prepare_for_backward(const std::vector<at::Tensor>& outputs, const NodeNumber& began);
-  // Called instead for a forward whose backward will not average: it accumulates where a later one does.
+  // Called instead if the forward's backward will not average: .grad keeps its gradients for a later one that will.
   void prepare_for_local_backward(const std::vector<at::Tensor>& outputs, const NodeNumber& began) {
     for (const auto& output : outputs) hook_output(weak_from_this(), output, nullptr, began);
   }
-  // Called when a forward has raised, or is not to be averaged, whose backward would have been.
+  // Called when a forward whose backward was to average has raised, or must not average. The peers get the `text`.
   void refuse_forward(const std::string& text);
-  // Makes a step of its own between a forward and what all ranks do next; those whose forward raised refuse it. Blocks.
+  // Called between a forward and a collective of all ranks, such as that of buffers. Makes a step that is only a vote:
+  // throws StepRefused if the forward has raised on some rank. Blocks.
   void vote_on_forward();
-  // Blocks until it is known what becomes of the gradients that this rank had when it refused a forward, and does that;
-  // does nothing once this rank has closed the communicator.
+  // Called after this rank has refused a forward. Blocks until all ranks have decided whether .grad stays as it was
+  // before, and makes it None if not. Does nothing once this rank has closed the communicator.
   void decide();
   // Takes part in a synchronized backward of the others without a gradient of its own. Blocks.
   void shadow_backward();
   void check_finalized();
   // Drops a step of several micro-batches: if there was a last forward, no backward of it will come.
   void drop_step();
-  // From then on backwards are this rank's own, and a synchronized forward raises.
+  // Removes the hooks on parameters: later backwards do not average, and a synchronized forward throws InvalidUsage.
   void remove_hooks();
 
   // --- Settings
@@ -76,7 +77,7 @@ class Reducer final : public AutogradListener, public std::enable_shared_from_th
   // since nobody reads slots before that. Blocks. `copy_of` is the first slot of the model that this one is a copy of,
   // if any, the same on all ranks. Throws InvalidUsage on all ranks if there are no slots left.
   uint64_t reserve_slots(std::optional<uint64_t> copy_of);
-  // Not to be called in the middle of a backward, nor before slots are reserved.
+  // Makes `buckets` the model's BucketPlan. Throws InvalidUsage in the middle of a backward, or without slots.
   void install_plan(const std::vector<std::vector<size_t>>& buckets, bool provisional);
   // At most one of these is called, between backwards. With a hook, all gradients go through the hook. With
   // compression, they travel in a smaller dtype, scaled as torch's compressing hooks do (`divides_first`) or as usual.
@@ -129,7 +130,7 @@ class Reducer final : public AutogradListener, public std::enable_shared_from_th
   void on_outer_task(bool inner_is_ours) noexcept override;
 
  private:
-  // The facts that the concept Sees names, under the lock.
+  // Answers the questions of the concept Sees, by which the Lifecycle decides. Used under the lock.
   struct Facts {
     bool in_task() const { return GraphTasks::inside(); }
     bool in_our_task() const { return reducer.tasks_.any(); }
@@ -160,10 +161,10 @@ class Reducer final : public AutogradListener, public std::enable_shared_from_th
   LockedModel locked() { return {std::unique_lock(mutex_), model_.get()}; }
   Lifecycle& life() const { return model_->life; }
   bool recomputing() { return life().is_recomputed(Facts{*this}); }
-  // Whether this gradient belongs to a backward that this model averages, which begins with the first one. Throws if it
-  // is an error.
+  // Whether the gradient of parameter `index` belongs to a backward that this model averages. The first such gradient
+  // begins it. Throws Error if the gradient must not come now.
   bool takes(size_t index);
-  // Expects the backward of the forward that has ended, or raised.
+  // Notes that the coming backward may be that of the last forward, which has ended or raised.
   void expect_backward();
   // Refuses a second backward through a forward. `lost` says why the first was given up, if it was.
   [[noreturn]] void refuse_backward(const std::string& lost);

@@ -2,8 +2,8 @@
 //
 // Callbacks run at the end of the graph task in which they were queued. Reentrant checkpointing nests tasks, and an
 // inner task may end before later hooks run, or may itself bring the last gradient. So each task that brings gradients
-// gets a callback, and the first to find all buckets announced finalizes. That may be an inner task: no outer task
-// reads what is written here.
+// gets a callback, and the first callback that finds all gradients collected finalizes. Its task may be an inner one:
+// no outer task reads the .grad that is written then.
 #include <algorithm>
 
 #include "base/error.h"
@@ -52,7 +52,7 @@ void Reducer::on_output(Forward* forward) {
     model_->pool_gradients();
     // From here on the peers expect this rank: an error anywhere in this backward must reach them.
     watch_this_backward();
-    // If no parameter at all is used here, no other hook will run.
+    // The backward begins here if parameters may be unused: if it uses none of them, no other hook will run.
     if (model_->usage.tracks()) {
       begin_backward();
       model_->backward->collect_missing();
@@ -64,7 +64,7 @@ void Reducer::on_output(Forward* forward) {
 
 void Reducer::refuse_backward(const std::string& lost) {
   const Error error(ErrorKind::InvalidUsage, consumed_text(names(), lost));
-  // No rank leaves a step of micro-batches alone. Where the forward was given up, the others know.
+  // No rank may leave a step of micro-batches by itself, so peers are told. If the forward was given up, they know.
   if (model_->step && lost.empty()) model_->averaging.tell_peers(error.what(), error.kind());
   throw error;
 }
@@ -73,7 +73,7 @@ void Reducer::watch_this_backward() {
   if (!tasks_.watch()) return;
   queue_backward_end(shared_from_this(), model_->record.statistics.backwards + (life().phase() == Phase::Armed),
                      life().forwards());
-  // If on_output watches, the outermost task is known already.
+  // If outputs have hooks, on_output() watches the outermost task. Otherwise a task around this one may be unknown.
   if (!life().outputs_hooked()) tell_of_outer_task(weak_from_this(), /*is_ours=*/true);
 }
 

@@ -85,7 +85,7 @@ void Reducer::set_static_graph() {
                 "constructed.");
   }
   model_->usage.set_static_graph();
-  model_->parameters.keep_trained(false);  // it finds its unused ones once
+  model_->parameters.keep_trained(false);  // a static graph's unused parameters are found once
 }
 
 void Reducer::install_futures(const std::vector<TorchFuture>& futures) {

@@ -34,14 +34,14 @@ struct Fact {
   bool sparse = false;  // its gradients are of sparse layout
 };
 
-// The places of a bucket's gradients in its block of small gradients.
+// The offsets of a bucket's small gradients, of less than a page, in the one block that the bucket has for them.
 struct SmallLayout {
   static constexpr size_t kLarge = ~size_t{0};
-  std::vector<size_t> offsets;  // in the layout's order; kLarge: it lies elsewhere
+  std::vector<size_t> offsets;  // for each parameter of the layout; kLarge: its gradient lies elsewhere
   size_t bytes = 0;
 };
 
-// The part of a bucket that is fixed as long as the plan is. Operations share it, and describe themselves by it.
+// The facts about a bucket that its plan fixes. Operations hold them, too, to name the bucket in texts.
 struct BucketLayout {
   std::shared_ptr<const ModelNames> names;
   size_t index;
@@ -67,14 +67,14 @@ class BucketPlan {
 
   bool covers(size_t parameter) const { return places_[parameter].bucket != kNone; }
   const std::vector<size_t>& covered() const { return covered_; }  // in order
-  // The place of a parameter that the plan covers.
+  // The bucket of a parameter that the plan covers, and the parameter's position in that bucket.
   size_t bucket_of(size_t parameter) const { return places_[parameter].bucket; }
   size_t position_of(size_t parameter) const { return places_[parameter].position; }
 
   // Whether a covered parameter has the size and the dtype that it had when the plan was made.
   bool fits(size_t parameter, const Footprint& now) const { return places_[parameter].footprint == now; }
 
-  // Whether this plan covers, as they are now, all parameters that `other` covers and that still require a gradient.
+  // Whether this plan covers, in their present size and dtype, all parameters of `other` that still require gradients.
   bool contains(const BucketPlan& other, auto&& sees) const {
     return std::all_of(other.covered_.begin(), other.covered_.end(),
                        [&](size_t i) { return !sees.is_trained(i) || (covers(i) && fits(i, sees.footprint(i))); });
@@ -82,7 +82,7 @@ class BucketPlan {
 
   // Parameters in buckets of sparse layout, in order.
   const std::vector<size_t>& sparse() const { return sparse_; }
-  // Bytes of the gradients that belong into the pool.
+  // The sizes, in bytes, of the gradients that the pool may hold: dense ones of at least a page.
   const std::unordered_set<size_t>& pooled_sizes() const { return pooled_sizes_; }
 
  private:
@@ -124,7 +124,7 @@ class CurrentPlan {
     used_ = wanted_ = false;
     covers_.reset();
   }
-  // Called when a backward begins. `shows_order`: it brings gradients in the order in which later ones will.
+  // Returns the plan for a backward that begins. `shows_order`: it brings gradients in the order of later backwards.
   std::shared_ptr<const BucketPlan> use(bool shows_order) {
     used_ = shows_order;
     return plan_;
@@ -138,7 +138,7 @@ class CurrentPlan {
     wanted_ = !*covers_ || knows_order();
     return wanted_;
   }
-  // Whether the plan is provisional and the order is known now. All ranks give the same answer.
+  // Whether the plan is provisional, and the order in which gradients become ready is known. The same on all ranks.
   bool knows_order() const { return plan_ && plan_->provisional() && used_; }
   // The last answer of is_outdated().
   bool is_wanted() const { return wanted_; }
@@ -146,7 +146,7 @@ class CurrentPlan {
  private:
   std::shared_ptr<const BucketPlan> plan_, before_frozen_;
   bool used_ = false;           // there was a backward since it was installed
-  bool wanted_ = false;         // another one
+  bool wanted_ = false;         // another plan must be installed
   std::optional<bool> covers_;  // the parameters as they are now; none: not known yet
 };
 
@@ -168,7 +168,7 @@ class Filling {
 
   struct Counted {
     size_t bucket;
-    bool first, full;  // it is the first gradient of its bucket; the last one
+    bool first, full;  // it was the first gradient of its bucket; the last one
   };
   // Notes that the gradient of a covered parameter has come, or a substitute for it.
   Counted count(size_t parameter) {
@@ -177,8 +177,8 @@ class Filling {
     const bool first = std::exchange(bucket.begun, true) == false;
     return {at, first, --bucket.missing == 0};
   }
-  // Notes that a bucket is full, or `skipped` because no rank has a gradient in it. Returns whether it is reduced now:
-  // the vote waits for the end.
+  // Notes that a bucket is full, or `skipped` because no rank has a gradient in it. Returns whether the route gets it
+  // now: the vote waits for the end of this rank's backward.
   bool filled(size_t bucket, bool skipped) {
     --missing_;
     buckets_[bucket].state = skipped ? State::Skipped : State::Ready;
@@ -193,7 +193,7 @@ class Filling {
   bool all() const { return missing_ == 0; }
   std::optional<size_t> vote() const { return vote_; }
 
-  // Buckets in their order, the same on all ranks: each one as soon as it and all before it are full, else none.
+  // Returns the next bucket in the plan's order, which is the same on all ranks, once it and all before it are full.
   std::optional<size_t> next_in_order() {
     const bool full = next_ < buckets_.size() && buckets_[next_].state != State::Filling;
     return full ? std::optional(next_++) : std::nullopt;

@@ -1,8 +1,8 @@
-// The words of synchronized forwards about the backward through them; and which parameters are used.
+// Facts that synchronized forwards hand on to the backward through them: weights, the plan, and the parameters in use.
 //
-// Ownership: the hooks on its outputs hold a Forward, so it is destroyed with the graph, at any time: a Forward that is
-// gone says nothing any more. Thread-safety: the reducer's lock, but for that destruction. Failure: tell() throws
-// Error(InvalidUsage).
+// Ownership: the hooks on a forward's outputs hold its Forward, so that is destroyed with the graph, at any time. A
+// later backward does not hear of it any more. Thread-safety: the reducer's lock, but for that destruction. Failure:
+// tell() throws Error(InvalidUsage).
 #pragma once
 
 #include <algorithm>
@@ -30,25 +30,25 @@ struct Weighting {
 struct Forward {
   Weighting weighting;
   bool has_shadows = false;                     // some rank has no batch
-  std::vector<bool> reachable = {};             // by parameter, from its outputs; empty if nobody asks
+  std::vector<bool> reachable = {};             // by parameter: from its outputs; empty if not looked for
   std::vector<const void*> outputs = {};        // the nodes of its outputs: to be compared only
   bool reached = false;                         // by a backward
-  std::shared_ptr<const BucketPlan> plan = {};  // that it was made for
+  std::shared_ptr<const BucketPlan> plan = {};  // the model's plan when this forward ended
   std::string given_up = {};                    // why no backward through it averages any more
 };
 
 // The forwards that a backward may come from.
 class Forwards {
  public:
-  // Expects a backward from `forward`. Holds the Forward if none of its outputs does.
+  // Adds `forward` to those that a backward may come from. Holds it here if no hook on an output does.
   void expect(const std::shared_ptr<Forward>& forward) {
     std::erase_if(forwards_, [](const auto& weak) { return weak.expired(); });
     forwards_.push_back(forward);
     if (forward->outputs.empty()) kept_ = forward;
   }
 
-  // The plan for a backward, the same on all ranks, asked in its first graph task: the `current` one, unless parameters
-  // were frozen or changed for a later forward than the one from which this backward comes.
+  // Returns the plan for a backward, the same on all ranks. Called in the backward's first graph task. The plan is the
+  // `current` one, or that of the forward from which the backward comes, if parameters were frozen or changed since.
   std::shared_ptr<const BucketPlan> plan(const std::shared_ptr<const BucketPlan>& current, auto&& sees) const {
     auto plan = current;
     for (const auto& forward : alive()) {
@@ -64,8 +64,8 @@ class Forwards {
     for (const auto& forward : alive()) forward->given_up = reason;
   }
 
-  // Adds to `all` what each forward says, and, if it `looks_for_unused`, what else the backward reaches. Called in the
-  // backward's first graph task. Throws if two forwards say different weights.
+  // Merges what each forward says into `all`. With `looks_for_unused`, also marks parameters that the backward reaches
+  // otherwise. Called in the backward's first graph task. Throws InvalidUsage if two forwards say different weights.
   void tell(Forward& all, const ModelNames& names, bool looks_for_unused, auto&& sees) const {
     auto told = alive();
     auto same = [&](const auto& forward) { return forward->weighting == told[0]->weighting; };
@@ -86,7 +86,7 @@ class Forwards {
       for (size_t i = 0; i < forward->reachable.size() && looks_for_unused; ++i)
         if (forward->reachable[i]) all.reachable[i] = true;
     }
-    if (looks_for_unused) sees.add_reached(all.reachable);  // or from a loss that is no output
+    if (looks_for_unused) sees.add_reached(all.reachable);  // say, from a loss that is no output
   }
 
  private:
@@ -101,9 +101,9 @@ class Forwards {
   std::shared_ptr<Forward> kept_;  // the last of them, if its outputs don't keep it
 };
 
-// A graph that is the same in every iteration: the first synchronized backward shows how often each parameter's hook
-// fires (more than once under reentrant checkpoints), and the later ones count down. A backward in which a rank had no
-// batch does not count as the first, so that the graph is observed on all ranks in the same backward.
+// A graph that is the same in every iteration. The first synchronized backward counts how often each parameter's hook
+// fires (more than once under reentrant checkpoints), so later ones know the last firing. A backward in which a rank
+// had no batch does not count as the first, so that the graph is observed on all ranks in the same backward.
 //
 // Ownership: the Usage's. Thread-safety: the reducer's lock. Failure: none.
 class StaticGraph {
@@ -153,7 +153,7 @@ class Usage {
   bool finds_unused() const { return find_unused_ && !static_graph_; }
   bool tracks() const { return find_unused_ || static_graph_; }
   bool observes() const { return static_graph_ && !static_graph_->observed(); }
-  // Null if the graph may change.
+  // The static graph of this model; null if its graph may change between iterations.
   StaticGraph* static_graph() { return static_graph_ ? &*static_graph_ : nullptr; }
   bool is_static() const { return static_graph_.has_value(); }
 
@@ -163,7 +163,7 @@ class Usage {
 
   bool here(size_t parameter) const { return here_[parameter]; }
   bool anywhere(size_t parameter) const { return (*anywhere_)[parameter] != 0; }
-  // The flags of this rank, which the caller reduces by their maximum, and which anywhere() reads then.
+  // Returns this rank's flags. The caller reduces them in place, by the maximum over all ranks, for anywhere() to read.
   std::shared_ptr<std::vector<uint8_t>> share() {
     anywhere_ = std::make_shared<std::vector<uint8_t>>(here_.begin(), here_.end());
     return anywhere_;

@@ -26,33 +26,33 @@ namespace syncengine {
 
 enum class Phase : uint8_t { Local, Armed, Syncing, Finalizing, Consumed };
 
-// Facts that autograd, other wrappers and the engine know, as they are at that moment. Each is asked only if a decision
-// needs it, since some cost more than the decision.
+// Facts that autograd, other wrappers and the engine know, as they are when they are asked for. Each is asked for only
+// if a decision needs it, since some cost more than the decision.
 template <class S>
 concept Sees = requires(S& sees, size_t parameter) {
   sees.in_task();                     // a graph task runs on this thread
   sees.in_our_task();                 // a graph task that takes part in the last backward has not ended
   sees.whole_graph();                 // the task on this thread accumulates into every leaf: it has no `inputs`
-  sees.accumulates();                 // it accumulates into some parameter of this model
+  sees.accumulates();                 // that task accumulates into some parameter of this model
   sees.is_outermost();                // no task is around it that has to do with the last forward
-  sees.runs_forwards_nodes();         // one of the last forwards has made some of its graph
+  sees.runs_forwards_nodes();         // one of the last forwards has made some of the task's graph
   sees.runs_forwards_graph();         // the same; the task around it will be looked at, too, when this one has ended
   sees.claimed_elsewhere(parameter);  // another wrapper that has the parameter says that the backward is its own
   sees.awaited_elsewhere(parameter);  // another wrapper that has the parameter waits for gradients
   sees.collected_all();               // the backward has all gradients
-  sees.observes();                    // it is the one that shows a static graph, and so the order says nothing
-  sees.has_failed();                  // the communicator has
+  sees.observes();                    // the backward is the one that shows a static graph: its order says nothing
+  sees.has_failed();                  // the communicator has failed
   sees.has_plan();                    // there are buckets, or none since all parameters are frozen
-  sees.all_frozen();                  // the latter
+  sees.all_frozen();                  // there are no buckets, since all parameters are frozen
   sees.can_refuse();                  // peers wait for nothing but announced buckets, of which there are some
 };
 
-// The reducer's own part of the attribution of a gradient. Autograd does not say from which forward a backward comes,
-// so that is decided by the phase that the model is in, and by hooks on outputs, as far as these were found.
+// The part of the reducer's state by which attribute() decides. Autograd does not say from which forward a backward
+// comes, so that is decided by the phase that the model is in, and by hooks on outputs, as far as these were found.
 struct Standing {
   Phase phase;
   bool claimed = false;         // Armed: the backward that runs comes from an output of this model
-  bool given_up = false;        // Consumed: the last backward was, here
+  bool given_up = false;        // Consumed: the last backward was given up here
   bool outputs_hooked = false;  // Consumed: a backward from an output of the last forward would have been heard of
 };
 
@@ -66,8 +66,8 @@ enum class Attribution : uint8_t {
   Consumed,  // refused: the forward's backward has been averaged, or lost, before
 };
 
-// Asks nothing in Local, Syncing and Finalizing, and in other phases only what still matters: the last question is
-// expensive, see Sees.
+// Decides to which backward a gradient of `parameter` belongs. Asks `sees` nothing in Local, Syncing and Finalizing,
+// and otherwise only what still matters: the last question is expensive.
 constexpr Attribution attribute(const Standing& here, size_t parameter, auto&& sees) {
   switch (here.phase) {
     case Phase::Local: return Attribution::Local;
@@ -103,7 +103,7 @@ class Lifecycle {
  public:
   Phase phase() const { return phase_; }
   bool claimed() const { return claimed_; }
-  // Whether gradients are awaited; whether a backward has begun that has not ended.
+  // awaits(): gradients of a synchronized backward are still to come. is_unfinished(): one has begun, and not ended.
   bool awaits() const { return is(Phase::Armed, Phase::Syncing); }
   bool is_unfinished() const { return is(Phase::Syncing, Phase::Finalizing); }
   // The number of steps so far, which all ranks count alike; and the number of forwards, outside of backwards.
@@ -111,8 +111,8 @@ class Lifecycle {
   uint64_t forwards() const { return forwards_; }
   bool hooks_removed() const { return hooks_removed_; }
   bool outputs_hooked() const { return outputs_hooked_; }
-  bool lost() const { return lost_; }                        // the last step was
-  bool brought_nothing() const { return brought_nothing_; }  // the last backward, though it came from our outputs
+  bool lost() const { return lost_; }                        // the last step was lost
+  bool brought_nothing() const { return brought_nothing_; }  // the last backward of our outputs brought no gradient
 
   // --- A forward
 
@@ -124,8 +124,8 @@ class Lifecycle {
     Local,       // its backward is this rank's own
     Arm,         // its backward averages; the end of a refused step comes before
   };
-  // Counts the forward. By that count a task that is dropped later is known not to be of this forward, so it is called
-  // when all tasks of earlier ones have ended.
+  // Counts the forward, and returns what follows. A graph task that began before this count can't lose a step any more,
+  // so this is called when all tasks of earlier forwards have ended.
   Begin begin_forward(bool synchronize, Sees auto&& sees) {
     if (!sees.in_task()) ++forwards_;
     if (phase_ == Phase::Syncing) return Begin::Unfinished;
@@ -136,7 +136,7 @@ class Lifecycle {
     claimed_ = false;
     if (phase_ == Phase::Consumed && !synchronize) phase_ = Phase::Local;
   }
-  // `outputs_hooked`: output() will be asked when a backward comes through an output.
+  // Notes that a synchronized forward has ended. `outputs_hooked`: a hook on its outputs will call output().
   void forward_ended(bool outputs_hooked) {
     outputs_hooked_ = outputs_hooked;
     phase_ = Phase::Armed;
@@ -172,12 +172,12 @@ class Lifecycle {
     return attribute({phase_, claimed_, is_ending(), outputs_hooked_}, parameter, sees);
   }
   void backward_begins() { phase_ = Phase::Syncing; }
-  // Counts the step if it has buckets, or a vote of its own: all ranks will announce or refuse something of it.
+  // Counts a step that has buckets or a vote of its own, so that all ranks announce or refuse something of it.
   void step_begins() { ++step_; }
 
   enum class End : uint8_t {
-    Wait,  // another task will bring what is missing
-    Join,  // an inner one has finalized
+    Wait,  // another graph task will bring what is missing
+    Join,  // an inner graph task has finalized
     Lost,  // an error: the step was lost meanwhile, by something outside of this task, which so has not heard of it
     Finalize,
   };
@@ -186,7 +186,7 @@ class Lifecycle {
     if (phase_ == Phase::Armed) claimed_ = false;
     if (phase_ == Phase::Consumed) return lost_ ? End::Lost : End::Join;
     if (phase_ != Phase::Syncing) return End::Wait;
-    // The outermost task ends last, and only then have all hooks fired. It is the task in which output() is asked.
+    // All hooks have fired only when the outermost task ends. A hook on an output, if there is one, runs in that task.
     const bool observed = sees.observes() && !sees.in_our_task() && (outputs_hooked_ || sees.is_outermost());
     if (!sees.collected_all() && !observed) return End::Wait;
     phase_ = Phase::Finalizing;
@@ -198,7 +198,7 @@ class Lifecycle {
   // The loss by a graph task that was dropped before its end. The task is known by the number of its backward, and by
   // how many forwards there had been when it began: later forwards and their gradients are left alone.
   struct TaskLoss {
-    bool step, averages, keeps;  // raised(Backward) is next; raised(BehindAverages) is; .grad stays as it is
+    bool step, averages, keeps;  // raised(Backward) follows; raised(BehindAverages) does; .grad stays
   };
   TaskLoss task_failed(uint64_t backward, uint64_t forwards) const {
     const bool is_later = forwards != forwards_;  // a task may be kept beyond its backward
@@ -206,8 +206,8 @@ class Lifecycle {
     return {!is_later && awaits(), ended_well, is_later};
   }
   enum class Outer : uint8_t { Leave, Watch, Fail };
-  // Called when an inner task has ended on this thread: it took part in the backward (`ours`), or its gradients
-  // belonged to no forward of this model, as far as could be known there.
+  // Called when an inner graph task has ended on this thread, about the task around it. `ours`: the inner task took
+  // part in the backward; otherwise its gradients belonged, as far as was known then, to no forward of this model.
   Outer outer_task(bool ours, Sees auto&& sees) const {
     // If the average has been delivered, the task around may be one that only happens to run a backward inside.
     if (ours) return phase_ == Phase::Syncing || sees.runs_forwards_nodes() ? Outer::Watch : Outer::Leave;
@@ -217,7 +217,7 @@ class Lifecycle {
 
   // --- Its end
 
-  // `backward` is the number of the backward whose averages were delivered.
+  // Notes that the averages of the backward with the number `backward` are in .grad.
   void delivered(uint64_t backward) {
     ended_well_ = backward;
     ended_well_behind_ = forwards_;
@@ -246,11 +246,11 @@ class Lifecycle {
     if (where == Where::BehindAverages) return lost_ ? Loss::Nothing : is_unfinished() ? Loss::Aborts : Loss::Here;
     return !is_unfinished() && sees.has_plan() && !sees.has_failed() ? Loss::BeginsStep : Loss::Here;
   }
-  // The way in which peers learn of the error, asked when the step has begun, as its plan may be another forward's.
+  // The way in which peers learn of the error. Asked for when the step has begun: its plan may be an older forward's.
   enum class Tell : uint8_t {
     Nobody,  // nobody waits: the communicator has failed, or there are no buckets
     Refuse,  // the step is refused, and all go on
-    Abort,   // they wait for more than announced buckets: the communicator fails
+    Abort,   // peers wait for more than announced buckets: the communicator fails
   };
   Tell tell(Sees auto&& sees) const {
     if (sees.has_failed()) return Tell::Nobody;
@@ -264,7 +264,7 @@ class Lifecycle {
   }
 
   // Notes that a refused step must end on all ranks before another one begins. `undecided`: the error came in forward,
-  // and only then is it decided whether this rank keeps the gradients that it had.
+  // and whether this rank keeps the gradients that it had is decided at that end.
   void refusal_ends(bool undecided) { ending_ = undecided ? Ending::Undecided : Ending::Decided; }
   void refusal_ended() { ending_ = Ending::No; }
   bool is_ending() const { return ending_ != Ending::No; }

@@ -18,7 +18,7 @@
 
 namespace syncengine {
 
-// The reason why a gradient could not be reduced in the memory where autograd left it. Python has them by name.
+// The reason why a gradient could not be reduced in the memory where autograd left it. Python's names: kCopyReasons.
 enum class CopyReason : uint8_t {
   SharedStorage,  // something else holds the memory, and might still read it in this backward
   Layout,         // strides are not the parameter's: ranks would disagree on the order of elements; or a lazy conj()
@@ -32,7 +32,7 @@ enum class CopyReason : uint8_t {
 inline constexpr std::array kCopyReasons{"shared storage", "layout",    "graph",       "small",
                                          "unused",         "comm hook", "compression", "bucket"};
 
-// The reason why peers do not reach a gradient, or why it could not be reduced where it lies.
+// The reason why a gradient is staged in a slot: peers can't reach its memory, or can't reduce it as it lies there.
 enum class StageReason : uint8_t {
   Setting,      // gradient_memory="torch", or an engine without a pool
   Numerics,     // "ring" scales before it adds
@@ -54,8 +54,8 @@ struct Statistics {
   void count_copy(CopyReason reason, size_t bytes) { copied_bytes[static_cast<size_t>(reason)] += bytes; }
 };
 
-// Chooses the steps of which a warning is given if many are not finite: the first in full, then one in 100 with the
-// number of those since. Once weights are NaN every step brings NaN, and the first warning is the one that helps.
+// Limits the warnings of steps that are not finite: gives the first in full, then at most one in 100 steps, with the
+// number of such steps since. Once weights are NaN every step brings NaN, and the first warning is the one that helps.
 class NonfiniteWarnings {
  public:
   // The warning of `step`, which `text` describes; empty if the step is only counted.
@@ -90,7 +90,7 @@ struct Record {
 
   NonfiniteWarnings nonfinite_warnings = {};
 
-  // This rank's own times in the last step, to be told to the others; 0 if there are none.
+  // This rank's own times in the last step, packed by pack_stamp() for the other ranks; 0 if there are none.
   uint64_t stamp = 0;
 
   void begin_forward() { step_.forward = PhaseClock::of_process().enter(PhaseClock::Forward); }

@@ -1,7 +1,7 @@
-// The last steps of a model: when their parts began, and each rank's own time in them. A rank tells its time with the
-// next step, in a word that travels with the last dense bucket's flags; a step without such a bucket has an operation
-// for it. syncengine/parallel/summary.py makes numbers of them: for the line at the end of a run, for loggers, for
-// DDP's logging data, and to say who is late.
+// The last steps of a model: when their parts began, and each rank's own time in them. A rank sends its time with the
+// next step, as a word of the flags of the bucket that is the vote; a step without such a bucket has an operation for
+// it. syncengine/parallel/summary.py computes from them the line at the end of a run, values for loggers and for DDP's
+// logging data, and who is late.
 //
 // A step lasts from the end of one synchronized backward to the end of the next one, so it includes what the program
 // does in between. Its wait begins with the end of this rank's own backward and ends when the averages are there.
@@ -39,11 +39,11 @@ class StepTimes {
 
   // Times of the events of a step, in trace::now()'s nanoseconds; 0 for events that did not happen.
   struct Step {
-    int64_t before = 0;   // the last step ended
-    int64_t forward = 0;  // these begin
-    int64_t backward = 0;
-    int64_t comm = 0;  // with the first bucket
-    int64_t wait = 0;  // with the end of this rank's own backward
+    int64_t before = 0;    // the last step ended
+    int64_t forward = 0;   // the forward begins
+    int64_t backward = 0;  // the backward begins
+    int64_t comm = 0;      // the reduction of the first bucket begins
+    int64_t wait = 0;      // this rank's own backward ends
     int64_t end = 0;
   };
   struct Summary {

@@ -6,7 +6,7 @@ namespace syncengine {
 
 namespace {
 
-// Counts indices as DDP does, among the parameters that require a gradient.
+// Lists the parameters without a gradient by name and, as DDP does, by index among those that require a gradient.
 std::string missing_text(const ModelNames& names, const std::vector<Awaited>& awaited, int of) {
   std::string indices, missing;
   for (size_t index = 0; index < awaited.size(); ++index) {

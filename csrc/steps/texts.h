@@ -15,10 +15,10 @@ struct ModelNames {
   std::vector<std::string> parameters;  // by index
 };
 
-// "rank 1 raised in forward: ..." or "rank 1: the text". `rank` is a rank of the whole job, here and below.
+// Puts the rank before a text: "rank 1 raised in forward: ..." or "rank 1: the text". Ranks in this file are the job's.
 std::string said_by(int rank, const std::string& text);
 
-// The text for the exception that is being handled: an Error's own text; for any other only that backward has ended.
+// Called in a catch block. Returns the text of its exception for the peers: an Error's own, or "backward aborted".
 std::string text_for_peers();
 
 // A parameter of the plan, and whether this backward has brought its gradient.
@@ -33,7 +33,7 @@ std::string second_backward_text(const ModelNames& names);
 std::string two_weights_text(const ModelNames& names);
 std::string removed_text(const ModelNames& names);
 std::string dropped_text(const ModelNames& names);
-// `lost` says why the step of that forward was lost, if it was.
+// The error of a backward through a forward that was averaged before, or whose step was lost: `lost` says why.
 std::string consumed_text(const ModelNames& names, const std::string& lost);
 std::string uncovered_text(const ModelNames& names, size_t index);
 std::string left_text(const ModelNames& names, size_t index);

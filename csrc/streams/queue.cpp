@@ -29,7 +29,7 @@ QueueRegistry& queue_registry() {
   return instance;
 }
 
-// The context of a tensor's memory that Queue::empty has made.
+// The deleter's context for memory of Queue::empty(): what it drops, and the device that is current meanwhile.
 struct PeersMemory {
   c10::Device device;
   std::shared_ptr<void> memory;
@@ -41,7 +41,7 @@ void drop_peers_memory(void* context) {
 
 }  // namespace
 
-// Asks Python, once for each stream: c10 has no way to ask that all supported torch versions share.
+// Asks Python for the handle, once for each stream, since c10 has no way that all supported torch versions share.
 void* handle_of(c10::Stream stream) {
   py::gil_scoped_acquire gil;
   static auto& known = *new std::map<std::pair<int, int64_t>, void*>;  // never destroyed, as it outlives Python
@@ -67,7 +67,7 @@ void order_streams(c10::Stream leader, c10::Stream follower) {
 }
 
 void keep_for(c10::Stream stream, const c10::Storage& memory) {
-  // Some of torch's allocators (cudaMallocAsync) raise for memory that is not theirs.
+  // Memory of Queue::empty() is left out: some of torch's allocators (cudaMallocAsync) raise for memory not their own.
   if (!memory.data() || memory.data_ptr().get_deleter() == drop_peers_memory) return;
   c10::impl::VirtualGuardImpl(kDeviceType).recordDataPtrOnStream(memory.data_ptr(), stream);
 }
@@ -93,8 +93,8 @@ Queue::Queue(std::shared_ptr<cuda::DeviceGroup> group, c10::Device device)
       side_handle_(handle_of(side_)),
       last_(kDeviceType) {}
 
-// Collectives of a group must run one after the other, so what ran before on another stream comes first. Whether that
-// holds between a capture and other calls is up to the program that replays the graph (docs/cuda.md).
+// Collectives of a group must run one after the other, so `stream` waits for the last one, if that ran on another.
+// Between a capture and other calls, this is up to the program that replays the graph (docs/cuda.md).
 void Queue::run(const Operation& operation, c10::Stream stream, void* handle) {
   std::lock_guard lock(mutex_);
   const c10::DeviceGuard use(device_);

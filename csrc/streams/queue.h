@@ -31,8 +31,8 @@ inline constexpr c10::DeviceType kDeviceType = c10::DeviceType::CUDA;
 
 using Interrupted = std::function<void()>;
 
-// Destroys `thing` while `device` is current. A guard of torch's is here, and around all that uses CUDA or c10::Event:
-// without one, their cudaSetDevice() for the device that was current makes a context there if it has none.
+// Destroys `thing` while `device` is current. All code here that uses CUDA or c10::Event has such a guard of torch's:
+// without it, their cudaSetDevice(), back to the device that was current, makes a context there if it has none.
 template <class Thing>
 void drop_on(c10::Device device, Thing& thing) noexcept {
   try {
@@ -51,12 +51,12 @@ c10::Stream current_stream(c10::Device device);
 // Makes `follower` wait: all that it gets from now on comes after all that `leader` has got so far.
 void order_streams(c10::Stream leader, c10::Stream follower);
 
-// Makes torch's allocator reuse the memory only when `stream` has done all that is queued there when the tensor is
-// freed.
+// Keeps torch's allocator from using `memory` again, once its tensor is freed, until `stream` has done all that was
+// queued there by then.
 void keep_for(c10::Stream stream, const c10::Storage& memory);
 
-// Blocks the host until `done` has been recorded at a collective's end and has been reached. Past the deadline the
-// communicator is aborted with a Timeout that names `call`. Called without the GIL.
+// Blocks the host until a stream has reached `done`, an event recorded behind a collective. Past the deadline, aborts
+// the communicator with a Timeout that names `call`, and throws it. Called without the GIL.
 void wait_on_host(Communicator& communicator, const c10::Event& done, Deadline deadline, const char* call,
                   const Interrupted& interrupted);
 
@@ -87,8 +87,8 @@ class Queue {
   std::optional<c10::Stream> last_stream_;
 };
 
-// The queue of this number of a communicator: 0 is for its own calls, others are for take_own_queue(). The first call
-// for each is collective, and waits for the other ranks.
+// Returns queue `number` of a communicator on `device`: 0 is for its own calls, others are for take_own_queue(). The
+// first call for each makes the queue: it is collective, and waits for the other ranks.
 std::shared_ptr<Queue> queue_of(const std::shared_ptr<Communicator>& communicator, c10::Device device,
                                 const Interrupted& interrupted, int number = 0);
 

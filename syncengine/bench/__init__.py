@@ -18,7 +18,7 @@ _EXAMINE = "see what `syncengine doctor` finds when it is started in the same wa
 
 
 def add_bench(commands: Any) -> None:
-    """Adds the command ``syncengine bench`` to the parser's."""
+    """Adds the command ``syncengine bench`` to those of the parser."""
     parser = commands.add_parser(
         "bench",
         help="how fast collectives are between these ranks",

@@ -44,7 +44,7 @@ def reduced(ranks: int, turn: int, dtype: torch.dtype, op: str) -> torch.Tensor:
 
 
 def tile(period: torch.Tensor, begin: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """`count` elements of the endless pattern, from its element `begin`."""
+    """`count` elements of the endless repetition of `period`, from element `begin` on."""
     turned = period.roll(-(begin % PERIOD)).to(dtype)
     return turned.repeat(count // PERIOD + 1)[:count]
 
@@ -70,7 +70,7 @@ def bus_factor(name: str, ranks: int) -> float:
 
 @dataclass(frozen=True)
 class Shape:
-    """The size of a collective: `count` elements, of each rank's part where a tensor has parts."""
+    """The size of a collective: `count` elements; in a tensor with a part for each rank, that many in each part."""
 
     name: str
     ranks: int

@@ -74,7 +74,7 @@ def measure(
 def take_turns(
     cases: dict[str, Case], turns: int, calls: int, checks: bool, communicator: Communicator
 ) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
-    """By engine: the microseconds of a call on the slowest rank in each turn, and the wrong elements of all ranks."""
+    """Returns, by engine, a call's microseconds on the slowest rank by turn, and all ranks' count of wrong elements."""
     names = list(cases)
     times = torch.zeros(len(names), turns, dtype=torch.float64, device="cpu")
     wrong = torch.zeros(len(names), dtype=torch.float64, device="cpu")

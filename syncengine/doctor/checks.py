@@ -46,7 +46,7 @@ def by_host(everyone: Sequence[Facts]) -> list[list[Facts]]:
 
 
 def find_all(everyone: Sequence[Facts], also: Iterable[Finding] = ()) -> list[Finding]:
-    """All findings, the worst first. `also` come behind equally bad ones: missing ranks are missing for a reason."""
+    """All findings, the worst first; `also`, on missing ranks, come behind equally bad ones, which may say why."""
     found = [*(finding for check in _CHECKS for finding in check(everyone)), *also]
     return sorted(found, key=lambda finding: (FATAL, WARNING, NOTE).index(finding.severity))
 
@@ -271,7 +271,7 @@ _CHECKS = (
 
 
 def split_remedy(error: str) -> tuple[str, str]:
-    """syncengine's errors say what is wrong, and behind the last colon or semicolon what to do."""
+    """Splits a text at its last colon or semicolon: syncengine's errors say what is wrong, and behind it what to do."""
     colon, semicolon = error.rfind(": "), error.rfind("; ")
     at = max(colon, semicolon)
     return (error[:at], error[at + 2 :]) if at > 0 else (error, "see docs/errors.md")

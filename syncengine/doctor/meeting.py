@@ -1,4 +1,4 @@
-"""Gathers words of all ranks that come, over the launcher's exchange, by which `init` lets ranks meet, too."""
+"""Gathers a value in JSON from each rank that comes, over exchanges like the one by which ranks meet in `init`."""
 
 import contextlib
 import json
@@ -12,7 +12,7 @@ _LEAVE_TIMEOUT = 5.0
 
 
 class Gathered(NamedTuple):
-    """The words of the ranks that came, by rank; this rank's are among them."""
+    """The values that ranks have sent (`words`), by rank; this rank's is among them."""
 
     words: dict[int, Any]
     error: str  # why others' are missing, or ""
@@ -23,7 +23,7 @@ class Gathered(NamedTuple):
 
 
 class Meeting:
-    """Two rounds of gather(): facts, and outcomes of the self-test. Then leave().
+    """The meeting of all ranks: gather() of facts, gather() of outcomes of the self-test if it runs, then leave().
 
     The first round waits at most `timeout` seconds; the second one twice that long, since ranks may have waited for
     each other in vain before it.
@@ -36,7 +36,7 @@ class Meeting:
         if launch.world_size == 1:
             return
         try:
-            # All exchanges are opened before init() opens one: the n-th of one rank meets the n-th of the others.
+            # All exchanges are opened here, before init() opens one: every rank must open them in the same order.
             rounds = {"facts": timeout, "outcomes": 2 * timeout, "leave": _LEAVE_TIMEOUT}
             self._exchanges = [
                 open_exchange(launch, seconds, _LOG_AFTER, purpose=f"doctor/{name}") for name, seconds in rounds.items()
@@ -45,7 +45,7 @@ class Meeting:
             self._error = str(error)
 
     def gather(self, words: Any) -> Gathered:
-        """Exchanges words with all ranks. Every rank calls it twice."""
+        """Exchanges `words` with all ranks that come. All ranks call it equally often, twice at most."""
         own = {self._launch.rank: words}
         if not self._exchanges:
             return Gathered(own, self._error)

@@ -68,7 +68,7 @@ def _is_over(communicator: Communicator, here: bool) -> bool:
 
 
 def _wrong_gradients(communicator: Communicator) -> int:
-    """How many gradients of one step of a model are wrong. Each rank has a number as input, so the mean is known."""
+    """Counts wrong elements of a gradient that Parallel averages: all were 2 * rank, so their mean is size - 1."""
     size = communicator.size
     linear = torch.nn.Linear(300, 20, dtype=torch.float32, device="cpu")
     model = Parallel(linear, process_group=communicator)

@@ -76,7 +76,7 @@ from syncengine.horovod.reductions import Product as Product
 from syncengine.horovod.reductions import Sum as Sum
 from syncengine.horovod.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
 
-# Functions of Horovod that this interface refuses, each with the one that takes its place.
+# Names of horovod.torch that this interface refuses, each with the advice that its error gives.
 _ADASUM = "use op=hvd.Average or op=hvd.Sum"
 _NOTHING = "there is nothing to check: importing syncengine says so if it is not built"
 _REFUSED = {
@@ -92,7 +92,7 @@ _REFUSED = {
 __all__ = [name for name, value in globals().items() if name[0] != "_" and not isinstance(value, _Module)]
 
 
-# Horovod's modules, from which scripts import, have all that `hvd` has.
+# Scripts import from Horovod's modules `functions` and `mpi_ops`, too: here both are this module.
 functions = mpi_ops = _sys.modules[__name__]
 _sys.modules.update({f"{__name__}.functions": functions, f"{__name__}.mpi_ops": mpi_ops})
 

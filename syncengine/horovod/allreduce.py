@@ -77,7 +77,7 @@ def grouped_allreduce_(call: Call, tensors: Tensors) -> list[torch.Tensor]:
 
 
 def average_of(call: Call, tensors: Tensors) -> list[torch.Tensor]:
-    """Averages over the ranks of `call`: the gradients of calls that only move tensors, as in Horovod."""
+    """Averages `tensors` over the ranks of `call`: for gradients of broadcast and allgather, as in Horovod."""
     kind = "grouped_allreduce" if call.grouped else "allreduce"
     return _gradient(Call(kind, process_set=call.process_set, grouped=call.grouped), *tensors)
 
@@ -152,7 +152,7 @@ def _described(
     prescale: float,
     postscale: float,
 ) -> tuple[str, Flat]:
-    """A text for messages, and the flat tensors: ranks compare both."""
+    """A text for messages, and the dtypes and sizes of the flat tensors: ranks compare both."""
     what = "; ".join(f"{dtype_name(dtype)} {tuple(shape)}" for dtype, shape in tensors)
     what = f"{len(tensors)} tensors: {what}" if grouped else what
     before = "" if prescale == 1.0 else f", prescale_factor={prescale!r}"

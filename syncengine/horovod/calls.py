@@ -33,7 +33,7 @@ class Calls(Stream):
         return Backend(self.communicator)
 
     def root(self, call: str, root_rank: int) -> int:
-        """The root's number in this set. Raises InvalidUsage if there is no such rank."""
+        """The index of the job's rank `root_rank` in this set. Raises InvalidUsage if the set has no such rank."""
         if isinstance(root_rank, int) and root_rank in self.ranks:
             return self.ranks.index(root_rank)
         if self.ranks == range(self.size):
@@ -54,7 +54,7 @@ class Calls(Stream):
                 )
 
     def keep(self, operation: Operation, tensors: Sequence[torch.Tensor]) -> None:
-        """Notes that the operation writes these tensors, which are not free until the operation has ended."""
+        """Notes that the operation writes these tensors, so that `check` refuses them until `result()` has ended."""
         operation.writes.extend(map(_extent, tensors))
         self._writing.append(operation.writes)
 

@@ -62,10 +62,10 @@ class Call:
 
 
 def taking(order: str) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
-    """Makes a function of a call and its tensors into one of Horovod's: of the tensors and the fields in `order`.
+    """Makes a decorator that gives a function of a Call and tensors the signature of Horovod's function.
 
-    The function's name says what the call does: its kind, then `_async` if it returns a handle, `_` if it works in
-    place.
+    In place of the Call, the decorated function takes the fields in `order`, after its other arguments. The function's
+    name says what the call does: its kind, then `_async` if it returns a handle, `_` if it works in place.
     """
     names = order.split()
     defaults = {field.name: field.default for field in fields(Call)}

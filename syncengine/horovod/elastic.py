@@ -1,7 +1,8 @@
-"""Horovod's elastic training: a function that is run again from the last commit when ranks have died or come.
+"""Horovod's elastic training: a function that is run again when ranks have died or come.
 
-A commit is a step for `syncengine.elastic`, which brings the ranks together: all ranks finish a commit, or make it
-again, and a rank that is one commit behind gets that commit from another rank.
+When ranks have died, the others go back to the last commit; when ranks come, all go on from the present state. A commit
+counts as a step of `syncengine.elastic`, which connects the ranks anew: all ranks finish a commit, or make it again,
+and a rank that is one commit behind gets that commit from another rank.
 """
 
 import copy
@@ -43,9 +44,9 @@ class HostsUpdatedInterrupt(RuntimeError):
 class TorchState:
     """The state that training changes: models, optimizers, samplers, and any objects that can be pickled.
 
-    An object with `state_dict` and `load_state_dict` is saved by these. Each object is an attribute of the name by
-    which it was given. The state is committed when it is made. A commit copies the whole state, so don't commit more
-    often than you can bear to lose.
+    An object with `state_dict` and `load_state_dict` is saved by these. Each object is an attribute, named as the
+    argument was. The constructor saves the state. A commit copies the whole state, so commit rarely, but so often that
+    you can bear to lose the work since the last commit.
     """
 
     def __init__(
@@ -92,8 +93,8 @@ class TorchState:
     def check_host_updates(self) -> None:
         """Raises HostsUpdatedInterrupt, on all ranks, if a process waits to be let in.
 
-        Rank 0 looks for such processes twice a second; under a launcher that lets nobody come, nothing happens. All
-        ranks call it.
+        Rank 0 looks for such processes twice a second at most. Does nothing unless `syncengine run --keep-going` has
+        started the ranks. All ranks call it.
         """
         door = None if self._elastic is None else self._elastic._door
         if door is not None and broadcast_object(rank() == 0 and door.somebody_waits(), 0, "check_host_updates"):
@@ -123,14 +124,14 @@ class TorchState:
 def run(
     function: Callable[Concatenate[_State, _Arguments], _Result],
 ) -> Callable[Concatenate[_State, _Arguments], _Result]:
-    """A function that calls `function(state, ...)`, after `state.sync()`, and again when ranks have died or come.
+    """Makes a function that calls `state.sync()` and `function(state, ...)`, and both again when ranks die or come.
 
     When ranks have died, the call in which the others notice it raises HorovodInternalError; those that are left go
     back to the last commit and call the function again. When a process joins, `commit` raises HostsUpdatedInterrupt on
-    all ranks, which call the function again together with it, from what they have by then. DistributedOptimizers that
-    the state has move to the ranks that are there, without gradients; process sets are gone.
+    all ranks, which call the function again together with it, from their present state. DistributedOptimizers in the
+    state move to the ranks that are there, without gradients; process sets are gone.
 
-    Raises what the function raises of its own, on all ranks.
+    Any other error of the function is raised as it is, and the function is not called again.
     """
 
     @functools.wraps(function)
@@ -160,7 +161,7 @@ class _Run(Elastic):
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """Aborts every communicator when an error ends the attempt, as optimizers have communicators of their own."""
+        """A context that aborts all communicators, optimizers' own too, if an error calls for another attempt."""
         try:
             yield
         except (SyncError, HostsUpdatedInterrupt) as error:
@@ -202,7 +203,7 @@ class _Run(Elastic):
 class ElasticSampler(torch.utils.data.Sampler[int]):
     """Deals the samples of an epoch to the ranks that are there. It belongs into the TorchState, and into a DataLoader.
 
-    Samples that were recorded are not dealt again when ranks have died or come. The length of `dataset` stays the same.
+    Samples that `record_batch` has noted are not dealt again when ranks die or come. `dataset` must keep its length.
     With `shuffle` the order follows from `seed` and the epoch: the same on all ranks, and the same as Horovod's own.
     """
 
@@ -230,7 +231,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.reset()
 
     def reset(self) -> None:
-        """Deals the samples that are left to the ranks that are there now."""
+        """Deals the samples of the epoch that are not used yet to the ranks that are there now."""
         self.num_replicas, self.rank = size(), rank()
         order = list(range(len(self.dataset)))
         if self.shuffle:

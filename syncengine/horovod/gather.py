@@ -36,10 +36,9 @@ def allgather_async(call: Call, tensor: torch.Tensor) -> int:
 
 @taking("name process_set")
 def allgather(call: Call, tensor: torch.Tensor) -> torch.Tensor:
-    """Every rank's `tensor`, concatenated along the first dimension in rank order, which may differ between ranks.
+    """Concatenates every rank's `tensor` in rank order along the first dimension, which may differ between ranks.
 
-    Gradients flow through it: each rank gets the average over all ranks of the gradients of its own rows, as in
-    Horovod.
+    Gradients flow through it, as in Horovod: each rank's rows get the average of all ranks' gradients for them.
     """
     return _gather_rows(call, [tensor])
 
@@ -117,7 +116,7 @@ def gathering(stream: Calls, call: Call, tensors: Tensors, counts: list[Sequence
     wholes: list[torch.Tensor] = []
 
     def begin(round: Round) -> Sequence[Work]:
-        # An announcement has room for one number, so a collective tells how many rows several tensors have.
+        # A request has room for one count of rows. For a list of tensors, another collective gathers the counts.
         rows = [len(own) for own in owns]
         of_ranks = table(stream.communicator, rows) if call.grouped else [[request.own] for request in round]
         works: list[Work] = []

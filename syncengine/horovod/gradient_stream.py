@@ -54,9 +54,9 @@ class Settings:
 class GradientStream(Stream):
     """Reduces buckets of gradients, each as one flat tensor.
 
-    The stream has a communicator of its own, so a script may call other collectives between backward and step. Every
-    step begins with one announcement, for which its buckets do not wait. Then every rank reduces all buckets of the
-    plan, in the plan's order, and gathers the gradients in `sparse`.
+    The stream has a communicator of its own, so a script may call other collectives between backward and step. A step
+    begins with one announcement on each rank; buckets do not wait until all ranks have made it. Then every rank reduces
+    all buckets of the plan, in the plan's order, and gathers the gradients in `sparse`.
     """
 
     joinable = frozenset(("step",))
@@ -81,7 +81,7 @@ class GradientStream(Stream):
         self.plan = groups or self.plan
 
     def extend(self, like: Sequence[torch.Tensor]) -> None:
-        """Adds parameters, in buckets behind the others."""
+        """Appends parameters to the plan, in new buckets behind the others."""
         first = len(self._like)
         self._like += [torch.empty_like(tensor, device="meta") for tensor in like]
         newcomers = range(first, len(self._like))[::-1]  # backward mostly runs in reverse
@@ -127,9 +127,10 @@ class GradientStream(Stream):
         return total if dims == 1 else total.to_dense().to_sparse(dims)
 
     def end_step(self, order: Sequence[int], sparse: Sequence[int] = ()) -> bool:
-        """Plans the buckets anew after the first step. Returns whether it did. All ranks call it.
+        """Plans the buckets anew after the first step with these parameters, unless the user has given groups.
 
-        The plan follows rank 0's `order` of readiness, without the gradients that were `sparse` on some rank.
+        The plan follows rank 0's `order`, in which gradients became ready there, without those that were `sparse` on
+        some rank. Returns whether there is a new plan. All ranks call it.
         """
         if self._fixed:
             return False

@@ -30,13 +30,13 @@ class Flat(NamedTuple):
 
 
 _STRIDED = torch.strided
-# The optimizer that reduces a parameter's gradients, which is the one made last; by the parameter's id, which no other
-# tensor has while the owner keeps the parameter.
+# The Gradients object that reduces each parameter, by the parameter's id: that of the optimizer made last. While the
+# object keeps the parameter, no other tensor has its id.
 _owners: weakref.WeakValueDictionary[int, Gradients] = weakref.WeakValueDictionary()
 
 
 class _Step:
-    """One step's gradients, from the end of the step before until they are averages."""
+    """The progress of one step, from the end of the step before until all gradients are averages."""
 
     __slots__ = ("announcement", "missing", "next", "order", "reducing", "versions")
 
@@ -74,7 +74,7 @@ def check_not_in_step(named: Mapping[torch.Tensor, str]) -> None:
 
 
 class Gradients:
-    """Reduces the gradients of the parameters in `named`, bucket by bucket, as soon as each has had its backwards.
+    """Reduces the gradients of the parameters in `named`: a bucket when all its gradients have had their backwards.
 
     Buckets are reduced in the same order on every rank, so a bucket that is not complete holds up the buckets behind
     it, at the latest until `synchronize`.
@@ -116,13 +116,13 @@ class Gradients:
             )
 
     def set_passes(self, passes: int) -> None:
-        """Sets how many backwards make a gradient."""
+        """Sets how many backwards are added up in a gradient before it is reduced."""
         self._passes = passes
         self._left = [passes] * len(self._parameters)
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Brings the gradients that no backward has brought, or zeros for them, and waits until all are averages."""
+        """Waits until all gradients are averages. One that is not ready is reduced as it is, or as zeros if None."""
         self.refuse_superseded()
         brought = list(self._step.order)
         with self._telling():
@@ -136,7 +136,7 @@ class Gradients:
 
     @torch.no_grad()
     def take_in(self, named: Mapping[torch.Tensor, str]) -> None:
-        """Reduces the gradients of these parameters, too, from now on, and the gradients that they have at once.
+        """Takes in these parameters: reduces their present gradients at once, and also those of all later steps.
 
         All ranks call it between the same two steps. No rank may have joined, since it would not know the parameters.
         """
@@ -202,7 +202,7 @@ class Gradients:
         self._follow_plan()
 
     def _complete(self, missing: Iterable[int]) -> None:
-        """Brings the gradients that are missing, or zeros for them, and waits for all buckets."""
+        """Reduces the gradients of parameters `missing` as they are, or zeros for them, and waits for all buckets."""
         for i in missing:
             parameter = self._parameters[i]
             if i not in self._bucket_of:
@@ -236,7 +236,7 @@ class Gradients:
                 )
 
     def _give_way(self, name: str) -> None:
-        """Stops for a later optimizer that has the parameter `name`, too: two would average its gradient twice."""
+        """Stops reducing, as a later optimizer has the parameter `name`, too: two would average its gradient twice."""
         self._superseded_for = self._superseded_for or name
         self._end()
         self._flats.clear()
@@ -252,7 +252,7 @@ class Gradients:
         note_incoming(self._large)  # each time, since a user's first hook on a tensor displaces the note
 
     def _on_gradient(self, i: int, parameter: torch.Tensor) -> None:
-        """Takes a gradient. A model may have thousands of parameters, so rare cases are handled elsewhere."""
+        """Counts a backward of parameter `i`. Models may have thousands of parameters: rare cases are elsewhere."""
         left = self._left[i] = self._left[i] - 1
         if left > 0:
             return

@@ -10,11 +10,11 @@ from syncengine.parallel.replication import own_name
 
 
 def join(device: int = -1) -> int:
-    """Blocks until every rank has joined; meanwhile this rank adds zeros to the tensors that the others reduce.
+    """Blocks until every rank has joined; meanwhile this rank contributes zeros where the others reduce tensors.
 
     An Average is still divided by the number of all ranks. Calls that need every rank raise on the ranks that make
     them, as in Horovod. Returns the rank that joined last, the same on all: its model has seen the most steps, so
-    broadcast that. `device` is not needed.
+    broadcast its model. `device` is not needed.
     """
     served_here = streams()
     with refusing(None, "join") as main:

@@ -112,7 +112,7 @@ def broadcast_optimizer_state(
 ) -> None:
     """Gives `optimizer` the state and options of rank `root_rank`'s: momenta, step counts, learning rates, ...
 
-    On the others the optimizer may be new: no step is made for it. `model` is not needed.
+    On other ranks the optimizer may be new: no step is made to give it a state. `model` is not needed.
     """
     start(Call("broadcast_optimizer_state"), _state, optimizer, root_rank).result()
 
@@ -172,7 +172,7 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet | None = global_process_set,
 ) -> Any:
-    """Rank `root_rank`'s `obj`, pickled, on every rank."""
+    """Returns rank `root_rank`'s `obj` on every rank: itself on that rank, and copies by pickle on others."""
     call = Call("broadcast_object", name, process_set)
     return start(call, _from_root, root_rank, lambda: pickle.dumps(obj), pickle.loads, obj).result()
 
@@ -187,7 +187,7 @@ def broadcast_object_fn(
 def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet | None = global_process_set
 ) -> list[Any]:
-    """Every rank's `obj`, pickled, in rank order."""
+    """Returns copies of every rank's `obj`, made by pickle, in rank order."""
     sizes: list[Sequence[int]] = []
 
     def prepare(stream: Calls, call: Call) -> Plan:

@@ -27,7 +27,7 @@ Named = Iterable[tuple[str, torch.Tensor]]
 
 @functools.cache  # once in a process
 def _watch_scalers() -> None:
-    """Makes every GradScaler ask a DistributedOptimizer, from now on, whether it may change the gradients."""
+    """Patches GradScaler.unscale_, for good, to refuse gradients that a DistributedOptimizer is still reducing."""
     unscale = torch.amp.GradScaler.unscale_
 
     @functools.wraps(unscale)
@@ -51,7 +51,7 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     process_set: ProcessSet | None = global_process_set,
 ) -> torch.optim.Optimizer:
-    """An optimizer of the class of `optimizer`, with its parameters, options and state, for all ranks' gradients.
+    """An optimizer of `optimizer`'s class, with its parameters, options and state. It reduces gradients over all ranks.
 
     All ranks make their optimizers in the same order. Gradients are reduced in buckets while backward runs, and are
     complete after `step()` or `synchronize()`.
@@ -60,8 +60,8 @@ def DistributedOptimizer(
     - `compression`: Compression.none or Compression.fp16.
     - `backward_passes_per_step`: backwards whose gradients are added before they are reduced.
     - `op`: Average or Sum.
-    - `gradient_predivide_factor`: gradients are divided by it before they are added, the sum by the rest afterwards.
-    - `num_groups`, `groups`: buckets of this number, or of these parameters, instead of those that follow from sizes.
+    - `gradient_predivide_factor`: divides gradients before they are added; the sum is then divided by size / factor.
+    - `num_groups`, `groups`: the number of buckets, or the parameters of each; by default buckets follow from sizes.
     - `sparse_as_dense`: sparse gradients travel as dense ones; without it they are gathered, from the second step on
       and where there are no groups. They stay sparse for the optimizer.
     - `process_set`: the ranks over which gradients are averaged. Other ranks get back the optimizer that they gave.
@@ -125,7 +125,7 @@ class Distributed(torch.optim.Optimizer):
         stream.submit("DistributedOptimizer", None, Plan(kind, begin=connect)).result()
 
     def follow(self, stream: Calls) -> None:
-        """Moves to the ranks that are there now, as if made there anew, without gradients. All ranks call it."""
+        """Moves the optimizer to the ranks of `stream`, as if made anew, and drops its gradients. All ranks call it."""
         names = _names(self.param_groups, [(name, p) for p, name in self._parameters.items()])
         for parameter in names:
             parameter.grad = None
@@ -141,11 +141,11 @@ class Distributed(torch.optim.Optimizer):
             self._gradients.set_passes(passes)
 
     def synchronize(self) -> None:
-        """Waits until all gradients are reduced. Gradients that no backward has brought count as they are, or as zeros.
+        """Waits until all gradients are reduced. All ranks call it.
 
-        Parameters that were unfrozen, or added to the optimizer, are taken in here, on all ranks in the same step. Call
-        it to clip or inspect gradients before `step()`, which then belongs into `skip_synchronize()`. All ranks call
-        it.
+        A parameter without a new gradient contributes its `.grad` as it is, or zeros. Parameters that were unfrozen, or
+        added to the optimizer, are taken in here, on all ranks in the same step. Call it to clip or inspect gradients
+        before `step()`, which then belongs into `skip_synchronize()`.
         """
         if self._gradients is not None:
             self._gradients.synchronize()
@@ -164,7 +164,7 @@ class Distributed(torch.optim.Optimizer):
             self._should_synchronize = True
 
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
-        """Synchronizes, then steps; synchronizes after each call of a `closure`, whose loss stays this rank's."""
+        """Synchronizes, then steps. With a `closure`, synchronizes after each call of it; its loss is not averaged."""
         if self._gradients is not None:
             self._gradients.refuse_superseded()
         given: tuple[Callable[[], Any], ...] = () if closure is None else (closure,)
@@ -186,12 +186,12 @@ class Distributed(torch.optim.Optimizer):
     step.hooked = True  # type: ignore[attr-defined] # the class's own step runs torch's hooks, once
 
     def zero_grad(self, *args: Any, **options: Any) -> None:
-        """Does as the class's own. Raises InvalidUsage between backward and step()."""
+        """Calls zero_grad of the optimizer's own class. Raises InvalidUsage between backward and step()."""
         self.check_idle("optimizer.zero_grad()")
         super().zero_grad(*args, **options)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Does as the class's own. Raises InvalidUsage between backward and step()."""
+        """Calls load_state_dict of the optimizer's own class. Raises InvalidUsage between backward and step()."""
         self.check_idle("optimizer.load_state_dict()")
         self._synchronized, self._should_synchronize = False, True
         super().load_state_dict(state_dict)
@@ -227,7 +227,7 @@ def _all(groups: Sequence[dict[str, Any]]) -> list[torch.Tensor]:
 
 
 def _names(groups: Sequence[dict[str, Any]], named_parameters: Named | None) -> dict[torch.Tensor, str]:
-    """The names of all parameters. A parameter without a name has a number for one."""
+    """The names of all parameters. A parameter without a name gets one with its index: "parameter 3"."""
     named = [] if named_parameters is None else list(named_parameters)
     if not all(isinstance(item, tuple) and len(item) == 2 for item in named):
         raise InvalidUsage("named_parameters must be pairs of name and parameter, as model.named_parameters() gives")

@@ -22,9 +22,9 @@ def init(comm: object = None, process_sets: Sequence[ProcessSet | Sequence[int]]
     """Connects all ranks of this launch, as `syncengine.init` does; without a launcher there is one rank.
 
     All ranks call it. A second call does nothing, or, if the communicator has failed, connects anew; an optimizer or
-    process set made before that must be made anew. `process_sets`, the same on all ranks, are added; they may be added
-    later, too, so "dynamic" is not needed. Settings are those of `syncengine.init`, from its variables or from a call
-    before this one.
+    process set made before that must be made anew. `process_sets`, the same on all ranks, are added; sets may be added
+    later, too, so "dynamic" is not needed. Settings come from environment variables SYNCENGINE_*, or from an earlier
+    call of `syncengine.init`.
     """
     if comm is not None:
         raise InvalidUsage(
@@ -42,7 +42,7 @@ def init(comm: object = None, process_sets: Sequence[ProcessSet | Sequence[int]]
 
 
 def follow(communicator: Communicator) -> bool:
-    """Makes all later calls on this default communicator. Returns whether it is another one. All ranks call it."""
+    """Makes all later calls use `communicator`. Returns False if they do so already. All ranks call it."""
     stream = global_process_set._stream
     if stream is not None and stream.communicator is communicator:
         return False
@@ -68,10 +68,10 @@ def is_initialized() -> bool:
 
 
 def rank() -> int:
-    """This process's rank, from 0. This and all functions below raise InvalidUsage before init().
+    """This process's rank, from 0. Like all queries about ranks here, it raises InvalidUsage before init().
 
     A process that `syncengine run --restart` has started may not have been let in yet by the others. Then this function
-    and `local_rank` return the rank in whose place it comes, and `size` and `local_size` the number that was started.
+    and `local_rank` return the rank that it replaces, and `size` and `local_size` the number of ranks at the start.
     """
     return calls().rank if (place := _coming()) is None else place[0]
 
@@ -93,7 +93,7 @@ def local_size() -> int:
 
 
 def _coming() -> tuple[int, int] | None:
-    """The rank in whose place this process comes, and the number of ranks; None once it was let in."""
+    """The rank that this process replaces, and the number of ranks; None if it replaces none, or once it was let in."""
     if calls().communicator.global_ranks != [0] or INSTEAD not in os.environ:
         return None
     place, count = os.environ[INSTEAD].split("/")

@@ -27,7 +27,7 @@ class ProcessSet:
         return None if self.process_set_id is None else len(self.ranks)
 
     def rank(self) -> int | None:
-        """This process's number in the set; None before the set is added. Calls take ranks as hvd.rank() has them.
+        """This process's index in the set; None before it is added. Calls take an hvd.rank() as root_rank, not this.
 
         Raises InvalidUsage on ranks that are not in the set.
         """
@@ -56,7 +56,7 @@ def _found(number: int | None, ranks: list[int]) -> ProcessSet:
 
 
 def connect(communicator: Communicator) -> None:
-    """Starts with the global set alone, once all ranks have met."""
+    """Connects the global set to `communicator`, which has all ranks, and forgets all other sets."""
     forget()
     ranks = range(communicator.size)
     global_process_set._stream, global_process_set.ranks = Calls(communicator, ranks), list(ranks)
@@ -102,7 +102,7 @@ def stream_of(process_set: object, call: str = "") -> Calls:
 def refusing(process_set: object, call: str, name: str | None = None) -> Iterator[Calls]:
     """A context in which this rank prepares a call on the set's stream. If it raises before the call, all ranks do.
 
-    Other ranks do not raise errors that only this rank can know, such as that it is not in the set.
+    Errors that only this rank can know, such as that it is not in the set, are raised on this rank alone.
     """
     with stream_of(process_set if isinstance(process_set, ProcessSet) else None, call).refusing(call, name):
         yield stream_of(process_set, call)

@@ -80,7 +80,7 @@ def check_reducible(call: str, tensor: Any, op: ReduceOp) -> None:
 
 
 def engine_op(dtype: torch.dtype, word: str) -> Op:
-    """The engine's op. Integers have no average there: they are summed, and `finish_average` divides the sum."""
+    """The op for `word`. The engine can't average integers: it sums them, and `finish_average` divides the sum."""
     op: Op = "sum" if word == "avg" and not dtype.is_floating_point else word  # type: ignore[assignment]
     return op
 

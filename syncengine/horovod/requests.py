@@ -1,7 +1,7 @@
-"""Requests: a rank's next call in a few bytes, which all ranks exchange before they make it.
+"""Requests: descriptions of calls, of SIZE bytes each, which all ranks exchange before they make a call.
 
-So ranks find each other's calls by name, a mismatch is told as the script wrote it, ranks may bring different numbers
-of rows, and ranks that have joined know in which operations to take part.
+With them, ranks match their calls by name, describe a mismatch in the script's words, learn how many rows each rank
+brings, and, once they have joined, know in which operations to take part.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Flat = tuple[tuple[str, int], ...]
 
 
 class Request(NamedTuple):
-    """One call of one rank."""
+    """The description of one call of one rank, for all ranks."""
 
     kind: str  # the function called
     key: str = ""  # matches the ranks' calls: "allreduce.loss", or "#3" for the third that has no name
@@ -66,7 +66,7 @@ def as_told(error: Exception) -> tuple[type[SyncError], str]:
 
 
 def told(rank: int, refused: Request, other: str) -> SyncError:
-    """The error that this rank raises for the refusal of `rank`; this rank called `other`."""
+    """The error that ranks raise if `rank` has refused a call. `other` says which rank has called what meanwhile."""
     kind, _, call = refused.how.partition(" ")
     error = {"InvalidUsage": InvalidUsage, "Mismatch": Mismatch}.get(kind, Aborted)
     return error(f"rank {rank} in {call}, while {other}: {refused.what}")

@@ -1,4 +1,4 @@
-"""A stream: the operations of some ranks. An operation begins when all of these ranks have announced it, by its name.
+"""Streams of operations (not CUDA's). An operation begins when all ranks of its stream have announced it, by its name.
 
 Ranks announce in rounds: each is an all-gather of one request from each rank. Every rank sees the same rounds, so all
 begin the same operations in the same order, whatever the order of their calls.
@@ -60,8 +60,7 @@ class Operation:
     def result(self) -> Any:
         """Blocks until the operation has ended; returns its result.
 
-        Raises Mismatch if the ranks' calls differ, and the error of a rank that can't make this call. The stream goes
-        on after either.
+        Raises Mismatch if calls differ, or a rank's error if it can't make the call; the stream goes on after either.
         """
         self.ended = True
         try:
@@ -82,14 +81,14 @@ class Operation:
 
 
 class Stream:
-    """The operations of one communicator. All of its ranks make the stream together.
+    """The operations of one communicator, in the same order on all its ranks, which construct the stream together.
 
-    Announcements have a communicator of their own, so that they arrive even while the operations do not match.
+    Announcements have a second communicator, so that they arrive even while operations on the first do not match.
     """
 
-    in_step = False  # whether this rank has begun an operation that it must go on with itself
-    needed = True  # whether this rank may still begin one
-    refused: Operation | None = None  # the last that this rank has refused
+    in_step = False  # whether this rank is in a step that it must finish itself, so that it may not join()
+    needed = True  # whether this rank may still begin an operation
+    refused: Operation | None = None  # the last operation that this rank has refused
     joinable: frozenset[str] = frozenset()  # the kinds of operations that take place without those who have joined
 
     def __init__(self, communicator: Communicator) -> None:
@@ -101,7 +100,7 @@ class Stream:
         self._lock = threading.RLock()  # guards the fields below
         self._unnamed = itertools.count()
         self._submitted = 0
-        # The last operation of each name, as long as the script holds it: its tensors are free after that.
+        # The last operation of each name, while the script holds it. After that, its tensors and its name are free.
         self._named: weakref.WeakValueDictionary[str, Operation] = weakref.WeakValueDictionary()
         # Rounds on their way: this rank's request, its bytes, the tensor for all ranks' requests, and the work.
         self._rows: deque[tuple[Request, torch.Tensor, torch.Tensor, Work]] = deque()
@@ -117,11 +116,10 @@ class Stream:
             communicator.close()
 
     def submit(self, kind: str, name: str | None, plan: Plan, watched: bool = False) -> Operation:
-        """Announces an operation. It begins once all ranks have announced it and this rank looks, in any call.
+        """Announces an operation. It begins at the latest at this rank's next wait or poll after all have announced it.
 
-        A `watched` operation begins at once when all have announced it. Raises InvalidUsage, of which the other ranks
-        do not hear, while another operation of this name is under way: until the script has waited for it, or seen its
-        end.
+        A `watched` operation begins as soon as all ranks have announced it. Raises InvalidUsage, on this rank alone,
+        while another operation of this name is under way: until the script has waited for it, or has seen it end.
         """
         key = f"#{next(self._unnamed)}" if name is None else key_of(kind, name)
         operation = Operation(self, Request(kind, key, plan.what, plan.flat, plan.how, plan.own), plan)
@@ -260,7 +258,7 @@ class Stream:
 
     @contextmanager
     def refusing(self, call: str, name: str | None = None) -> Iterator[None]:
-        """A context in which this rank prepares an operation: others raise an error before its announcement, too."""
+        """A context in which this rank prepares an operation: if it raises before the announcement, all ranks raise."""
         submitted = self._submitted
         try:
             yield
@@ -286,7 +284,7 @@ class Stream:
         return any(c.exception() is not None for c in (self.announcements, self.communicator))
 
     def abort(self, text: str, error: str = "Aborted") -> None:
-        """Makes every rank that waits for this one raise `error`."""
+        """Makes the stream fail on all ranks, which raise `text` as an error of the class named `error`."""
         for communicator in (self.announcements, self.communicator):
             communicator.abort(text, error)
 
@@ -308,5 +306,5 @@ class Stream:
         return self._served
 
     def shadow(self, request: Request) -> Sequence[Work]:
-        """Begins an operation of the others, in which this rank takes part without data."""
+        """Begins this rank's part, without data, in an operation of the other ranks. Returns its works."""
         raise NotImplementedError

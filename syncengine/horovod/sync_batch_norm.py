@@ -1,4 +1,4 @@
-"""hvd.SyncBatchNorm: the layer of `Parallel`, whose exchanges are announced like calls, so that ranks may join."""
+"""hvd.SyncBatchNorm: `Parallel`'s layer, which announces its exchanges like calls, so that it works beside join()."""
 
 from collections.abc import Callable
 from typing import cast
@@ -53,7 +53,7 @@ class SyncBatchNorm(engine.SyncBatchNorm):
 
     @not_compiled
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalizes the input; with other ranks only in training mode and on the CPU."""
+        """Normalizes the input: in training on the CPU by all ranks' samples, otherwise as torch.nn.SyncBatchNorm."""
         if not self.training or self.process_group is not None:
             return super().forward(input)  # type: ignore[no-any-return]
         with refusing(self.process_set, FORWARD):

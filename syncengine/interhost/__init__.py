@@ -1,8 +1,8 @@
 """Transports between hosts other than TCP: packet transports, which the extension drives.
 
 Each module opens this rank's transport to the ranks that the launcher knows as `global_ranks`. All of these ranks open
-it together: `meet` is an Exchange, which is called once it is clear that this rank can take part. If it can't, opening
-raises InvalidUsage. An error of `meet` is raised as it is.
+it together. `meet` sends bytes to all of them, and returns what each has sent; it is called once it is clear that this
+rank can take part. If it can't, opening raises InvalidUsage. An error of `meet` is raised as it is.
 """
 
 import itertools
@@ -14,7 +14,7 @@ _opened = itertools.count()  # next() of it is atomic: threads may open packet t
 
 
 def agree_on_number(global_ranks: list[int], job_size: int, meet: Meet) -> int:
-    """A number that no other transport of these ranks, or of some of them, has or gets. All of them call it, by `meet`.
+    """A number that no other transport of any of these ranks has or gets. All of these ranks call it, with `meet`.
 
     Transports of different groups are opened in no agreed order, so the number is made of the first member's own count
     and that member's rank.

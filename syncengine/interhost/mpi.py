@@ -16,7 +16,7 @@ _unfinished: list[Any] = []  # requests that did not end, and what they use: MPI
 
 
 def open_mpi(rank: int, global_ranks: list[int], checksum: bool, meet: Meet) -> PacketTransport:
-    """Opens MPI between these ranks, as the package's docstring says. There is no `silence`: MPI has no heartbeats."""
+    """Opens a transport over MPI, as the package's docstring says. There is no `silence`: MPI has no heartbeats."""
     MPI = load("interhost='mpi'", "or give interhost='tcp'")
     _check(MPI, global_ranks[rank], max(global_ranks) + 1)
     number = agree_on_number(global_ranks, MPI.COMM_WORLD.Get_size(), meet)
@@ -49,7 +49,7 @@ def _check(MPI: ModuleType, rank: int, ranks: int) -> None:
 
 
 class MPIPacketTransport:
-    """The packets of one communicator of MPI: see python_packet_transport."""
+    """Sends and receives packets over one communicator of MPI, as python_packet_transport needs."""
 
     def __init__(self, MPI: ModuleType, comm: Any) -> None:
         self._mpi, self._comm = MPI, comm

@@ -1,7 +1,7 @@
 """Packets between hosts through torch.distributed.
 
-The default communicator has a separate process group, made like torch's default one. Communicators of other groups are
-made in no agreed order, so they use torch's default process group, with separate tags.
+The default communicator has a process group of its own, with the backend of torch's default group, if it has all of
+that group's ranks. Other communicators are made in no agreed order, so they use that group, with separate tags.
 """
 
 import contextlib
@@ -21,10 +21,10 @@ _FIRST_TAG, _TAGS, _TAGS_OF_GLOO = 21090, 10_000, 2**31 - 21090
 def open_torch(
     rank: int, global_ranks: list[int], in_order: bool, checksum: bool, silence: float, meet: Meet
 ) -> PacketTransport:
-    """Opens a process group between these ranks, as the package's docstring says.
+    """Opens a transport between `global_ranks` that sends over torch.distributed. See the package's docstring.
 
-    `in_order`: all ranks of the job open the transport, and nothing else meanwhile. `silence`: seconds without a
-    heartbeat after which a rank is lost.
+    `in_order`: all ranks of the job open it, and nothing else meanwhile, so it may make a process group of its own;
+    otherwise it uses the default one. `silence`: seconds without a heartbeat after which a rank is lost.
     """
     backend = _backend()
     if max(global_ranks) >= dist.get_world_size():

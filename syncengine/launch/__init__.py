@@ -31,12 +31,11 @@ class Exchange(Protocol):
         """Blocks until every rank has made the same call."""
 
     def fail(self, error: BaseException, where: str = "in init", to_come: bool = False) -> None:
-        """Tells the others that this rank has failed with `error`.
+        """Tells the other ranks that this rank has failed with `error`.
 
-        In their calls, now and later, the others raise Aborted, or the error itself if it is theirs, too. `where`
-        completes "rank 3 failed ...". With `to_come` a process that serves the store ends only when ranks that have not
-        come yet have heard of the error as well, or after 30 s. If another rank has told `error` in init, that holds in
-        any case.
+        In their calls, now and later, they raise Aborted, or `error` itself if it concerns all ranks. `where` completes
+        "rank 3 failed ...". With `to_come` a process that serves the store ends only when ranks that have not come yet
+        have heard of the error as well, or after 30 s. In init, an Aborted of another rank implies `to_come`.
         """
 
     def check(self) -> None:
@@ -88,7 +87,7 @@ def launch_store(
 
 
 def mark_rank_process() -> None:
-    """Leaves the id of a rank's process to its children, which inherit the launcher's variables."""
+    """Notes a rank's process id in its environment: children, which inherit the launcher's variables, are no ranks."""
     if any(name in os.environ for name in _RANKS):
         os.environ.setdefault(_RANK_PROCESS, str(os.getpid()))
 

@@ -12,7 +12,7 @@ _SHORTEST, _LONGEST = 0.0005, 0.05  # seconds between two looks
 _MOST_BYTES = 3500  # of a failure's text: MPI sends that much ahead
 
 
-# The function that raise_if_ended() asks. syncengine.communicator sets it, as it knows this process's communicators.
+# The function that raise_if_ended() calls. syncengine.communicator, which knows this process's communicators, sets it.
 knows_ended: Callable[[Collection[int]], object] = len
 
 
@@ -53,7 +53,7 @@ def wait_for_ranks(
 
 
 def failure_notice(rank: int, error: BaseException, where: str = "in init") -> bytes:
-    """The bytes by which a rank that fails before it has a communicator tells the others."""
+    """The message for the other ranks if `rank` fails before it has a communicator."""
     if is_of_all(error):
         kind, text = type(error).__name__, error_text(error, named=False)
     else:
@@ -62,7 +62,7 @@ def failure_notice(rank: int, error: BaseException, where: str = "in init") -> b
 
 
 def is_of_all(error: BaseException) -> bool:
-    """Whether `error` is about other ranks, so that they fail by it as this one does."""
+    """Whether `error` concerns all ranks, which then raise it as it is: any SyncError but InvalidUsage."""
     return isinstance(error, SyncError) and not isinstance(error, InvalidUsage)
 
 

@@ -17,15 +17,16 @@ class Launch:
 
 
 def detect(environ: Mapping[str, str]) -> Launch:
-    """The launch of the first of these launchers whose variables are there. Does not communicate.
+    """The launch by the first launcher whose variables are set: torchrun, MPI, Slurm, or one with PMIx alone.
 
-    Raises InvalidUsage, naming the variable and its value, if one of that launcher's is missing or contradicts another.
+    Does not communicate, but PMIx alone makes it begin MPI. Raises InvalidUsage, naming the variable and its value, if
+    a variable of that launcher is missing or contradicts another.
     """
     return (
         _torchrun(environ)
         or _read(environ, "mpi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
         or _hydra(environ)
-        # Only inside a job step: plain python in a batch script is one process.
+        # Slurm's variables count only inside a job step: plain python in a batch script is one process.
         or (_read(environ, "slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS") if slurm.in_step(environ) else None)
         or _pmix(environ)
         or Launch("single", 0, 1)

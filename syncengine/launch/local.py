@@ -32,17 +32,17 @@ _END_WITHIN = 30.0  # seconds, as torchrun gives ranks from SIGTERM to SIGKILL
 _STORE, _STORE_OF_RANK = 16, 4  # file descriptors: the store's own, and of each rank's connections to it
 
 
-# Variables of ranks that a launcher keeps going: the place where joining processes wait, the number of such a process,
-# and the rank in whose place it comes ("1/4": rank 1 of 4).
+# Variables under `syncengine run --keep-going`: the address of the store where joining processes wait, the number of
+# such a process, and the rank that it replaces ("1/4": rank 1 of 4).
 MEET, JOIN, INSTEAD = "_SYNCENGINE_MEET", "_SYNCENGINE_JOIN", "_SYNCENGINE_INSTEAD"
-# Keys of the store: the processes that wait, those that have ended, and messages about joining.
+# Keys of the store: the prefix of keys about joining, the processes that want to join, and all that have ended.
 PLACE = "syncengine/joining"
 CAME, ENDED = f"{PLACE}/came", f"{PLACE}/ended"
 _CONNECTED = "syncengine/connected"
 
 
 def say_connected() -> None:
-    """Tells a launcher that keeps ranks going, if there is one, that all of its first ranks have met."""
+    """Tells `syncengine run --keep-going`, if that has started this rank, that the ranks it started first have met."""
     if MEET in os.environ and JOIN not in os.environ:
         host, _, port = os.environ[MEET].rpartition(":")
         dist.TCPStore(host, int(port), is_master=False, timeout=_SERVED_WITHIN).set(_CONNECTED, "")
@@ -54,11 +54,11 @@ def ticket_of(name: int) -> str:
 
 
 def run_local_ranks(count: int, arguments: Sequence[str]) -> int:
-    """Runs this same command, with `arguments`, as `count` ranks. Returns the first exit code of a rank that is not 0.
+    """Runs this same command, with `arguments`, as `count` ranks. Returns 0, or the first exit code other than 0.
 
-    The ranks share the cores unless OMP_NUM_THREADS is set. A signal that ends this process ends them, those that
-    survive it by SIGKILL: after 30 s, or when another signal comes.
-    Raises InvalidUsage if ranks can't meet on this machine, or can't be so many.
+    The ranks divide the cores evenly unless OMP_NUM_THREADS is set. A signal that ends this process ends the ranks,
+    too: by SIGTERM, and by SIGKILL after 30 s, or when another signal comes. Raises InvalidUsage if ranks can't meet on
+    this machine, or can't be so many.
     """
     if not 2 <= count <= MOST_RANKS:
         raise InvalidUsage(f"--ranks {count}: give 2 to {MOST_RANKS}")
@@ -74,9 +74,9 @@ def run_script(
     """Runs the Python `script` with its arguments as `count` ranks, as `run_local_ranks` does.
 
     A rank that ends with another exit code than 0 ends all others. With `keep_going` it ends none once they have met;
-    with `restart` another process then joins the others, as long as no rank has ended well: one for each, but no more
-    than ten times `count`. Each rank writes to a file in `log_dir` if that is given; `label` puts `[rank N]` before
-    lines. Returns 0 if a rank that was kept going has ended well, else the first exit code that is not 0.
+    with `restart` a new process then joins in its place, as long as no rank has ended with 0, and at most ten times
+    `count` of them. Each rank writes to a file in `log_dir` if that is given; `label` puts `[rank N]` before lines.
+    Returns 0 with `keep_going` if some rank has ended with 0, else the first exit code other than 0, or 0.
     """
     codes = []
     places = list(range(count))  # for each process that was started, the rank that it is, or that it replaces
@@ -105,7 +105,7 @@ def run_script(
 def _ranks(
     count: int, script: Sequence[str], keep_going: bool = False, log_dir: Path | None = None, label: bool = False
 ) -> Iterator[Any]:
-    """Starts ranks: gives their processes by rank, which end with the block; a function to start another; the store."""
+    """A context of ranks, which end with it. Gives processes by rank, a function to start another, and the store."""
     _check_descriptors(count)
     _check_loopback()
     try:
@@ -123,7 +123,7 @@ def _ranks(
         "MASTER_PORT": str(store.port),
     }
     common["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # as under torchrun: this process serves the store
-    # Scripts and Lightning read what else torchrun sets. Nothing restarts all ranks: a process that joins has 0, too.
+    # Scripts and Lightning read other variables of torchrun, too. Nothing restarts all ranks: restart counts are 0.
     common |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "ROLE_NAME": "default"}
     common |= {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
     common["TORCHELASTIC_RUN_ID"] = str(uuid.uuid4())
@@ -191,7 +191,7 @@ class _Labelling(threading.Thread):
         self._passed, self._is_writing = 0, False
 
     def run(self) -> None:
-        # If nobody reads any more, the rank's pipe is closed, too: the rank fails as it would without labels.
+        # If nobody reads this process's output any more, the rank's pipe is closed: the rank fails as without labels.
         with contextlib.suppress(OSError), self._lines:
             for line in self._lines:
                 self._is_writing = True
@@ -200,9 +200,9 @@ class _Labelling(threading.Thread):
                 self._passed, self._is_writing = self._passed + 1, False
 
     def finish(self, waits_for_reader: bool) -> None:
-        """Waits until all lines of a rank that has ended are passed on, and not for children of the rank.
+        """Waits until all lines of a rank that has ended are copied, but not for lines of the rank's child processes.
 
-        A reader that has stopped reading gets a second, or all the time that it takes.
+        Waits a second for a reader that has stopped reading, or with `waits_for_reader` until it goes on.
         """
         with contextlib.suppress(OSError, ValueError):  # closed already
             os.set_blocking(self._lines.fileno(), False)  # the thread ends once the pipe is empty
@@ -270,7 +270,7 @@ def check_ranks(count: int | None, launch: Launch) -> None:
 
 
 def _check_descriptors(count: int) -> None:
-    """Raises InvalidUsage where ranks would wait in vain for a store that can't accept them."""
+    """Raises InvalidUsage if `ulimit -n` is too low for the store to accept `count` ranks, which would wait in vain."""
     limit, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], _STORE + _STORE_OF_RANK * count
     if limit != resource.RLIM_INFINITY and limit < needed:
         raise InvalidUsage(f"ulimit -n is {limit}, and starting {count} ranks takes {needed}: raise ulimit -n to 1024")

@@ -78,7 +78,7 @@ class MPIExchange:
             )
 
     def __call__(self, payload: bytes) -> list[bytes]:
-        """See Exchange."""
+        """Gathers every rank's payload: see Exchange."""
         if len(payload) > MAX_PAYLOAD:
             raise InvalidUsage(f"a payload of {len(payload)} bytes is more than the exchange's {MAX_PAYLOAD}")
         self.arrived = {}
@@ -123,18 +123,18 @@ class MPIExchange:
             raise
 
     def check(self) -> None:
-        """See Exchange."""
+        """Raises the error of a rank that has failed, if any has: see Exchange."""
         if self._comm.Iprobe(tag=self._failed):
             text, status = bytearray(4096), self._mpi.Status()
             self._comm.Recv([text, self._mpi.BYTE], tag=self._failed, status=status)
             raise as_error(bytes(text[: status.Get_count(self._mpi.BYTE)]))
 
     def superseded(self) -> bool:
-        """See Exchange."""
+        """Whether another rank has opened the next exchange: see Exchange."""
         return not self._mpi.Is_finalized() and any(self._comm.Iprobe(tag=tag) for tag in self._tags_of_next)
 
     def fail(self, error: BaseException, where: str = "in init", to_come: bool = False) -> None:
-        """See Exchange. This process waits at its end, in MPI_Finalize, for ranks that are to come."""
+        """Sends `error` to all other ranks: see Exchange. MPI_Finalize waits at the end for ranks that are to come."""
         payload = failure_notice(self._rank, error, where)
         self._leave_behind(
             self._comm.Isend([payload, self._mpi.BYTE], dest=peer, tag=self._failed) for peer in self._peers

@@ -91,9 +91,9 @@ class StoreExchange:
     """An Exchange over a store. A rank's n-th exchange for a `purpose` meets the n-th of the others.
 
     If a rank was restarted, or tries again, its exchange takes the place of its last one
-    (syncengine_autoload.rendezvous). Messages call the ranks by `names` (0, 1, ... by default), and say that each
-    should have called `call`. `lost` is asked while ranks are missing, and says why they will not come. Without
-    `lost`, `names` are the ranks in the job, whose ends this process's communicators may know.
+    (syncengine_autoload.rendezvous). Messages call the ranks by `names` (0, 1, ... by default), and ask whether each
+    did as `call` says. `lost` is called while ranks are missing, and returns why they will not come, or "". Without it,
+    `names` are the ranks in the job, and this process's communicators may know that one of them has ended.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class StoreExchange:
             self._meeting = Rendezvous(store, purpose, rank, self._names)
 
     def __call__(self, payload: bytes) -> list[bytes]:
-        """See Exchange."""
+        """Gathers every rank's payload: see Exchange."""
         meeting, absent = self._meeting, set(self._names)
         self.arrived = {}
 
@@ -145,7 +145,7 @@ class StoreExchange:
         return [self.arrived[name] for name in self._names]
 
     def check(self) -> None:
-        """See Exchange."""
+        """Raises the error of a rank that has failed or died, if any has: see Exchange."""
         with contextlib.suppress(dist.DistError):  # if the store is gone, the ranks that need its process notice
             there = self._meeting.there()  # comes first, since a rank that fails says so and then ends
             with _told_as_error():
@@ -158,13 +158,13 @@ class StoreExchange:
         raise PeerLost(f"{ended} died while the ranks connected")
 
     def superseded(self) -> bool:
-        """See Exchange."""
+        """Whether another rank has opened the next exchange: see Exchange."""
         with contextlib.suppress(dist.DistError):  # without the store there is no other exchange
             return self._meeting.superseded()
         return False
 
     def fail(self, error: BaseException, where: str = "in init", to_come: bool = False) -> None:
-        """See Exchange. The first failure counts."""
+        """Writes the error to the store, unless another rank has done so before: see Exchange."""
         with contextlib.suppress(dist.DistError):  # if the store is gone, the others have noticed
             self._meeting.fail(failure_notice(self._rank, error, where))
             heard = isinstance(error, Aborted)  # another rank's error, which is in this store alone

@@ -1,4 +1,4 @@
-"""Drift: compares the parameters of all ranks every so many steps, and names a parameter that differs, and the rank."""
+"""Detects drift: compares all ranks' parameters every so many steps, and names one that differs, and the rank."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ _NAMED = 3  # parameters in a message
 
 
 class Audit:
-    """Compares the parameters of a model's ranks before a synchronized forward, once in ``every`` of them."""
+    """Compares a model's parameters between its ranks, once in ``every`` synchronized forwards."""
 
     def __init__(self, model: Model, every: int) -> None:
         self._model, self.every = model, every

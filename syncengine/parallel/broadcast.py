@@ -33,8 +33,8 @@ def copy_each(targets: list[torch.Tensor], values: list[torch.Tensor]) -> None:
 class TensorBroadcast:
     """Copies one rank's tensors to all ranks. Holds the memory for the message, but none of the tensors.
 
-    Made from tensors on one device; then called with any tensors of the same shapes and dtypes. These must be the same
-    on all ranks, which is not checked here; memory and strides may differ between ranks.
+    Make it from tensors on one device, and call it with any tensors of the same shapes and dtypes. All ranks must have
+    the same shapes and dtypes, which is not checked here; memory and strides may differ.
     """
 
     def __init__(self, communicator: Communicator, like: Sequence[torch.Tensor], device: torch.device) -> None:
@@ -58,7 +58,7 @@ class TensorBroadcast:
 
     @torch.inference_mode()  # in which tensors of every mode may be written
     def __call__(self, tensors: Sequence[torch.Tensor], root: int, layout: str = "") -> None:
-        """Copies the tensors of rank `root`. All ranks call it; another ``layout`` on one is a ``Mismatch``."""
+        """Copies rank ``root``'s tensors to all. All ranks call it. Raises ``Mismatch`` if their ``layout`` differs."""
         is_root = self._communicator.rank == root
         small = [tensors[i] for i in self._small]
         if is_root and small:
@@ -79,7 +79,7 @@ class TensorBroadcast:
 
     @torch.no_grad()
     def _copy_wrapper(self, target: torch.Tensor, root: int) -> None:
-        """Copies by the class's own ``copy_()``, unless the target has these values: it might round them anew."""
+        """Copies by the tensor class's ``copy_()``, but not onto the same values, which it might round anew."""
         values = plain_copy(target)
         content = values.view(-1).view(torch.uint8)
         before = content.clone()
@@ -92,7 +92,7 @@ class TensorBroadcast:
 def describe_layout(named: Named, more: Callable[[torch.Tensor], str] = lambda tensor: "") -> list[str]:
     """A line for each tensor with the facts that must be the same on all ranks, so that values can be copied.
 
-    ``more`` may add to it. Raises ``InvalidUsage`` naming a tensor that can't be copied into.
+    ``more`` returns further facts of a tensor. Raises ``InvalidUsage`` naming a tensor that can't be copied into.
     """
     for name, tensor in named:
         if is_wrapper(tensor) and tensor.requires_grad:
@@ -115,7 +115,7 @@ def _layout(tensor: torch.Tensor) -> str:
 
 
 def _context(tensor: torch.Tensor) -> str:
-    """The context that a wrapper gives beside its tensors, unless that names a place in this process's memory."""
+    """A subclass's ``__tensor_flatten__()`` context as text; empty with an address in it, which differs by rank."""
     text = str(tensor.__tensor_flatten__()[1]) if is_wrapper(tensor) else ""  # type: ignore[attr-defined]
     return f" {text}" if text and " at 0x" not in text else ""
 
@@ -129,9 +129,9 @@ def broadcast_named(
     root: int,
     lines: Sequence[str] | None = None,
 ) -> None:
-    """Copies rank ``root``'s values, once. Raises ``Mismatch`` on every rank, naming the tensor, if they don't fit.
+    """Copies rank ``root``'s tensors to all. Raises ``Mismatch`` on every rank, naming a tensor whose layout differs.
 
-    ``what``: subject and verb ("... differ"). ``lines``: facts that must be the same, if they are more than the layout.
+    ``what``: the error's subject and verb ("... differ"). ``lines``: facts to compare, if more than the layout.
     """
     check_same_on_all_ranks(communicator, what, describe_layout(named) if lines is None else lines)
     tensors = [tensor for _, tensor in unwrapped(named)]
@@ -139,9 +139,10 @@ def broadcast_named(
 
 
 def _sharing(named: Named) -> list[str]:
-    """A text for each tensor that says with which other one it shares memory: the same on all ranks.
+    """A text for each tensor that says with which other one it shares memory; empty if with none.
 
-    Otherwise one of two elements in the same place would be lost. Tensors that only interleave count, too.
+    The texts must be the same on all ranks: where two tensors share memory on one rank alone, a copy would lose values
+    there. Tensors that only interleave count as sharing.
     """
     found = [""] * len(named)
     first, start, end = 0, 0, 0  # the tensors before that share memory: the index of the first, and where they lie

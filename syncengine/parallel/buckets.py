@@ -18,9 +18,9 @@ Plan = list[list[int]]  # indices of parameters, one list a bucket, in the order
 class BucketPlanner:
     """Plans the buckets of one model.
 
-    The bits of ``rank_order`` do not depend on the plan, so it has the fastest buckets: small enough to be reduced
-    while their gradients are still in the cache, and for something to cross between hosts soon. The bits of ``ring``
-    do, so its plans are DDP's. A communication hook sees the buckets, so it gets DDP's plans, too.
+    With ``rank_order`` no bit of an average depends on the plan, so buckets have the fastest size: small enough that
+    gradients are reduced while still in the cache, and that something crosses between hosts soon. With ``ring`` bits do
+    depend on it, so its plans are DDP's. A communication hook sees the buckets, so it gets DDP's plans, too.
     """
 
     parameters: Sequence[torch.Tensor]
@@ -42,10 +42,10 @@ class BucketPlanner:
         in_cache: bool = True,
         between_hosts: bool = False,
     ) -> "BucketPlanner":
-        """A planner with the user's caps, or with its own.
+        """Makes a planner with the user's caps on the size of buckets, or with caps of its own.
 
-        `in_cache`: gradients are reduced where they lie, by the processor that has made them. `between_hosts`: they
-        cross a network, which is idle until the first bucket is full.
+        `in_cache`: the processor that has made the gradients reduces them where they lie. `between_hosts`: they cross a
+        network, which is idle until the first bucket is full.
         """
         if bucket_cap_mb_list:
             caps = tuple(int(cap * MIB) for cap in bucket_cap_mb_list)
@@ -60,12 +60,12 @@ class BucketPlanner:
 
     @property
     def cap(self) -> int:
-        """The number that DDP has as ``bucket_bytes_cap``."""
+        """The value of the attribute ``bucket_bytes_cap`` that DDP has."""
         return max(self.caps) if self.given_caps else self.caps[-1]
 
     @property
     def rebuilds(self) -> bool:
-        """Whether a new plan follows from the first synchronized step's order of readiness."""
+        """Whether a new plan is made after the first synchronized step, by the order in which gradients were ready."""
         return not (self.follows_ddp and self.looks_for_unused)  # DDP makes no new plan then
 
     def initial(self, trainable: Sequence[int]) -> Plan:
@@ -86,8 +86,8 @@ def assign(
 ) -> Plan:
     """Cuts ``order`` into buckets of one dtype, each closed as soon as it holds its cap.
 
-    A parameter that is marked in ``alone`` gets a bucket of its own. Buckets are in the order in which they fill. torch
-    puts those below their caps in the order of a hash table, which depends on the device's number, and so on the rank.
+    A parameter that is marked in ``alone`` gets a bucket of its own. Buckets are sorted by when they fill: torch
+    returns those below their caps in hash order, which depends on the device's number, and so on the rank.
     """
     if not order:  # all are frozen
         return []
@@ -97,7 +97,7 @@ def assign(
 
 
 def sparse_parameters(module: torch.nn.Module, parameters: Sequence[torch.Tensor]) -> list[bool]:
-    """Whether the first module that has a parameter is an embedding with sparse gradients; for each parameter."""
+    """For each parameter: whether the first module that has it is an embedding with sparse gradients."""
     owners: dict[torch.Tensor, torch.nn.Module] = {}
     for submodule in module.modules():
         for parameter in submodule.parameters(recurse=False):

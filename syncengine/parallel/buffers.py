@@ -21,9 +21,9 @@ _MOST_SHOWN = 200  # letters of buffers in a message
 class Buffers:
     """The buffers of a model that are not ``ignored``: finds them, and synchronizes them when a forward requires it.
 
-    Modules may replace their buffers, and the memory of these, also on one rank alone. A copy raises ``Mismatch`` on
-    all ranks where names, dtypes or shapes differ: by the calls that carry it, before the first one by a message that
-    names what differs.
+    Modules may replace their buffers, and the memory of these, even on one rank alone. If names, dtypes or shapes
+    differ between ranks, a copy raises ``Mismatch`` on all of them. The first copy compares them in a message of its
+    own, and names what differs; later copies compare them by the broadcast's ``layout``.
     """
 
     def __init__(self, model: Model, switches: Switches, reducer: Reducer, ignored: Container[str]) -> None:
@@ -50,13 +50,13 @@ class Buffers:
         return _BufferCommHookLocation.PRE_FORWARD if hook is None else hook.buffer_comm_hook_location
 
     def begin_step(self) -> None:
-        """Synchronizes buffers before a step of several forwards, which then do not. All ranks call it."""
+        """Synchronizes buffers before a step of several forwards, so none of these has to. All ranks call it."""
         if self._switches.forward_sync_buffers and self.named:
             self.synchronize()
         self._switches.require_forward_param_sync = False
 
     def synchronize(self, root: int = 0) -> None:
-        """Calls the hook on buffers, or copies the values of rank ``root``. All ranks call it."""
+        """Calls the user's hook on buffers, or without one copies rank ``root``'s values to all. All ranks call it."""
         self.look_up()
         hook = self._hook()
         if hook is None:
@@ -77,7 +77,7 @@ class Buffers:
         return getattr(self._switches, "buffer_hook", None)
 
     def _copy(self, root: int) -> None:
-        """Copies values without a change of version counters: a backward may need a buffer as it was."""
+        """Copies values without changing version counters: backward does not raise if a graph has saved a buffer."""
         tensors = [tensor for _, tensor in unwrapped(self.named.items())]
         counted = tuple(tensor for tensor in tensors if not tensor.is_inference())
         with torch.autograd._unsafe_preserve_version_counter(counted), torch.inference_mode():

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-# torch.compiler.disable would import all of dynamo, for seconds, even where nothing is compiled.
+# torch.compiler.disable() is not used: it would import all of dynamo, for seconds, even where nothing is compiled.
 _eval_frame = torch._C._dynamo.eval_frame
 
 
 class _Thread(threading.local):
-    """The state of this thread between dynamo and the wrapper."""
+    """The state by which each thread turns dynamo on again for the module, and knows whose forward it runs."""
 
     callback: Any = None  # dynamo's, in the code that called the wrapper: None outside of torch.compile
     active: DistributedDataParallel | None = None  # the Parallel whose forward runs
@@ -28,14 +28,14 @@ _thread = _Thread()
 
 
 def not_traced(function: Any) -> Any:
-    """Decorates a function that dynamo leaves alone, though not what it calls."""
+    """Marks a function so that dynamo does not trace it, but does trace what it calls."""
     skip = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.DEFAULT)
     _eval_frame.set_code_exec_strategy(function.__code__, skip)
     return function
 
 
 def not_compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates the wrapper's forward: dynamo leaves it alone, and all that it calls, but for ``call_module``."""
+    """Decorates a function: dynamo traces neither it nor what it calls, except for the module in ``call_module``."""
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -59,14 +59,14 @@ def is_active(wrapper: DistributedDataParallel) -> bool:
 
 
 def call_module(wrapper: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls the wrapped module, compiled if the wrapper is.
+    """Calls the wrapped module, compiled if the wrapper is called in compiled code.
 
-    Dynamo's DDPOptimizer sees the wrapper as DDP's: it cuts the graph, so that gradients come while backward runs.
+    Dynamo's DDPOptimizer takes the wrapper for DDP, and cuts the graph so that gradients come while backward runs.
     """
     active, around = _thread.active, DistributedDataParallel._active_ddp_module
     if around is None or hasattr(around, "_reduces"):
-        # Torch has one name for all threads: a Parallel that stands there may be another thread's, and putting it back
-        # at the end would keep it there for ever.
+        # torch keeps the active DDP in one attribute for all threads: a Parallel in it may be another thread's, and
+        # would stay there for ever if this thread put it back at the end.
         around = active
     if wrapper.reducer.reduces:
         _thread.active = DistributedDataParallel._active_ddp_module = wrapper

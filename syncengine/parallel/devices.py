@@ -10,7 +10,7 @@ from syncengine.errors import InvalidUsage
 
 
 def device_of(named: Iterable[tuple[str, torch.Tensor]]) -> torch.device:
-    """The device of all these parameters; CPU if there are none. ``InvalidUsage`` names one that lies elsewhere."""
+    """The CPU or CUDA device of these parameters; CPU if none. Raises ``InvalidUsage`` naming one on another device."""
     first = None
     for name, parameter in named:
         if parameter.device.type not in ("cpu", "cuda"):
@@ -30,7 +30,7 @@ def device_of(named: Iterable[tuple[str, torch.Tensor]]) -> torch.device:
 def check_device_ids(
     device: torch.device, device_ids: Sequence[Any] | None, output_device: Any
 ) -> tuple[list[int] | None, int | None]:
-    """The attributes ``device_ids`` and ``output_device``, as in DDP. ``InvalidUsage`` if they are other devices."""
+    """DDP's attributes ``device_ids`` and ``output_device``. Raises ``InvalidUsage`` if they name another device."""
     if device.type == "cpu":
         if device_ids or output_device is not None:
             raise InvalidUsage(

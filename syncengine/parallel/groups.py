@@ -15,11 +15,11 @@ Group = Communicator | dist.ProcessGroup
 
 
 def resolve_group(process_group: Group | None, device_mesh: Any) -> tuple[Communicator, Group]:
-    """The communicator, and the value of the attribute ``process_group``.
+    """Returns the communicator, and the value of the wrapper's attribute ``process_group``.
 
-    The attribute is a torch process group wherever there is one, since tools ask
-    ``dist.get_rank(model.process_group)``. All ranks call this: a communicator that has failed is replaced, and so is
-    one whose process group was replaced.
+    The attribute is a torch process group wherever there is one, since tools call
+    ``dist.get_rank(model.process_group)``. All ranks call this function: a communicator that has failed is replaced,
+    and so is one whose process group was replaced.
     """
     if device_mesh is not None:
         if process_group is not None:
@@ -51,9 +51,9 @@ def is_torchs_default(communicator: Communicator) -> bool | None:
 
 
 def resolve_copy(of_torchs_default: bool) -> tuple[Communicator, Group]:
-    """Finds the communicator and group for a copy of a model, as ``resolve_group``: see ``is_torchs_default``.
+    """Finds the communicator and group for a copy of a model. ``of_torchs_default``: see ``is_torchs_default``.
 
-    It does not communicate if the communicator is there, even one that has failed, since one rank alone may copy.
+    Does not communicate if the communicator exists already, even one that has failed, since one rank alone may copy.
     """
     group = default_group()
     if group is not None and (of_torchs_default or not is_initialized()):
@@ -75,9 +75,9 @@ def check_group(process_group: Any) -> None:
 
 
 def localize_parameters(module: torch.nn.Module, device_mesh: dist.DeviceMesh) -> None:
-    """Makes DTensors among the parameters their local shards, as DDP does, if the mesh is part of a larger one.
+    """Replaces DTensors among the parameters by their local shards, as DDP does, if the mesh is part of a larger one.
 
-    Tensor parallelism may have made them. Each shard is averaged with the same shard of the other replicas.
+    Such DTensors may come from tensor parallelism. Each shard is averaged with the same shard of the other replicas.
     """
     if device_mesh._get_root_mesh() != device_mesh:
         from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform

@@ -19,11 +19,11 @@ class ParallelJoinHook(JoinHook):
         self._steps = steps
 
     def main_hook(self) -> None:
-        """Follows the others through one forward and backward."""
+        """Takes part in the next forward and backward of the ranks that still have batches."""
         self._steps.shadow(tell(self._steps.model.communicator, Intent(trains=0.0)))
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Gives all ranks the same model."""
+        """Gives all ranks the model of the last rank to join."""
         if self._steps.reducer.reduces:
             self._steps.uneven.sync_final_model(is_last_joiner)
 
@@ -38,7 +38,7 @@ class JoinContext:
 
     def __enter__(self) -> None:
         if self._config.enable:
-            for watcher in forward_watchers:  # what is to be shared at the first forward: a rank may have none
+            for watcher in forward_watchers:  # as the first forward does, to share weights: a rank may have none
                 watcher(self._joinable)
         self._joinable._join_config = self._config
         self._steps.uneven.join_is_over = False
@@ -65,7 +65,7 @@ class JoinContext:
                 tell(communicator, Intent(trains=0.0, leaves=1.0), text)
 
     def _follow(self) -> None:
-        """Follows the other ranks until they have joined, too."""
+        """Takes part in the other ranks' steps until they have run out of batches, too."""
         communicator = self._steps.model.communicator
         is_last = True
         while True:

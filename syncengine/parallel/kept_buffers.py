@@ -1,4 +1,4 @@
-"""Keeps the buffers of a model as a step begins, puts them back, and gives them to ranks that have others."""
+"""Keeps the buffers of a model as they are when a step begins, puts them back, and copies one rank's to the others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from syncengine._sending import pack, unpack
 from syncengine.parallel.buffers import Buffers
 from syncengine.parallel.replication import broadcast_bytes, is_freed, is_wrapper
 
-# The buffers of a module, with the names of those that are in no state_dict; and the same of all modules, by path.
+# OfModule: a module's own buffers, and the names of those in no state_dict. OfModules: these of all modules, by path.
 OfModule = tuple[dict[str, torch.Tensor | None], list[str]]
 OfModules = dict[str, OfModule]
 
@@ -26,10 +26,10 @@ _compare.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 class KeptBuffers:
     """The buffers of ``module`` that are not ``ignored``, and copies of their values.
 
-    Values and not versions tell which buffers a forward has written, since ``batch_norm`` leaves versions as they are.
-    There are no copies if all buffers have more than ``most`` bytes, and none of a buffer without dense elements of its
-    own in this machine's memory. ``before``: buffers that were kept before, whose copies serve again. This object holds
-    the module's tensors.
+    Buffers that a forward has written are found by their values, since ``batch_norm`` does not change their versions.
+    With ``most``, only dense buffers in this machine's memory are copied, and none if together they have more bytes
+    than that. ``before``: an earlier object, whose copies are used again where values are the same. This object keeps
+    the module's tensors alive.
     """
 
     def __init__(
@@ -51,17 +51,17 @@ class KeptBuffers:
         self._not_copied = [(name, b, _stamp(b)) for at, (name, b) in tensors.items() if at not in self._copies]
 
     def written(self) -> str:
-        """The name of a buffer that has another version, and of which no copy is kept; or an empty text."""
+        """The name of a buffer without a copy here whose version, shape or dtype has changed; or an empty text."""
         return next((name for name, buffer, stamp in self._not_copied if _stamp(buffer) != stamp), "")
 
     def put_back(self) -> None:
-        """Puts back all buffers and their values, but for those that ``written`` tells of."""
+        """Puts all buffers back into their modules, with the values that they had; without a copy, as they are now."""
         for path, module, (named, not_saved) in self._kept:
             own = {key: _written(b, self._value_of(b)) for key, b in named.items()}
             _give(path, module, own, not_saved, self._ignored)
 
     def share(self, communicator: Communicator, buffers: Buffers) -> None:
-        """Gives all ranks, behind a step, the buffers of the last one, which had the last micro-batch. All call it."""
+        """Gives all ranks, after a step, the last rank's buffers: it had the last micro-batch. All ranks call this."""
         root = communicator.size - 1
         if communicator.rank != root:
             self.put_back()
@@ -73,7 +73,7 @@ class KeptBuffers:
             write_buffers(self._module, unpack(news, device), self._ignored)
 
     def _news(self) -> bytes:
-        """The news for ranks that have put their buffers back: none, new values, or all buffers if they are others."""
+        """The message to others: empty if no buffer has changed, ``_VALUES`` if only values have, else all buffers."""
         kept = [{key: self._value_of(b) for key, b in named.items()} for _, _, (named, _) in self._kept]
         now = [_own_buffers(path, module, self._ignored)[0] for path, module, _ in self._kept]
         if [*map(_forms, now)] != [*map(_forms, kept)]:
@@ -91,7 +91,7 @@ def buffers_of(module: torch.nn.Module, ignored: Collection[str] = ()) -> OfModu
 
 
 def write_buffers(module: torch.nn.Module, values: OfModules, ignored: Collection[str] = ()) -> None:
-    """Gives each module copies of ``values``, in its own buffers if they have that form, and no other buffers."""
+    """Gives each module the buffers in ``values``, and no others: written into its own if they fit, else as copies."""
     for path, one in module.named_modules():
         named, not_saved = values.get(path, ({}, []))
         own = {key: _written(one._buffers.get(key), value) for key, value in named.items()}
@@ -116,7 +116,7 @@ def _give(path: str, module: torch.nn.Module, named: Any, not_saved: list[str], 
 
 
 def _written(buffer: torch.Tensor | None, value: torch.Tensor | None) -> torch.Tensor | None:
-    """``buffer`` with that ``value``, if it has such elements, else a copy of ``value``."""
+    """Returns ``buffer``, with ``value`` written into it, if that fits there; else a copy of ``value``."""
     if _same_bits(buffer, value):
         return buffer
     if value is None or buffer is None or _form(buffer) != _form(value) or not _is_plain(buffer):
@@ -143,7 +143,7 @@ def _forms(named: dict[str, torch.Tensor | None]) -> list[Any]:
 
 
 def _is_plain(buffer: torch.Tensor) -> bool:
-    """Whether its elements lie in memory of this machine, each in a place of its own."""
+    """Whether the elements of ``buffer`` lie in memory of this machine, each in a place of its own."""
     is_here = buffer.is_cpu or buffer.is_cuda
     if not is_here or buffer.layout is not torch.strided or is_wrapper(buffer):
         return False

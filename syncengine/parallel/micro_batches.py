@@ -1,4 +1,4 @@
-"""Steps of numbered micro-batches: one model, bit for bit, at any number of ranks (docs/numerics.md)."""
+"""Steps of numbered micro-batches: the same model, bit for bit, at any number of ranks (docs/numerics.md)."""
 
 import hashlib
 import random
@@ -42,8 +42,8 @@ class MicroBatches:
 
     A step that is left before its end, by ``break``, an exception, ``zip()`` or ``islice()``, stays open, and
     ``optimizer.step()`` raises ``InvalidUsage`` on all ranks. It has not happened: the next iteration is that step
-    again. ``drop()`` leaves it without another one. ``state_dict()`` is the same on all ranks, and goes on at any
-    number of them.
+    again. ``drop()`` ends it without beginning it again. ``state_dict()`` is the same on all ranks, and training goes
+    on from it at any number of them.
 
     Raises ``InvalidUsage`` for models and loaders that can't give the same bits at any number of ranks, and
     ``Mismatch`` where ranks differ.
@@ -118,7 +118,10 @@ class MicroBatches:
             Step.now.drop()
 
     def _deal(self) -> tuple[int, range, Sequence[int]]:
-        """The number of the step that begins, this rank's micro-batches, and how many sums merge after each."""
+        """Begins a step. Returns its number, the numbers of this rank's micro-batches, and the merges after each.
+
+        The merges say how many times, after a micro-batch, the last two sums of gradients become one: see ``cut_tree``.
+        """
         model = self._model
         objection = self._objection()
         if not objection and any(p.requires_grad and p.grad is not None for p in model._module_parameters):
@@ -151,12 +154,12 @@ class MicroBatches:
         return batch
 
     def _go_on(self, number: int) -> None:
-        """Makes step ``number`` the next one, behind the one before."""
+        """Makes step ``number`` the next one, after the step before it has ended."""
         _seed(self._seed, number - 1, self._total)  # for what comes after the step, the same on all ranks
         self._number = self._fetched_step = number
 
     def _stop_fetching(self) -> None:
-        """Ends the loader's workers, also where somebody holds an error out of the loader, and so its iterator."""
+        """Ends the loader's workers, even if someone holds an error of the loader, and so the loader's iterator."""
         getattr(self._fetched, "_shutdown_workers", lambda: None)()
         self._fetched, self._fetched_step = iter(()), -1
 
@@ -222,9 +225,9 @@ micro_batches = MicroBatches
 
 
 class _Places:
-    """The seed and the indices of the samples of each of this rank's micro-batches, from a step on.
+    """Iterates over this rank's micro-batches, from a step on: the seed and the samples' indices of each.
 
-    A call that has raised may be made again, which a generator would answer with the end.
+    This is no generator, which could not go on after an error: a call that has raised may be made again.
     """
 
     def __init__(self, batches: MicroBatches) -> None:
@@ -249,7 +252,7 @@ class _Places:
 
 
 def _order(loader: DataLoader[Any], seed: int, epoch: int) -> list[list[int]]:
-    """The indices of the micro-batches of ``epoch``, of all ranks."""
+    """The samples' indices of each micro-batch of ``epoch``, of all ranks."""
     _seed(seed, "epoch", epoch)
     batches = [list(indices) for indices in loader.batch_sampler or ()]
     sizes = {len(indices) for indices in batches}
@@ -262,7 +265,7 @@ def _order(loader: DataLoader[Any], seed: int, epoch: int) -> list[list[int]]:
 
 
 class _SeededDataset:
-    """``dataset``, whose random numbers (augmentation) belong to the micro-batch."""
+    """Seeds the generators by the micro-batch before it fetches samples: augmentation does not depend on the rank."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -276,7 +279,7 @@ class _SeededDataset:
 
 
 def _seed(*key: Any) -> None:
-    """Seeds every generator by ``key``: the CRC-32 of its parts with blanks in between, so that anybody can."""
+    """Seeds every generator with the CRC-32 of ``key``'s parts, joined by blanks: any program can compute that."""
     number = zlib.crc32(" ".join(map(str, key)).encode())
     torch.default_generator.manual_seed(number)  # torch.manual_seed() formats a stack for each device that is not there
     if torch.cuda.is_initialized():  # never so in a worker of the loader

@@ -42,7 +42,7 @@ class MixedPrecision:
                 self._handles.append(submodule.register_forward_hook(self._leave, always_call=True))
 
     def go_with(self, wrapper: nn.Module) -> None:
-        """Leaves the module when ``wrapper`` is gone. A copy leaves its own once this is called for the copy, too."""
+        """Removes the module's hooks when ``wrapper`` is gone. Call it for a copy, too, whose hooks are its own."""
         weakref.finalize(wrapper, self._remove_hooks).atexit = False
 
     def _remove_hooks(self) -> None:
@@ -63,7 +63,7 @@ class MixedPrecision:
     def _takes_part(self, tensor: torch.Tensor) -> bool:
         return tensor.is_floating_point() and tensor not in self._ignored
 
-    # The outermost call is the wrapper's, or that of a part of the model where a checkpoint is recomputed.
+    # Casts hide parameters during the outermost call: the wrapper's, or that of a module that a checkpoint recomputes.
     def _enter(self, module: nn.Module, _inputs: Any) -> None:
         if not self.casts:
             return
@@ -82,7 +82,7 @@ class MixedPrecision:
             self._calls.pop()
 
     def _put_back(self, of: list[nn.Module] | None = None) -> None:
-        """Puts the parameters back. ``of``: the calls of a recomputation, whose graph task may outlive them."""
+        """Puts the parameters back; with ``of``, a recomputation's calls, only if these have not ended already."""
         if of is not None and of is not self._calls:
             return
         for parameters, name, parameter in self._hidden:
@@ -107,20 +107,20 @@ class MixedPrecision:
 
 
 def part_from_others(module: nn.Module) -> None:
-    """Has a wrapper collected that is gone but for a cycle, perhaps on this rank alone: the module would still cast."""
+    """Frees an earlier wrapper that only a cycle holds, perhaps on this rank alone: its hooks would still cast."""
     hooks = (hook for submodule in module.modules() for hook in submodule._forward_pre_hooks.values())
     if any(isinstance(getattr(hook, "__self__", None), MixedPrecision) for hook in hooks):
         gc.collect()
 
 
 class _AtEnd:
-    """A callback of a graph task, which drops the callback at its end, whatever error has ended the task."""
+    """A callback that makes its call when the graph task drops it, so also if an error has ended the task."""
 
     def __init__(self, call: Callable[[], None]) -> None:
         self._call = call
 
     def __call__(self) -> None:
-        """Does nothing: the end of this object counts."""
+        """Does nothing: ``__del__`` makes the call."""
 
     def __del__(self) -> None:
         self._call()

@@ -15,7 +15,7 @@ _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """A module, and the ranks that train it. Other ranks get another ``Model``."""
+    """A module, and the ranks that train it. If the ranks change, a new ``Model`` is made."""
 
     module: torch.nn.Module
     communicator: Communicator
@@ -41,7 +41,7 @@ class Switches:
     forward_sync_buffers: bool
     require_backward_grad_sync: bool = True  # the next forward's backward averages
     accumulates: bool = False  # in a micro-batch of micro_batches() that does not complete its step
-    require_forward_param_sync: bool = True  # so did that of the last forward: the next one synchronizes buffers
+    require_forward_param_sync: bool = True  # the last forward's backward averages: the next one syncs buffers
     forwards: float = 0  # of the wrapper so far, of whatever kind; NaN once a CUDA graph holds one
     said_past: bool = False  # that the model is trained past its wrapper
     sink_clone: bool = True  # outputs that go through the sink are copied
@@ -49,7 +49,7 @@ class Switches:
 
     @property
     def synchronizes(self) -> bool:
-        """Whether the next forward's backward averages, neither in no_sync() nor in such a micro-batch."""
+        """Whether the next forward's backward averages: not in no_sync(), nor before this rank's last micro-batch."""
         return self.require_backward_grad_sync and not self.accumulates
 
 

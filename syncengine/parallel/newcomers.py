@@ -1,8 +1,8 @@
 """Warns of parameters that a model gets after wrapping (adapters, another head), as nobody averages their gradients.
 
-Registration is followed, and costs a comparison in each forward. Parameters that come past it (``Sequential.insert``
-writes to ``_modules``), and those that were frozen then, are found by walking through the model, so seldom that this
-costs as little.
+Hooks count registrations: a forward walks through the model if their count has changed, else it costs a comparison.
+Parameters that come without registration (``Sequential.insert`` writes to ``_modules``), and those that were frozen
+when they came, are found by walks that are so seldom that they cost as little.
 """
 
 import warnings
@@ -41,10 +41,9 @@ def _follow_registrations() -> None:
 
 
 class Newcomers:
-    """The newcomers of one model. Warns when the first gradient comes to one: a copy that is only kept is no matter.
+    """Finds the newcomers of one model. Warns of one at its first gradient, as a copy that is only kept is harmless.
 
-    A parameter that takes another's place is a newcomer, too; it is an error only if the other was trained and is
-    missed.
+    A parameter that replaces another is a newcomer, too; it is an error only if the other was trained and is missed.
     """
 
     def __init__(self, model: Model, ignored: Collection[str]) -> None:
@@ -56,7 +55,7 @@ class Newcomers:
         self._forwards = 0  # forwards until the next walk: some come unregistered, or train later
 
     def look(self, wrapper: Any) -> None:
-        """Looks for newcomers before a forward of ``wrapper``, the ``Parallel``, which may get parameters itself."""
+        """Looks for newcomers in ``wrapper``, a ``Parallel``, before its forward; it may have parameters of its own."""
         self._forwards -= 1
         if self._seen != _registrations or self._forwards <= 0:
             self._seen = _registrations

@@ -1,7 +1,7 @@
 """The step of ``micro_batches()`` that is open: from its first micro-batch to its end, or until it is dropped.
 
-A process has one at most, since a step seeds the process' random numbers. This module holds the step, whoever still
-iterates, and only calls change it: when Python's collector frees an object has no part in it.
+A process has one at most, since a step seeds the process' random numbers. This module holds the open step, even if
+nothing iterates any more, and only calls change it: it does not matter when Python's collector frees an object.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Step:
         return self
 
     def __next__(self) -> tuple[int, Any]:
-        """Returns the next micro-batch. The step ends behind the last one."""
+        """Returns the next micro-batch. After the last one, the step ends."""
         if self._is_over:
             raise StopIteration
         if not self._begun:
@@ -79,7 +79,7 @@ class Step:
         Step.now = self
 
     def _begin(self, micro_batch: int) -> tuple[int, Any]:
-        """Fetches a micro-batch. The last of this rank also brings the sums for which the others wait."""
+        """Fetches a micro-batch. Backward of this rank's last one also brings the sums for which other ranks wait."""
         if self._begun:
             self._buffers.put_back()
         self._begun += 1
@@ -138,7 +138,7 @@ class Step:
         refuse(self._communicator, text)
 
     def before_forward(self, model: Any) -> None:
-        """Refuses a forward that trains another model, is under no_sync(), or comes behind the backward."""
+        """Refuses a forward that trains another model, is under no_sync(), or follows the micro-batch's backward."""
         recomputes = torch._C._current_graph_task_id() >= 0
         if recomputes or not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             return
@@ -163,7 +163,7 @@ class Step:
 
 
 def drop_open_step() -> None:
-    """Drops the step that is open, if there is one, as one that was left: it has not happened."""
+    """Drops the open step, if there is one. It was left before its end, and so has not happened."""
     if Step.now is not None:
         Step.now.drop()
 

@@ -13,7 +13,7 @@ APPLIED_IN_BACKWARD = "torch.distributed.optim.apply_optimizer_in_backward"
 
 
 class BackwardOptimizers:
-    """The optimizers in backward of one model. Hooks on parameters stay for another reducer, and are not pickled."""
+    """The optimizers in backward of one model. Their hooks stay for the model's next reducer, and are not pickled."""
 
     _taken = 0  # how often any model has taken handles out of torch's map, where others no longer see them
 
@@ -45,10 +45,10 @@ class BackwardOptimizers:
                 self._step_after_reduction(parameter, lambda _, own=own: own.step())  # type: ignore[misc]
 
     def adopt(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Makes the optimizers of torch's ``_apply_optimizer_in_backward`` wait for averages, and drop gradients then.
+        """Makes optimizers of torch's ``_apply_optimizer_in_backward`` step on averages, and drop gradients afterwards.
 
-        It is called before each forward once torch's module of that name is imported, since they may be applied at any
-        time. If several models have a parameter, each adopts its optimizer, and the model that averages steps.
+        Called before each forward once torch's module of that name is imported, since optimizers may be applied at any
+        time. If several models have a parameter, each adopts its optimizer, and the one that averages steps it.
         """
         handles = getattr(sys.modules[APPLIED_IN_BACKWARD], "param_to_optim_hook_handle_map", {})
         if not handles and self._taken_before == BackwardOptimizers._taken:

@@ -19,7 +19,7 @@ def through_sink(output: Any, clone: bool) -> Any:
 
 
 class _OutputSink(torch.autograd.Function):
-    """Passes tensors through; backward passes missing gradients on as missing, so that their graphs run as well."""
+    """Passes tensors through. Backward passes None on for unused ones, so that their graphs run as well."""
 
     @staticmethod
     def forward(ctx: Any, clone: bool, *values: Any) -> tuple[Any, ...]:

@@ -37,7 +37,7 @@ _steps: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Any, Step]] = w
 
 @cache
 def follow_steps() -> None:
-    """Looks at the steps of all optimizers of torch's from now on."""
+    """From now on, checks after each step of a torch optimizer whether its model is trained past its wrapper."""
     register_optimizer_step_post_hook(_after_step)
 
 
@@ -67,7 +67,7 @@ def _look(wrapper: Any, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _first_stepped(optimizer: torch.optim.Optimizer, names: Container[int]) -> Any:
-    """The first parameter with a gradient whose id is among ``names``, or None. By loops: each step pays for calls."""
+    """The first parameter with a gradient whose id is among ``names``, or None. By loops: calls slow each step down."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is not None and id(parameter) in names:

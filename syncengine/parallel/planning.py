@@ -31,7 +31,7 @@ class Planning:
         self.start_over(self.model.communicator.numerics == "ring")
 
     def start_over(self, follows_ddp: bool) -> None:
-        """Makes the next forward plan anew: as DDP does, or as is fastest."""
+        """Makes the next forward plan buckets anew: as DDP does if ``follows_ddp``, else as is fastest."""
         model, on_cpu = self.model, self.model.device.type == "cpu"
         between_hosts = bool(model.communicator.links)
         finds_unused = looks_for_unused(self.options)
@@ -39,7 +39,7 @@ class Planning:
             model.parameters, model.sparse, follows_ddp, finds_unused, *self.caps, on_cpu, between_hosts
         )
         self.plan: Plan | None = None
-        # The order in which gradients became ready on one rank, once all ranks have it. Some may be frozen by now.
+        # The order in which one rank's gradients became ready; None until all ranks have it. Some may be frozen by now.
         self._order: list[int] | None = None
         self.bucket_bytes_cap_default = default = self.caps[0] is None and not self.planner.given_caps
         # Dynamo cuts compiled graphs by this cap: into pieces as large as DDP's, whatever the size of our buckets.
@@ -48,7 +48,7 @@ class Planning:
 
     @temporarily_clear_interpreter_stack()  # torch.func's transforms would wrap what ranks tell each other
     def renew(self, current: Round | None = None) -> None:
-        """Makes the plan: the first one by registration, later ones by one rank's order of readiness.
+        """Makes the bucket plan: first by the order of registration, later by the order of one rank's gradients.
 
         All ranks call it together when they exchange that order, or are in a join context. Otherwise the plan follows
         from facts that each rank has.
@@ -67,7 +67,7 @@ class Planning:
         self._install(self.planner.rebuilt(order), provisional=False)
 
     def reserve_slots(self) -> int:
-        """Reserves slots with all ranks, once. A copy does so at its first plan, since one rank alone may copy."""
+        """Agrees with all ranks on buckets' slots, once; for a copy at its first plan, as one rank alone may copy."""
         try:
             return self.reducer.reserve_slots(self.number)
         except InvalidUsage:  # on all ranks, as there is no room: models may be garbage that holds slots
@@ -80,10 +80,10 @@ class Planning:
         self.plan = plan
 
     def _agree_on_order(self, trainable: list[int], current: Round | None) -> list[int]:
-        """Takes over rank 0's order: that of the last backward, then the gradients that it did not bring.
+        """Takes over rank 0's order of gradients: as they came in its last backward, then those that did not come.
 
-        Returns the part of it that is trainable on that rank. A join context takes the order of the first rank that has
-        a batch, but for ``ring``, which does as DDP.
+        Returns the part of it that is trainable on that rank. In a join context the order is that of the first rank
+        that has a batch, but rank 0's if plans follow DDP's.
         """
         communicator = self.model.communicator
         source = 0 if current is None or self.planner.follows_ddp else current.training[0]
@@ -108,7 +108,7 @@ class Planning:
 
 
 def _completed(order: Sequence[int], trainable: Sequence[int]) -> list[int]:
-    """The ``trainable`` parameters that are in ``order``, and then the others, as backward mostly brings them."""
+    """The ``trainable`` parameters: those in ``order``, then the others in reverse, as backward mostly brings them."""
     wanted = set(trainable)
     known = [i for i in order if i in wanted]
     missing = wanted.difference(known)

@@ -28,11 +28,11 @@ class NoReducer:
         return {**counts, "copied_bytes": {}, "staged_bytes": {}, "shortage": ""}
 
     def step_times(self) -> StepTimes:
-        """The times of no step."""
+        """A record of no steps."""
         return StepTimes()
 
     def begin_forward(self, synchronize: bool) -> None:
-        """Notes whether the forward synchronizes, as it decides about its backward."""
+        """Notes whether the forward synchronizes, and so whether its backward does."""
         self._synchronizes = synchronize
 
     def has_averaged(self) -> bool:
@@ -51,7 +51,7 @@ class NoReducer:
         return False
 
     def prepare_for_backward(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Makes the next backward average, whatever the forward was told. There is no parameter to prepare."""
+        """Makes the next backward average, even after a forward under ``no_sync``. There is no parameter to prepare."""
         self._synchronizes = True
         return []
 
@@ -105,19 +105,19 @@ class ModelReducer(Reducer):
     def prepare_for_backward(
         self, outputs: Sequence[torch.Tensor], began: NodeNumber | None = None
     ) -> list[torch.Tensor]:
-        """Makes the next backward average, whatever the forward before it was told. All ranks call it."""
+        """Makes the next backward average, even after a forward under ``no_sync``. All ranks call it."""
         self._rebuild_buckets()
         self._wrapper()._uneven.average_with_weights()
         return super().prepare_for_backward(outputs, began)
 
     def _ddp_graph_static(self) -> bool:
-        """Whether each backward on this rank used the same parameters, as far as unused ones are looked for."""
+        """Whether each backward on this rank used the same parameters; True if unused ones are not looked for."""
         return not looks_for_unused(self._options) or self.graph_is_static()
 
     def _get_local_used_map(self) -> torch.Tensor | None:
         """The number of ranks on which the last synchronized backward used each parameter that requires a gradient.
 
-        The result is None unless unused parameters are looked for, as in DDP. All ranks call it here.
+        The result is None unless unused parameters are looked for, as in DDP. Unlike there, all ranks call this method.
         """
         model = self._wrapper()._model
         if not looks_for_unused(self._options):
@@ -130,7 +130,7 @@ class ModelReducer(Reducer):
 
 
 def _call_hook(reducer: weakref.ref[ModelReducer], bucket: dist.GradBucket) -> Any:
-    """Calls the reducer's communication hook. C++ keeps only this: the collector sees no cycle through C++."""
+    """Calls the reducer's communication hook. C++ holds this, not the hook: cycles through C++ would never be freed."""
     alive = reducer()
     if alive is None:
         raise InvalidUsage(

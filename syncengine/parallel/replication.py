@@ -1,4 +1,4 @@
-"""The same model on every rank: compares facts that must be the same, and refuses tensors that can't be copied."""
+"""Checks that ranks have the same model: compares facts about it, and refuses tensors that can't be copied."""
 
 import hashlib
 import itertools
@@ -43,12 +43,12 @@ def check_writable(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-# Dtypes with elements that torch copies as bytes alone.
+# Dtypes with elements of less than a byte, which torch can copy only as bytes.
 _BYTES = {getattr(torch, f"{kind}{bits}", None) for kind in ("int", "uint") for bits in range(1, 8)}
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's class answers torch's operations itself, so that its memory may hold no elements."""
+    """Whether the tensor's class has its own ``__torch_dispatch__``, so that its memory may hold no elements."""
     return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
@@ -63,10 +63,10 @@ def plain_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def unwrapped(named: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-    """Puts the tensors that a wrapper holds, such as a quantized weight's integers and scales, in the wrapper's place.
+    """Replaces each wrapper tensor by the tensors that it holds, such as a quantized weight's integers and scales.
 
-    A wrapper that does not tell them by ``__tensor_flatten__`` stays, and so does one that is refused. Numbers of less
-    than a byte become bytes. A tensor on meta has nothing to copy, and is left out.
+    A wrapper without ``__tensor_flatten__`` stays as it is, and so does one that is refused. Elements of less than a
+    byte become bytes. A tensor on meta has nothing to copy, and is left out.
     """
     found: list[tuple[str, torch.Tensor]] = []
     for name, tensor in named:
@@ -98,7 +98,7 @@ def reach_of(tensor: torch.Tensor) -> int:
 
 
 def _why_not_dense(tensor: torch.Tensor) -> str:
-    """The kind of a tensor that is not elements in memory; or an empty text."""
+    """The kind of a tensor that is no dense block of elements, say "a nested tensor"; or an empty text."""
     if tensor.layout is not torch.strided:
         return f"a tensor of layout {tensor.layout}"
     if tensor.is_nested or tensor.is_quantized:
@@ -113,9 +113,9 @@ def check_same_on_all_ranks(
     lines: Sequence[str],
     advice: str = "Build the same model with the same arguments on every rank.",
 ) -> None:
-    """Raises ``Mismatch`` on every rank, naming the first line that differs and both sides, unless all ranks agree.
+    """Raises ``Mismatch`` on every rank, unless ``lines`` are the same: names the first that differs, and both sides.
 
-    ``what`` is subject and verb ("... differs"); ``advice`` ends the text. All ranks call it.
+    ``what``: the error's subject and verb ("... differs"). ``advice``: the end of its text. All ranks call it.
     """
     text = "\n".join(lines)
     digest = hashlib.sha256(to_utf8(text)).digest()
@@ -144,7 +144,7 @@ def fail_all(communicator: Communicator, error: SyncError, text: str | None = No
 
 
 def gather_bytes(communicator: Communicator, data: bytes, size: int) -> list[bytes]:
-    """Every rank's ``data``, padded with zeros to ``size``, which is the same on all ranks. All call it."""
+    """Every rank's ``data``, padded with zeros to ``size``, which is the same on all ranks. All ranks call this."""
     own = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
     everyone = torch.empty(communicator.size * size, dtype=torch.uint8, device="cpu")
     communicator.all_gather(everyone, own)

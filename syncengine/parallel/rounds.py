@@ -1,6 +1,6 @@
 """Rounds: a small all-gather before each forward in a join context, in which ranks say what they will do.
 
-So ranks that have joined can match the others' collectives: a new bucket plan, buffers, gradients.
+So ranks that have run out of batches can match the others' collectives: a new bucket plan, buffers, gradients.
 """
 
 import time
@@ -40,7 +40,7 @@ class Round(NamedTuple):
 
     @property
     def synchronizes(self) -> bool:
-        """Whether backward averages."""
+        """Whether the backward of this forward averages gradients."""
         return any(intent.synchronizes for intent in self.intents)
 
     @property
@@ -50,7 +50,7 @@ class Round(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """The number of the optimizer whose step this round is, in which all ranks take part; 0 for a forward."""
+        """The number of the optimizer that all ranks step in this round; 0 if the round is for a forward."""
         return max(int(intent.steps) for intent in self.intents)
 
     @property
@@ -65,7 +65,10 @@ class Round(NamedTuple):
         return None if min(weights) < 0 else weights
 
     def check(self) -> None:
-        """Raises ``Mismatch`` unless all ranks with a batch ask the same of this round: averages, a weight, a step."""
+        """Raises ``Mismatch`` unless all ranks with a batch ask the same of this round.
+
+        Compares whether they synchronize gradients and buffers, and have a weight; and which optimizer they step.
+        """
         first, *others = self.training
         for rank in others:
             for field, does, does_not in (
@@ -86,10 +89,11 @@ class Round(NamedTuple):
 
 
 def notify_torch_join(joinable: Joinable, communicator: Communicator | None) -> None:
-    """Tells ranks that wait in torch's ``Join`` that ``joinable`` goes on. Does nothing outside of ``Join``.
+    """Tells ranks that have run out of batches, in torch's ``Join``, that ``joinable`` goes on.
 
-    All ranks call it. torch waits for them over its own process group, which may hear first of a rank that has died,
-    and does not say which. Then it raises ``PeerLost``.
+    All other ranks call it. Does nothing outside of ``Join``. If a rank has died, torch's own process group may fail
+    first, and does not say which rank. Then the communicator gets a second to notice, and raises ``PeerLost``;
+    otherwise torch's error is raised.
     """
     try:
         if notice := Join.notify_join_context(joinable):

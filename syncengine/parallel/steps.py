@@ -32,7 +32,7 @@ PRE_FORWARD, POST_FORWARD = _BufferCommHookLocation.PRE_FORWARD, _BufferCommHook
 
 @dataclass(frozen=True, eq=False)
 class Steps:
-    """Arms the reducer, and brings plan, buffers and weights into step with the other ranks."""
+    """Prepares the reducer for each backward, and exchanges bucket plans, buffers and weights with the other ranks."""
 
     model: Model
     switches: Switches
@@ -65,7 +65,7 @@ class Steps:
             self.log.set_error_and_log(error_text(error))
             _undecided.note(self)
             raise
-        # DDP leaves buffers as they are for one more forward after one that will not synchronize.
+        # As in DDP, buffers are not synchronized in the forward that follows one that does not synchronize.
         switches.require_forward_param_sync = synchronize
         began = NodeNumber()
         try:
@@ -151,7 +151,7 @@ class Steps:
                 raise InvalidUsage(f"{own_name(self.model.communicator)}: {text}")
 
     def shadow(self, current: Round) -> None:
-        """Takes part, on a rank that has joined, in the collectives of the others' forward and backward."""
+        """Takes part, on a rank that has no batch any more, in the collectives of the others' forward and backward."""
         current.check()
         if current.steps:
             follow_step(self.model, current)
@@ -169,8 +169,8 @@ class Steps:
 class _Undecided:
     """Modules of which this rank has refused a forward: the others decide whether ``.grad`` stays what it was before.
 
-    No optimizer of torch's steps until they have, so that none does on this rank alone. This object holds a module's
-    reducer as long as the module lives, as the module may be wrapped anew meanwhile.
+    This rank waits for that decision before an optimizer of torch's steps, so that none steps on this rank alone. This
+    object holds a module's reducer as long as the module lives, as the module may be wrapped anew meanwhile.
     """
 
     def __init__(self) -> None:
@@ -178,13 +178,13 @@ class _Undecided:
         self.hook: RemovableHandle | None = None
 
     def note(self, steps: Steps) -> None:
-        """Notes a module whose forward has raised, if the others have to decide."""
+        """Notes a module whose forward has raised, if the other ranks have to decide about its gradients."""
         if steps.reducer.is_undecided():
             self._reducers[steps.model.module] = steps.reducer
             self.hook = self.hook or register_optimizer_step_pre_hook(self._before_step)
 
     def decide(self, module: torch.nn.Module) -> None:
-        """Waits for the decision about ``module``, before any forward of it."""
+        """Waits, before a forward of ``module``, for the others' decision about one that this rank refused, if any."""
         if reducer := self._reducers.pop(module, None):
             reducer.decide()
         if self.hook and not self._reducers:

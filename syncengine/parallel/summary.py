@@ -1,4 +1,4 @@
-"""The times of steps, how much of them is synchronization, and which rank is late: numbers, a warning, a run's line."""
+"""Times of steps, the part that is synchronization, and the late rank: as numbers, a warning, a line at a run's end."""
 
 import logging
 import math
@@ -38,7 +38,7 @@ _TIMES = np.dtype([(name, np.int64) for name in ("before", "forward", "backward"
 
 
 class Numbers(NamedTuple):
-    """The contents of a ``StepTimes``, as arrays."""
+    """The contents of a ``StepTimes``, the engine's record of a model's steps, as arrays."""
 
     steps: int  # steps so far
     bytes: int
@@ -52,7 +52,7 @@ class Numbers(NamedTuple):
 
     @property
     def wait_ms(self) -> float:
-        """The median time for which this rank waits for averages, in the same steps."""
+        """The median time for which this rank waits for averages in a step, in milliseconds."""
         return self._median_ms("wait", "end")
 
     def _median_ms(self, begin: str, end: str) -> float:
@@ -61,7 +61,7 @@ class Numbers(NamedTuple):
 
 
 def numbers_of(times: StepTimes) -> Numbers:
-    """Reads the numbers of the steps so far."""
+    """Reads the engine's record of a model's steps."""
     steps, size, last, stamps = times.summary()
     # pack_stamp() gives each phase 16 bits, of which the upper 5 are the exponent of microseconds.
     bits = np.array(stamps, dtype="<u8")[..., None].view("<u2")
@@ -125,7 +125,7 @@ def _size(count: float) -> str:
 
 
 def stats_of(reducer: ModelReducer, ranks: list[int], rank: int) -> dict[str, float]:
-    """The result of ``Parallel.stats``. ``ranks`` are the communicator's, of which this one is ``rank``."""
+    """The result of ``Parallel.stats``. ``ranks``: the members' ranks in the job; ``rank``: this member's number."""
     last = reducer.statistics()
     numbers = numbers_of(reducer.step_times())
     found, _ = _compare_numbers(numbers, ranks)
@@ -149,7 +149,7 @@ def stats_of(reducer: ModelReducer, ranks: list[int], rank: int) -> dict[str, fl
 
 
 def for_loggers(stats: dict[str, float]) -> dict[str, float]:
-    """The numbers of ``Parallel.stats()`` that frameworks' loggers get by themselves; none before the first step."""
+    """The part of ``Parallel.stats()`` that frameworks' loggers get automatically; nothing before the first step."""
     names = ("step_ms", "exposed_sync_ms", "latest_rank", "latest_rank_ms")
     return {f"syncengine/{name}": stats[name] for name in names if stats["steps"]}
 

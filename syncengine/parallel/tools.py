@@ -45,13 +45,13 @@ _no_sync = DistributedDataParallel.no_sync
 
 
 def _of(part: str, name: str) -> Any:
-    """The attribute ``name`` of the wrapper's ``part``."""
+    """Makes a property of ``Parallel`` that reads and sets the attribute ``name`` of its attribute ``part``."""
     value = attrgetter(f"{part}.{name}")
     return property(lambda self: value(self), lambda self, new: setattr(getattr(self, part), name, new))
 
 
 class _Kind(ABCMeta):
-    """The type of ``Parallel``: a DistributedDataParallel that is served by it is an instance, too. See patch.py."""
+    """Metaclass of ``Parallel``: a DistributedDataParallel that ``Parallel`` serves (patch.py) is an instance, too."""
 
     def __instancecheck__(cls, model: Any) -> bool:
         served_by = getattr(model, "__dict__", {}).get(SERVED_BY)
@@ -93,7 +93,7 @@ class ForTools(DistributedDataParallel, metaclass=_Kind):
     bucket_bytes_cap_list = _of("_planning", "bucket_bytes_cap_list")
     bucket_bytes_cap_default = _of("_planning", "bucket_bytes_cap_default")
     _has_rebuilt_buckets = _of("_planning", "has_rebuilt")
-    # The steps of micro_batches() that were begun last, and those where elastic() called its function anew.
+    # By a text about the micro-batches: the step begun last, and the one when elastic() called its function anew.
     _begun_steps: dict[str, int]
     _left_steps: dict[str, int]
     _module_parameters = _of("_model", "parameters")
@@ -108,8 +108,7 @@ class ForTools(DistributedDataParallel, metaclass=_Kind):
     def no_sync(self) -> Iterator[None]:
         """Backwards of forwards in this context accumulate this rank's own gradients.
 
-        A context inside of the module's forward is about whole backwards in there, as in Lightning's manual
-        optimization.
+        Within the module's forward it is for backwards that run wholly in it, as in Lightning's manual optimization.
         """
         with _no_sync(self):
             if is_active(self):
@@ -146,10 +145,10 @@ class ForTools(DistributedDataParallel, metaclass=_Kind):
         less that of the fastest rank: time that it waits for other ranks is not its own.
 
         ``steps``: how many were compared; ``step_ms``: how long one takes; ``ranks``: for each rank, medians in
-        milliseconds: ``late_ms``, and of that ``input_ms`` (the rest), ``forward_ms`` (with the
-        loss), ``backward_ms`` and ``optimizer_ms``; and ``late_percent``, in how many steps it took over a tenth of a
-        step longer than the middle rank. ``verdict``: None, or the ``rank`` that does so in over two thirds of the
-        steps, its main ``phase``, ``late_ms`` and ``late_percent``; rank 0 warns of it, once in 100 steps at most.
+        milliseconds: ``late_ms``, and of that ``input_ms`` (the rest), ``forward_ms`` (with the loss), ``backward_ms``
+        and ``optimizer_ms``; and ``late_percent``, in how many steps it took over a tenth of a step longer than the
+        middle rank. ``verdict``: None, or the ``rank`` that does so in over two thirds of the steps, its main
+        ``phase``, ``late_ms`` and ``late_percent``; rank 0 warns of it, once in 100 steps at most.
 
         A rank is late in no step in which it has no batch. Nothing is compared on CUDA.
         """
@@ -193,10 +192,8 @@ class ForTools(DistributedDataParallel, metaclass=_Kind):
 
         Each ``bucket`` is a ``torch.distributed.GradBucket`` with this rank's gradients in one flat tensor; the hook
         returns a future of the values that take their place. It is called on every rank in the same order of buckets.
-        Backward raises its errors, and the other ranks raise them as ``Aborted``.
-
-        ``syncengine.hooks`` has hooks that need no ``torch.distributed``. A hook is registered once, and not in the
-        middle of a backward.
+        Backward raises its errors, and the other ranks raise them as ``Aborted``. ``syncengine.hooks`` has hooks that
+        need no ``torch.distributed``. A hook is registered once, and not in the middle of a backward.
         """
         self._check_comm_hook(hook)
         if isinstance(hook, Compress) and state is not None and state is not self.communicator:
@@ -276,10 +273,7 @@ class ForTools(DistributedDataParallel, metaclass=_Kind):
         )
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """Sets how often ``iteration`` of ``_get_ddp_logging_data`` changes, after the first 10 steps.
-
-        The times there are those of the last 1024 steps in any case.
-        """
+        """Sets how often ``iteration`` in the logging data changes after step 10. Times are of the last 1024 steps."""
         if sample_rate < 1:
             self._log_and_throw(InvalidUsage, "DDP runtime logging sample rate should be equal or greater than 1")
         self.logger.sample_rate = sample_rate

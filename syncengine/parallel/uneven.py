@@ -47,7 +47,7 @@ class UnevenInputs:
 
     def count(self, weight: float, in_join: bool) -> None:
         """Gives this rank's gradients a weight in the next synchronized backward."""
-        # A weight in a join context travels with the rank's intent, in the round of that forward.
+        # In a join context the weight is sent later: as a part of this rank's Intent, in the round of that forward.
         self.weight = weight if in_join else _Weights(self.model.communicator, weight)
 
     def average_with_weights(self) -> None:
@@ -57,7 +57,7 @@ class UnevenInputs:
             self.average_with(weights.wait())
 
     def tell_joined(self, joinable: Joinable, synchronize: bool, plans: bool, sends_buffers: bool) -> Round:
-        """Tells ranks that have joined of this forward of ``joinable`` and its backward. Returns the round."""
+        """Tells ranks without a batch of this forward of ``joinable`` and its backward. Returns the round."""
         communicator = self.model.communicator
         notify_torch_join(joinable, communicator)
         weight = -1.0

@@ -26,14 +26,14 @@ def register(model: Any) -> None:
 
 
 def take_part(model: Model, follow: Callable[[Round], None]) -> int:
-    """Registers ``follow``, which makes an optimizer's step on a rank that has joined. Returns its number."""
+    """Registers ``follow``, which steps an optimizer on a rank without a batch. Returns the optimizer's number."""
     followers = _followers.setdefault(model, [])
     followers.append(weakref.WeakMethod(follow))
     return len(followers)
 
 
 def follow_step(model: Model, current: Round) -> None:
-    """Takes part, on a rank that has joined, in the optimizer's step that the others have told of."""
+    """Takes part, on a rank without a batch, in the optimizer's step that the others announced in ``current``."""
     follow = _followers[model][current.steps - 1]()
     if follow is not None:
         follow(current)

@@ -66,8 +66,7 @@ class Parallel(ForTools):
     """Trains ``module`` data-parallel: each backward averages the gradients over all ranks while it still runs.
 
     The arguments, attributes and errors are those of ``DistributedDataParallel``; unsupported ones are refused by name.
-    It is a subclass only so that ``isinstance`` holds for the tools that ask: none of DDP's machinery
-    runs.
+    ``Parallel`` is a subclass of it only for tools that check by ``isinstance``: none of DDP's machinery runs.
 
     ``process_group`` takes a torch process group or a ``syncengine.Communicator`` (say, from ``Communicator.split``);
     ``None`` is the default communicator, initialized if need be. The attribute ``communicator`` is the communicator
@@ -216,9 +215,7 @@ class Parallel(ForTools):
         All ranks that are left call it. The weights stay as they are on each rank, and so do ``.grad`` and buffers, of
         which some may be further than others: ``syncengine.elastic`` brings them together. A step of ``micro_batches``
         that is open is dropped, with its gradients. Hooks stay in use, buckets are planned anew. Two models of one
-        communicator move to the same.
-
-        ``patience`` and errors are as for ``syncengine.shrink``.
+        communicator get the same new one. ``patience`` and errors are as for ``syncengine.shrink``.
         """
         self._move_to(shrink(self.communicator, patience))
 
@@ -269,7 +266,7 @@ class Parallel(ForTools):
         kept = {name: value for name, value in state.items() if name not in _PARTS}
         made_anew = {"_number": self._planning.number, "_of_torchs_default": of_torchs_default}
         switches = copy.copy(self._switches)
-        # no_sync(), and a micro-batch, would end for the original alone.
+        # The copy is outside of no_sync() and micro-batches, which would end for the original alone.
         switches.require_backward_grad_sync, switches.accumulates, switches.said_past = True, False, False
         return {**kept, "_switches": switches, **made_anew}
 
@@ -324,7 +321,7 @@ class Parallel(ForTools):
         forward and its backward. A rank with 0 contributes nothing, whatever its gradients are (say, NaN from an empty
         batch). Where several backwards are accumulated under ``no_sync``, ``n`` is for their sum.
 
-        Raises ``InvalidUsage`` unless 0 <= n < inf, within the forward, and in the forward if all ranks give 0.
+        Raises ``InvalidUsage`` unless 0 <= n < inf, and within a forward. If all ranks give 0, the forward raises it.
         """
         try:
             weight = float(n)

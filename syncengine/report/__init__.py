@@ -16,7 +16,7 @@ __all__ = ["add_report", "analyze", "write_report"]
 
 
 def add_report(commands: Any) -> None:
-    """Adds the command ``syncengine report`` to the parser's."""
+    """Adds the command ``syncengine report`` to those of the parser."""
     parser = commands.add_parser(
         "report",
         help="one page of where a traced run's time goes",

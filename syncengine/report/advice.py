@@ -1,4 +1,4 @@
-"""Advice with the gain that a trace lets expect, and the changes between two traces."""
+"""Advice on how to make a traced run faster, with the gain to expect; and the changes between two traces."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -96,7 +96,7 @@ def changes(before: Analysis, after: Analysis) -> list[Change]:
 
 
 def compare_verdict(before: Analysis, after: Analysis) -> str:
-    """How a step has changed between two traces; before that, which rank is late now, and what can't be compared."""
+    """Sentences: whether models or ranks differ in two traces, who is late now, and how a step's time has changed."""
     if not before.steps or not after.steps:
         return "One of the traces has no step that all of its ranks have recorded."
     said = ""

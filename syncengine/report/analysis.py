@@ -87,7 +87,7 @@ class Analysis:
 
     @property
     def waiting_ms(self) -> float:
-        """The part of it in which nothing is reduced: ranks wait for each other."""
+        """The part of ``exposed_ms`` in which nothing is reduced, since ranks wait for each other."""
         return max(0.0, self.exposed_ms - max((overlap.exposed for overlap in self.overlap.values()), default=0.0))
 
     @property

@@ -1,4 +1,4 @@
-"""The page of a report: HTML that needs nothing else, no script among it. page.html is its template."""
+"""The page of a report: one HTML file without scripts, which needs no other file. page.html is its template."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -70,7 +70,7 @@ class Reduction(NamedTuple):
 
 
 def reductions_of(step: Mapping[int, Step]) -> dict[int, list[Reduction]]:
-    """The reductions of each rank in a step of all ranks, without the waits for a bucket's last announcement."""
+    """The reductions of each rank in one step. Time before the last rank has announced a bucket does not count."""
     events = [event for of_rank in step.values() for event in of_rank.events]
     announced, reduced = by_operation(events, Kind.ANNOUNCED), by_operation(events, Kind.REDUCED)
     found: dict[int, list[Reduction]] = {rank: [] for rank in step}

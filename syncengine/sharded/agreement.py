@@ -51,8 +51,8 @@ def gather_json(communicator: Communicator, value: Any) -> list[Any]:
 def only_makes_state(communicator: Communicator, groups: Sequence[Mapping[str, Any]]) -> bool:
     """Whether all gradients are zeros on all ranks. All ranks call it.
 
-    torch.distributed.checkpoint makes such a step, while it holds views of the weights that would not follow them into
-    shared memory.
+    torch.distributed.checkpoint makes a step of zeros, so that the optimizer makes its state. It holds views of the
+    weights meanwhile, and these would not follow the weights into shared memory.
     """
     gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None]
     zeros = bool(gradients) and all(g.layout is torch.strided and not g.any() for g in gradients)

@@ -69,7 +69,7 @@ class Block:
 
 
 def part(memories: Sequence[CommonMemory], claims: Sequence[Claim], torn: str = "") -> bool:
-    """Gives this rank private copies of shared memory. False if memory is too short for that."""
+    """Makes ``memories`` private to this rank; False if memory is short. ``torn``: why weights are void, if so."""
     parted = True
     for memory in memories:
         try:

@@ -32,7 +32,7 @@ class Claim:
         self.torn = why
 
     def give_up(self) -> None:
-        """Gives the parameter up: it is private again. Only the first call counts, as another may claim it then."""
+        """Gives the parameter up: it is private again. Later calls do nothing: another optimizer may have it."""
         if self.by is None:
             return
         self.by = None
@@ -62,7 +62,7 @@ def claim(parameter: torch.nn.Parameter, name: str, by: SharedWeights) -> Claim:
 
 
 def check_not_torn(parameters: Iterable[torch.Tensor | None]) -> None:
-    """Raises ``TornWeights`` if one of them must not be used."""
+    """Raises ``TornWeights`` if one of ``parameters`` has values that must not be used."""
     for parameter in parameters:
         found = _claims.get(parameter) if parameter is not None else None
         if found is not None and found.torn:
@@ -82,7 +82,7 @@ def stop_forwards() -> None:
 
 
 class _Stop:
-    """A forward hook that removes itself when the weights are whole, so that later forwards take no longer."""
+    """A forward pre-hook that raises ``TornWeights``. It removes itself when the weights are whole, to cost nothing."""
 
     handle: RemovableHandle
 
@@ -97,7 +97,7 @@ class _Stop:
 def unload(module: torch.nn.Module) -> None:
     """Moves the parameters of ``module`` into private memory, for other code to write the same to them on all ranks.
 
-    The next step shares them again. Raises ``InvalidUsage`` if they were written to before.
+    The next step moves them back. Raises ``InvalidUsage`` if this rank has written to one of them, or moved it, before.
     """
     found = [_claims.get(parameter) for parameter in module.parameters()]
     claimants = {id(claim.by): claim.by for claim in found if claim is not None and claim.by is not None}
@@ -148,7 +148,7 @@ def _guard_below(module: torch.nn.Module, claimed: set[int]) -> bool:
 
 
 class _Guard:
-    """The hooks of a module. Copies and pickles of the module have a harmless function in place of this object."""
+    """A module's hook on saving and loading. Copies and pickles of the module have a harmless function in its place."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = weakref.ref(module)

@@ -19,7 +19,7 @@ from syncengine.sharded.state import State
 
 
 def announce_step(sharing: Sharing, number: Callable[[Parallel], int], in_torch_join: bool) -> Round | None:
-    """Tells ranks that have joined of a step, within a join context. Returns the round; None outside of a context."""
+    """Tells ranks without a batch that a step comes. Returns the ``Round``; None outside of a join context."""
     for known in sharing.models:
         if (model := known()) is None or not model._join_config.enable or sharing.host is None:
             continue
@@ -32,9 +32,10 @@ def announce_step(sharing: Sharing, number: Callable[[Parallel], int], in_torch_
 
 
 def catch_up(sharing: Sharing, groups: Groups, state: State, current: Round | None) -> None:
-    """Shares parameters that were frozen, and sends gradients and options to ranks that have joined. All ranks call it.
+    """Prepares a step. All ranks call it. ``current`` is the result of ``announce_step``.
 
-    The gradients and options are those of the first rank that trains. ``current`` is the result of ``announce_step``.
+    Moves parameters that were frozen, and have a gradient now, into shared memory. Ranks that have run out of batches
+    get the gradients and options of the first rank that trains.
     """
     late = sharing.registry.late(groups)
     if current is None and not late:
@@ -72,7 +73,7 @@ def catch_up(sharing: Sharing, groups: Groups, state: State, current: Round | No
 
 
 class StepHook(JoinHook):
-    """The hook that torch's ``Join`` calls on a rank that has joined."""
+    """The hook that torch's ``Join`` calls on a rank that has run out of batches."""
 
     def __init__(self, sharing: Sharing, follow: Callable[[Round], None]) -> None:
         self._sharing, self._follow = sharing, follow

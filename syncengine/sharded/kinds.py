@@ -1,4 +1,4 @@
-"""Kinds of optimizers: those that treat each element by itself can be cut, as a slice's bits are the whole's."""
+"""Kinds of optimizers: one that treats each element by itself can update slices of parameters, with the same bits."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -67,7 +67,7 @@ def own_options(plain: torch.optim.Optimizer, given: Iterable[Mapping[str, Any]]
 
 
 def coupling(name_of_class: str, own: set[str], options: Iterable[Mapping[str, Any]]) -> str:
-    """A text that names one of ``options``, if it is the class's ``own``, that couples parameters; or an empty text."""
+    """A text about an option, one of the class's ``own``, by which parameters affect each other; or an empty text."""
     for group in options:
         for name, (what, remedy) in _COUPLING.items():
             value = group.get(name) if name in own else None

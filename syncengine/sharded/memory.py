@@ -27,11 +27,11 @@ class Host:
         self.rank, self.size = self.members.index(communicator.rank), len(self.members)
 
     def name(self, member: int) -> str:
-        """The name of the ``member``-th of them in messages."""
+        """The name, in messages, of the ``member``-th rank of this host."""
         return f"rank {self.in_job(member)}"
 
     def in_job(self, member: int) -> int:
-        """The rank in the job of the ``member``-th of them."""
+        """The rank in the job of the ``member``-th rank of this host."""
         return self.communicator.global_ranks[self.members[member]]
 
 
@@ -88,19 +88,19 @@ def tensors_in(memory: CommonMemory, layouts: Sequence[Layout], begin: int = 0) 
 
 
 class FreedMemory:
-    """Returns memory of tensors that have moved into common memory to the machine: malloc would keep a second copy."""
+    """Gives memory of tensors that have moved into common memory back to the system: malloc would keep it."""
 
     def __init__(self) -> None:
         self._freed = 0
 
     def add(self, nbytes: int) -> None:
-        """Counts so many more bytes as freed."""
+        """Counts ``nbytes`` more as freed. Gives memory back only when it is much, since that takes time."""
         self._freed += nbytes
         if self._freed >= _MUCH:
             self.end()
 
     def end(self) -> None:
-        """Returns the rest of the memory: nothing more will be freed."""
+        """Gives the rest of the memory back: nothing more will be freed."""
         self._freed = 0
         return_free_memory()
 

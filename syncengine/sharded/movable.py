@@ -39,7 +39,7 @@ def why_not_shared(named: Sequence[Named], modules: Sequence[torch.nn.Module] = 
 
 
 def _renorms(modules: Sequence[torch.nn.Module], names: Mapping[int, str]) -> str:
-    """A text that names a layer which would write to one of these in forward; or an empty text."""
+    """A text about an embedding whose ``max_norm`` writes to one of these parameters in forward; or an empty text."""
     for layer in itertools.chain.from_iterable(map(torch.nn.Module.modules, modules)):
         if not isinstance(layer, (torch.nn.Embedding, torch.nn.EmbeddingBag)) or layer.max_norm is None:
             continue

@@ -26,8 +26,8 @@ from syncengine.sharded.kinds import check_arguments, coupling, is_elementwise, 
 from syncengine.sharded.shard import Member, Shard, Slice, options_of
 from syncengine.sharded.sharing import Sharing
 
-# The optimizers in the order in which they were made, which is the same on all ranks, unlike that of a set: they bind
-# models by collectives.
+# All optimizers in the order in which they were made. They bind models by collectives, so all ranks must go through
+# them in one order, and that of a set differs between ranks.
 _optimizers: weakref.WeakValueDictionary[int, ShardedOptimizer] = weakref.WeakValueDictionary()
 _count = itertools.count()
 
@@ -228,7 +228,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         return synchronizes and not torch.is_inference_mode_enabled() and model not in self._sharing.known
 
     def _on_forward(self, model: Parallel) -> str:
-        """Binds a new model in its forward. Returns the reason to refuse the forward; or an empty text."""
+        """Moves a new model's parameters into shared memory. Returns why to refuse its forward; or an empty text."""
         if self._sharing.is_over():
             check_not_torn(model.module.parameters())
             return ""  # the model says so

@@ -79,11 +79,11 @@ class Piece:
         self.tensor = self.cut(parameter.data) if is_common else parameter
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
-        """This piece of a tensor that is laid out as the parameter."""
+        """Returns this piece of ``whole``, a tensor laid out as the parameter: all of it, or a slice as a vector."""
         return whole if self.is_whole else flat(whole)[self.begin : self.end]
 
     def laid_out(self, value: torch.Tensor) -> torch.Tensor:
-        """``value``, which has the parameter's shape, laid out as the parameter."""
+        """Returns ``value``, which has the parameter's shape, with the parameter's strides: a copy if it has others."""
         if value.stride() == self.parameter.stride():
             return value.detach()
         same = torch.empty_strided(self.parameter.shape, self.parameter.stride(), dtype=value.dtype)
@@ -93,8 +93,8 @@ class Piece:
 class Shard:
     """Updates this rank's slices with an optimizer of the class that the user has chosen.
 
-    ``given``: the argument of which the user has made the groups, as the class may look at it; ``groups`` have more
-    options by now, and perhaps there are more of them. ``is_common``: the parameters lie in memory that all ranks
+    ``given``: the options of the groups as the user gave them, since the class may look at them. ``groups``: the groups
+    as they are, with more options, and perhaps more of them. ``is_common``: the parameters lie in memory that all ranks
     share; otherwise each rank updates all of them. Raises ``InvalidUsage`` with the class's error.
     """
 
@@ -129,7 +129,7 @@ class Shard:
             ) from error
         self._options: list[dict[str, Any]] = []  # the options with which the step began
         self.changed: set[str] = set()  # names of options that some step has changed
-        # The step without torch's hooks around it, since those are the sharded optimizer's.
+        # The class's step(), without torch's hooks around it: ShardedOptimizer.step() runs these.
         self._step = getattr(optimizer_class.step, "__wrapped__", optimizer_class.step)
 
     def update(self, groups: Sequence[dict[str, Any]]) -> bytes:
@@ -161,7 +161,7 @@ class Shard:
             piece.tensor.data = piece.cut(piece.parameter.data)
 
     def write_back(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Copies options that the step has changed into ``groups``, once all shards, which begin alike, are done."""
+        """Copies into ``groups`` the options that the step has changed; after all shards' steps, as all begin alike."""
         for ours, before, theirs in zip(self.optimizer.param_groups, self._options, groups, strict=False):
             for key, value in ours.items():  # some optimizers keep numbers there
                 if key not in NOT_OPTIONS and before.get(key, before) is not value:

@@ -1,4 +1,4 @@
-"""The blocks that one optimizer has in common with those of the other ranks, and their updates."""
+"""The blocks of parameters that an optimizer shares with the same optimizer of the other ranks, and their updates."""
 
 import warnings
 import weakref
@@ -40,7 +40,7 @@ class ParameterRegistry:
         self.strays: list[torch.Tensor] = []  # shared, but in another group than when they were shared
 
     def look_again(self) -> None:
-        """Forgets the last look, as there are more blocks."""
+        """Makes ``unshared`` look anew, as there are more blocks."""
         self._sizes = None
 
     def unshared(self, groups: Groups) -> list[Member]:
@@ -96,10 +96,10 @@ class Sharing:
     # --- Shared parameters
 
     def bind(self, model: Parallel, groups: Groups, state: State, in_step: bool = False) -> bool:
-        """Moves the parameters that a new ``model`` trains into shared memory. Returns whether it has some.
+        """Binds ``model``: moves its trained parameters in ``groups`` to shared memory. Returns whether it is bound.
 
-        All ranks call it for a model that has some. ``in_step``: a step that only makes state moves nothing, since each
-        rank makes that state for itself.
+        All ranks call it for a model that has parameters of ``groups``. ``in_step``: a step that only makes state moves
+        nothing, since each rank makes that state for itself.
         """
         names = {id(p): n for n, p in zip(model._model.names, model._model.parameters, strict=True)}
         has_some = any(id(parameter) in names for group in groups for parameter in group["params"])

@@ -36,7 +36,7 @@ class Entry(NamedTuple):
 
 
 class SharedState:
-    """The state of one shard's parameters. ``whole`` is the optimizer's own; the list ``memories`` is kept current."""
+    """The state of one shard's parameters. ``whole`` is the optimizer's own. Lists its memory in ``memories``."""
 
     def __init__(
         self, host: Host, shard: Shard, names: Sequence[str], whole: State, memories: list[CommonMemory]
@@ -54,7 +54,7 @@ class SharedState:
         self._memories = memories
         self._own: list[CommonMemory] = []
         self._left = 0  # free bytes in the last one
-        # Whether the optimizer was made with its state; most make it in steps.
+        # Whether the class makes the state in its constructor; most classes make it in steps.
         self._is_made_once = any(shard.optimizer.state[piece.tensor] for piece in shard.pieces)
         self._note_whole()
 
@@ -76,7 +76,7 @@ class SharedState:
         self._watched = WatchedWeights([value for value in self._values if isinstance(value, torch.Tensor)])
 
     def look(self, whole: State) -> str:
-        """Follows values that the user has put into ``whole``. A text names an entry that was written to, or moved."""
+        """Notes values that the user has replaced in ``whole``. Returns a text about one written to or moved; or ""."""
         self.whole = whole
         if self.loaded:
             return ""
@@ -99,7 +99,7 @@ class SharedState:
     # --- Changes of the state by the optimizer
 
     def has_news(self) -> bool:
-        """Whether this rank's pieces have state that is not common yet. Follows values that were replaced."""
+        """Whether this rank's pieces have state that is not common yet. Copies new values of common entries to them."""
         news, states = False, self._shard.optimizer.state
         for piece, installed in zip(self._shard.pieces, self._installed, strict=True):
             state = states[piece.tensor]
@@ -141,7 +141,7 @@ class SharedState:
         self.take()
 
     def give(self) -> None:
-        """Copies all entries into common memory, and leaves ``whole`` as it is. All ranks call it."""
+        """Copies new entries into common memory, and leaves ``whole`` as it is. All ranks call it."""
         mine: dict[str, Any] = {}
         error = self._problem
         try:
@@ -166,14 +166,14 @@ class SharedState:
         self._host.communicator.barrier()
 
     def take(self) -> None:
-        """Finishes give(): shows the entries in ``whole``. Neither raises nor waits."""
+        """Finishes give(): puts the entries into ``whole``. Neither raises nor waits."""
         self._show(self._entries)
         self.loaded = False
         self._note_whole()
         return_free_memory()  # a state that was loaded leaves some
 
     def _tensors(self, wanted: dict[Place, Layout]) -> dict[Place, torch.Tensor]:
-        """Common memory for the wanted entries. All ranks call it.
+        """Makes tensors in common memory for the wanted entries. All ranks call it.
 
         If the last memory has no room for them, a new one is larger by as much as all memories before it. Otherwise
         each step in which some parameter first has state would map another. Pages that nobody touches take no memory.
@@ -248,7 +248,7 @@ class SharedState:
             self._watched.note()
 
     def load(self) -> None:
-        """Gives this rank's pieces their part of ``whole``, which the user has filled, to be shared next."""
+        """Cuts ``whole``, which the user has filled, into this rank's pieces, for ``give`` to move to common memory."""
         self._problem = ""
         self._entries.clear()
         self._numbers.clear()

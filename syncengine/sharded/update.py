@@ -1,9 +1,9 @@
 """An update of the weights that a host's ranks share, made by all ranks or by none: agree, decide, write, confirm.
 
-All ranks agree first. A failure may reach some of them then and not others, so the first rank that knows either way
-writes a decision into shared memory, which holds for all of the host. Each rank then writes its slices, and notes there
-that it has. So after any failure a survivor can tell whether the weights are whole, before or after this update, or
-torn, because a rank has died, or its optimizer has raised, in the middle of it.
+All ranks agree first. Then a failure may reach some ranks and not others. So the first rank that knows whether to go on
+writes this decision into shared memory, and it holds for all of the host. Each rank then writes its slices, and notes
+there that it has. So after any failure a survivor can tell whether the weights are whole, before or after this update,
+or torn, because a rank has died, or its optimizer has raised, in the middle of it.
 """
 
 import time
@@ -23,7 +23,7 @@ _MOMENT = 1.0  # seconds
 
 
 class Update:
-    """Update ``number`` of ``blocks``, which is the user's step of this number. ``groups``: the optimizer's own."""
+    """The update of ``blocks`` in the user's step ``number``. ``groups``: the optimizer's own parameter groups."""
 
     def __init__(self, host: Host, blocks: Sequence[Block], number: int, groups: Groups) -> None:
         self._host, self._blocks, self._number, self._groups = host, blocks, number, groups
@@ -31,7 +31,7 @@ class Update:
         self._communicator = host.communicator
         self._is_done = False  # this rank's part
         self._has_news = False  # state to share, which comes with it
-        # Bytes that say, by block, which parameters the update writes to, as far as is known.
+        # By block, a byte for each parameter: whether the update writes to it; at first, whether it has a gradient.
         self.written: list[bytes] = []
         for block in blocks:
             self.written.append(block.weights.watched.gradients())
@@ -39,8 +39,8 @@ class Update:
     def make(self, problem: str) -> None:
         """Makes the update on all ranks, or on none. ``problem``: why this rank can't.
 
-        If a rank has failed meanwhile, it raises ``TornWeights`` if the memory is torn, else the error with which the
-        communicator has failed; all ranks are done then, or none has begun.
+        If a rank fails meanwhile, this raises ``TornWeights`` if the weights are torn. Otherwise it raises the error
+        with which the communicator has failed, and all ranks have made the update, or none has begun to.
         """
         try:
             for block, gradients in zip(self._blocks, self.written, strict=True):
@@ -98,7 +98,7 @@ class Update:
         )
 
     def _write(self) -> None:
-        """Writes this rank's part. If that fails when something was written, raises ``TornWeights``, but for Ctrl-C."""
+        """Writes this rank's part. If that fails, the weights are torn: raises ``TornWeights``, or Ctrl-C as it is."""
         try:
             fault_point("updating")
             for block in self._blocks:
@@ -139,7 +139,7 @@ class Update:
         return not self._memory.torn and min(self._memory.completed(self._host.size)) >= self._number
 
     def _is_everybodys(self, error: BaseException) -> bool:
-        """Whether all ranks raise ``error``, or it is settled. Otherwise the communicator fails on all of them."""
+        """Whether all ranks raise ``error``, or it is ``TornWeights``. Otherwise fails the communicator on all."""
         if isinstance(error, TornWeights) or (isinstance(error, SyncError) and self._communicator.exception() is None):
             return True
         self._fail(error)
@@ -153,8 +153,7 @@ class Update:
     def _see_whether_whole(self, error: BaseException) -> None:
         """Waits until all ranks of this host have made the update. Raises ``TornWeights`` if one never will.
 
-        It does not raise if ``error``, which has ended the communicator, is Ctrl-C: that comes first, and the memory
-        says the rest.
+        If ``error``, which has ended the communicator, is Ctrl-C, only marks the memory as torn: the caller raises it.
         """
         if not self._is_done:
             self._memory.tear(self._number)

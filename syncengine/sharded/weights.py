@@ -28,10 +28,10 @@ def checksum(tensor: torch.Tensor) -> int:
 
 
 class SharedWeights:
-    """Parameters in common memory, with their versions when this rank last looked, which tell of writes since."""
+    """Parameters in common memory. Keeps their versions as of this rank's last look, to notice writes to them since."""
 
     def __init__(self, host: Host, named: Sequence[Named], memories: list[CommonMemory]) -> None:
-        """``memories``: the list of memories that a failure makes private, to which this one's is added."""
+        """Adds the memory of the parameters to ``memories``, all of which a failure makes private."""
         self._host = host
         self._memories = memories
         self.named = list(named)
@@ -77,7 +77,7 @@ class SharedWeights:
         communicator.barrier()
 
     def take(self) -> None:
-        """Finishes give(): makes all parameters the tensors in common memory. Neither raises nor waits."""
+        """Finishes give(): makes all parameters use the tensors in common memory. Neither raises nor waits."""
         for memory, parameter in zip(self._common, self.parameters, strict=True):
             parameter.data = memory
             common[parameter] = True

@@ -141,7 +141,7 @@ class Trace:
 
     @property
     def missing(self) -> list[int]:
-        """The ranks of which there is no ring."""
+        """The ranks that have left no ring, which is the file of a rank's events."""
         return [rank for rank in range(self.size) if rank not in self.ranks]
 
     @property
@@ -155,7 +155,7 @@ class Trace:
         return 0.0 if first == second else self.uncertainty[first] + self.uncertainty[second]
 
     def arrows(self) -> list[tuple[Event, Event]]:
-        """The last announcement of each operation, and each rank's reduction that it released.
+        """Pairs of events: the last announcement of an operation, and each rank's reduction that waited for it.
 
         An operation has arrows only if every rank of the trace that has reduced it has also announced it. An arrow that
         is shorter than the uncertainty of the clocks is left out.
@@ -222,8 +222,8 @@ def _read_ring(path: Path, with_events: bool = True) -> RankTrace | None:
     events = []
     for slot, same in zip(_SLOT.iter_unpack(slots), _SLOT.iter_unpack(again), strict=True):
         number, begin, end, group, place, epoch, detail, last = slot
-        # A slot whose number is not that of its turn is being written, or was being written when its rank was killed. A
-        # slot that has changed between the two reads may be torn.
+        # A slot whose number is none of the last `capacity` recorded is being written, or was when its rank was killed.
+        # A slot that has changed between the two reads may be torn.
         if slot != same or not max(0, recorded - capacity) < number <= recorded:
             continue
         text, kind, lane = last & 0xFFFFFFFF, last >> 32 & 0xFFFF, last >> 48

@@ -16,7 +16,7 @@ from syncengine.tracing.events import Event, Kind, Operation, Phase, RankTrace, 
 
 _NOTHING = (1 << 64) - 1  # trace::kNobody
 
-# The rows of a rank, in the order in which they are shown. Events of all other kinds have a row behind these.
+# The rows of a rank, in the order in which they are shown. Events of all other kinds are in one more row below.
 _ROWS = {
     Kind.STEP: "steps",
     Kind.PHASE: "steps",
@@ -39,8 +39,8 @@ def write(directory: str | os.PathLike[str], path: str | os.PathLike[str]) -> st
     _import_package()
     trace = read(directory)
     try:
-        # A file of this process alone takes the place of `path` when it is whole: another process may write the same
-        # trace, and nobody else may read a part of it, or put something else in its place.
+        # Writes a file of this process alone, which replaces `path` when it is whole: another process may write the
+        # same trace, and nobody else may read a part of it, or put something else in its place.
         with tempfile.NamedTemporaryFile(dir=Path(path).parent, prefix=f"{Path(path).name}.", delete=False) as partial:
             try:
                 partial.write(serialize(trace))
@@ -123,7 +123,7 @@ class _Writer:
             yield from self._row(rows[name], name=name, parent_uuid=parent, sibling_order_rank=order)
 
     def _row(self, events: Sequence[Event], **about: Any) -> Iterator[Any]:
-        """Packets for these events. A track has events that follow each other or are nested; others get their own."""
+        """Packets for these events. Events on a track are nested or follow each other; overlapping ones get another."""
         types = self._proto.TrackEvent
         tracks: dict[int, list[int]] = {}  # with the ends of what an event would lie in
         for event in events:
@@ -193,7 +193,7 @@ def _annotations(event: Event) -> dict[str, int | str]:
 
 
 def add_trace(commands: Any) -> None:
-    """Adds the command ``syncengine trace`` to the parser's."""
+    """Adds the command ``syncengine trace`` to those of the parser."""
     parser = commands.add_parser(
         "trace",
         help="one file of the ranks' traces, for ui.perfetto.dev",

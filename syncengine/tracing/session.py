@@ -26,7 +26,7 @@ _traced: tuple[Path, Path, int] | None = None  # directory, merged file, process
 
 
 def meet(rank: int, size: int, host: int, directory: str, whole: bool) -> None:
-    """Notes that this rank has met others: ``size`` ranks in all, or at least so many if it is not the ``whole`` job.
+    """Notes that this rank has met others: the job has ``size`` ranks, or perhaps more if these are not the ``whole``.
 
     Begins a trace if ``directory`` is not empty and this process is not traced yet.
     """

@@ -21,7 +21,7 @@ bool fakes_arrivals() {
   return fakes;
 }
 
-// Half of the staging memory of chunks, which is large since each chunk costs two exchanges. Not measured on a GPU yet.
+// Half of the staging memory: room for one chunk, large since each costs two exchanges. Not measured on a GPU yet.
 constexpr size_t kSlotBytes = 16 << 20;
 constexpr auto kPatience = std::chrono::seconds(2);
 
@@ -64,8 +64,8 @@ void DeviceGroup::require_open() const {
   throw_if_failed();
 }
 
-// An exchange is one call of the driver, and one node of a graph, whose operations run in their order. A write comes
-// after all that the stream did before it, for whoever sees the written word (the default of cuStreamWriteValue32).
+// An exchange is one call of the driver, and one node of a graph; its operations run in their order. Whoever sees a
+// written word also sees all that the stream did before that write (the default of cuStreamWriteValue32).
 void StreamSteps::exchange(const WordExchange& exchange) {
   const auto& controls = *controls_;
   Control& own = *controls[rank_];
@@ -163,7 +163,7 @@ MemoryRoute PeerGroup::choose(const Operation& operation) const {
   return {.path = one_shot ? Path::OneShot : Path::Staged};
 }
 
-// Adds to `route` where `span` lies in each rank's memory. Returns false if it is no part of an allocation.
+// Appends where `span` lies in each rank's memory to `route`. Returns false if it lies in no Segment of allocate().
 bool PeerGroup::find(const Span& span, MemoryRoute& route) const {
   for (const auto& segment : segments_) {
     const std::byte* begin = segment->own->data();

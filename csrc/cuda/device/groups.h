@@ -30,7 +30,7 @@ void tell_peers_if_it_fails(Communicator& communicator, Step&& step) {
     step();
   } catch (const Error& error) {
     const int rank = communicator.global_ranks()[communicator.rank()];
-    // A mismatch concerns all ranks alike, whichever finds it first.
+    // A Mismatch is raised as such on all ranks, whichever finds it first; other errors are Aborted on the peers.
     const ErrorKind kind = error.kind() == ErrorKind::Mismatch ? ErrorKind::Mismatch : ErrorKind::Aborted;
     communicator.abort(kind, "rank " + std::to_string(rank) + ": " + error.what());
     throw;

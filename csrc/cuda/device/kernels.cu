@@ -28,7 +28,7 @@ Kernels find(const kernels::Reduction& reduction, int sources) {
   return found;
 }
 
-// Enough blocks that each thread has 16 bytes, but at least one.
+// Returns how many blocks give each thread 16 bytes, but at least one, and not more than `most`.
 int blocks_for(size_t bytes, int most) {
   const size_t wanted = (bytes + kThreads * sizeof(Pack) - 1) / (kThreads * sizeof(Pack));
   return static_cast<int>(std::clamp<size_t>(wanted, 1, std::max(most, 1)));

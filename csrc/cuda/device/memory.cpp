@@ -108,7 +108,7 @@ ProofArea::Row pattern(uint64_t seed) {
   return row;
 }
 
-// Opens a peer's memory, which within a process can't be done and need not be. `memory` stays null on errors.
+// Opens a peer's memory; within one process, where that fails, takes its address. `memory` stays null on errors.
 cudaError_t open(const Offer& own, const Offer& theirs, std::shared_ptr<void>& memory) {
   if (theirs.process == own.process) {
     cudaError_t status = same_device(own, theirs) ? cudaSuccess : cudaDeviceEnablePeerAccess(theirs.device, 0);

@@ -20,8 +20,8 @@
 
 namespace syncengine::cuda {
 
-// Makes `device` current as long as this object lives. To set the device before anew would make a context there if it
-// has none; so streams/ makes `device` current first, by a guard of torch's, which avoids that.
+// Makes `device` current as long as this object lives. Setting the previous device again at the end makes a CUDA
+// context there if it has none; so streams/ makes `device` current first, by a guard of torch's, which avoids that.
 class UseDevice {
  public:
   explicit UseDevice(int device);
@@ -76,8 +76,8 @@ struct ProofArea {
   Row written[kMaxRanks];  // by each peer's kernel
 };
 
-// One rank's memory as every other rank's kernels reach it. Keeps the peers' memory open. Memory that can't be reached
-// is no failure: see `unreachable`.
+// All ranks' memory, a piece of each, as this rank's kernels reach it. Keeps the peers' memory open. Memory that can't
+// be reached is no failure: see `unreachable`.
 struct PeerMemory {
   // Collective: gives `own`, which has room for a ProofArea, to all and takes theirs. The driver's answers about access
   // can be wrong, so each rank's kernels read in each peer's memory what the peer has put there, and write what the

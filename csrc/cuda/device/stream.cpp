@@ -24,7 +24,7 @@ StreamBatchMemOp* find_stream_batch_mem_op() {
   check(status, "counting devices");
   void* address = nullptr;
   cudaDriverEntryPointQueryResult found{};
-  // The version of 11.7 needs no opt-in by a module parameter.
+  // CUDA 11.7's version of this function needs no opt-in by a parameter of NVIDIA's kernel module.
   status = cudaGetDriverEntryPointByVersion("cuStreamBatchMemOp", &address, 11070, cudaEnableDefault, &found);
   if (status != cudaSuccess || found != cudaDriverEntryPointSuccess || address == nullptr)
     refuse("the driver has no cuStreamBatchMemOp; install a newer one");

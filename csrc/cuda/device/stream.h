@@ -24,8 +24,8 @@ namespace syncengine::cuda {
 using StreamBatchMemOp = CUresult(CUstream, unsigned int, CUstreamBatchMemOpParams*, unsigned int);
 StreamBatchMemOp* stream_batch_mem_op();
 
-// Steps of a batch. In the first the stream puts `value` into a word of pinned or device memory; in the second it waits
-// until kArrived is set in the word.
+// Make operations for a batch of cuStreamBatchMemOp. By write_word() the stream puts `value` into a word of pinned or
+// device memory; by wait_for_word() it waits until kArrived is set in the word.
 CUstreamBatchMemOpParams write_word(const uint32_t* word, uint32_t value);
 CUstreamBatchMemOpParams wait_for_word(const uint32_t* word);
 

@@ -46,7 +46,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   virtual bool spans_hosts() const { return false; }
   virtual uint64_t trace_id() const { return 0; }  // identifies it in traces: the same on all members
   virtual std::vector<int> hosts() const { return std::vector<int>(size(), 0); }  // of each member, numbered from 0
-  // For logs: which collectives take which way between hosts. Empty on one host.
+  // Returns a text for logs: which collectives take which way between hosts. Empty on one host.
   virtual std::string describe_links() const { return ""; }
 
   // Collectives that match by the order of submission. submit() never blocks; run() is submit() and wait() in one,
@@ -54,23 +54,23 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   virtual std::shared_ptr<Work> submit(Operation operation) = 0;
   virtual void run(Operation operation, const std::function<void()>& interrupted = {}) = 0;
 
-  // Start one message to or from another member. A send ends when its memory may be used again, for large messages when
-  // the receiver has them. Never block.
+  // Start to send or receive one message, and never block. A send ends when its memory may be used again: for a large
+  // message, not before its receive was posted.
   virtual std::shared_ptr<Work> send(Message message) = 0;
   virtual std::shared_ptr<Work> receive(Message message) = 0;
 
-  // Collectives that match by slot and step, and may be announced in any order on each rank: gradient buckets. `index`
-  // counts the slots of `slots`, from 0, and `step` the steps, which all ranks count alike, from 1. Never blocks;
-  // all-reduce only.
+  // Announces an all-reduce, such as that of a gradient bucket. Ranks match it by slot and step, so each rank may
+  // announce its buckets in any order. `index` counts the slots of `slots`, from 0, and `step` the steps, which all
+  // ranks count alike, from 1. Never blocks.
   virtual std::shared_ptr<Work> announce(std::shared_ptr<const Slots> slots, size_t index, uint64_t step,
                                          Operation operation) = 0;
-  // Ends a step on all ranks, since this rank announces nothing more of it. Operations that this rank has not announced
-  // fail with StepRefused and this `text`; operations that all have announced run. If a rank had all of this step and
-  // has gone on to a later one, or if this rank ends before the step has, the communicator fails with that text. Never
-  // blocks.
+  // Refuses a step for all ranks: this rank announces nothing more of it but its end. Operations that this rank has not
+  // announced fail with StepRefused and this `text`; operations that all ranks have announced run. If a rank has all
+  // results of the step and has gone on to a later one, or if this rank ends before the step has, the communicator
+  // fails with that text. Never blocks.
   virtual void refuse(const std::shared_ptr<const Slots>& slots, uint64_t step, const std::string& text) = 0;
-  // Each rank calls this once for a refused step, when it has refused the step or met StepRefused, and waits for the
-  // work before it announces anything of a later step. `how` becomes the maximum over all ranks.
+  // Announces the end of a refused step. Each rank calls this once, when it has refused the step or met StepRefused,
+  // and waits for the work before it announces anything of a later step. `how` becomes its maximum over all ranks.
   std::shared_ptr<Work> end_refused(std::shared_ptr<const Slots> slots, uint64_t step, std::shared_ptr<uint8_t> how) {
     Operation operation{.dtype = DType::UInt8, .op = ReduceOp::Max, .numerics = numerics()};
     operation.input = operation.output = {how.get(), sizeof(*how)};
@@ -79,8 +79,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
     const size_t index = slots->end_slot() - slots->first();
     return announce(std::move(slots), index, step, std::move(operation));
   }
-  // Reserves the first `count` slots that no member holds any more. Collective, matched by order as submit(): blocks.
-  // `describe` says what for, the same on all ranks. Throws InvalidUsage on all of them if there are not enough.
+  // Reserves the first run of `count` slots that no member holds. Collective, matched by order as submit(): blocks.
+  // `describe` says what the slots are for, the same on all ranks. Throws InvalidUsage on all ranks if there is none.
   virtual std::shared_ptr<const Slots> reserve_slots(size_t count, const std::function<std::string()>& describe = {},
                                                      const std::function<void()>& interrupted = {}) = 0;
 
@@ -91,11 +91,10 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
                     std::optional<Duration> at_most = {}) = 0;
 
   // Fails every pending and later operation here and on all peers, at once. Peers raise `kind` with `text`. Idempotent.
-  // If the communicator of the whole job fails or is closed, so are all that came of it by split().
+  // Aborting or closing the communicator of the whole job does the same to all that came of it by split().
   virtual void abort(ErrorKind kind, const std::string& text) = 0;
   virtual void throw_if_failed() const = 0;
-  // throw_if_failed() after a look at the peers, for a rank that waits for something else than this communicator's
-  // work.
+  // Checks the peers, then throws if the communicator failed: for ranks that wait for something else than its work.
   virtual void check_peers() { throw_if_failed(); }
   // Members, except this one, whose processes are known to have ended, in whatever way, by their ranks in the job.
   // Processes of this machine are checked; those of other machines are known by the transport between hosts. May be
@@ -125,7 +124,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 
   // Leaves in good order; peers that still wait for this rank get PeerLost. Idempotent; later calls throw InvalidUsage.
   virtual void close() = 0;
-  // Whether this rank has closed this communicator, or the one that it is part of. Always false for a single rank.
+  // Whether this rank has closed this communicator, or the job's, from which it was split. False for a single rank.
   virtual bool is_closed() const { return false; }
 };
 

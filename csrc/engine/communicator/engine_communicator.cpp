@@ -33,8 +33,8 @@ std::shared_ptr<Work> EngineCommunicator::post(Message message, bool sends) {
   return begun(submissions_.add(std::move(message), sends));
 }
 
-// Finds slots that are free on all ranks: each rank names its first gap, and all go on from the last one named, until
-// all name the same. Steps in the slots count from the highest number that any rank has given to a step.
+// Finds slots that are free on all ranks: each rank names its first gap, and all go on from the highest one named,
+// until all name the same. The numbers of steps in these slots follow the highest that any rank has given to a step.
 std::shared_ptr<const Slots> EngineCommunicator::reserve_slots(size_t count,
                                                                const std::function<std::string()>& describe,
                                                                const std::function<void()>& interrupted) {
@@ -42,7 +42,8 @@ std::shared_ptr<const Slots> EngineCommunicator::reserve_slots(size_t count,
   if (describe)
     for (char c : describe()) hash = mix(hash, static_cast<unsigned char>(c));
   count += Slots::kBehind;
-  // No rank's first gap begins behind all slots that were ever taken, whose end is the same on all ranks.
+  // Slots are taken below this limit: no rank's first gap begins behind all slots that were ever taken, and the end of
+  // these is the same on all ranks.
   engine_->locked([&] { membership_.expect_slots(slots_->end() + count); });
   auto ends = std::make_shared<std::array<int64_t, 3>>();  // the last gap named; the first, negated; a step
   uint64_t from = 0;
@@ -84,7 +85,7 @@ void EngineCommunicator::wait(const std::shared_ptr<Work>& work, const std::func
                               std::optional<Duration> at_most) {
   auto deadline = at_most ? Deadline::after(*at_most) : Deadline::never();
   auto guarded = [&] {
-    // Whatever interrupts the wait, the peers can't finish the operation that this rank abandons.
+    // Whatever interrupts this wait, peers can't finish the operation that this rank abandons: the communicator fails.
     if (deadline.passed() && !work->ended()) {
       sync_point("giving up");
       engine_->locked([&] {
@@ -175,7 +176,7 @@ std::vector<int> EngineCommunicator::ended() {
 std::shared_ptr<Communicator> EngineCommunicator::split(const std::vector<int>& ranks,
                                                         const std::function<void()>& interrupted) {
   throw_if_failed();
-  // A member's part in the new communicator, which it tells the others.
+  // The data that each member sends to all others, about its part in the new communicator.
   struct Ticket {
     uint64_t offset = 0;   // of this rank's block for the new group
     uint64_t members = 0;  // bit per rank of the parent; 0: stays out

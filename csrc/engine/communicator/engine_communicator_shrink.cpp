@@ -16,8 +16,8 @@ namespace {
 
 constexpr std::chrono::microseconds kLook{200};  // between two looks
 
-// Collects everything that succeed() asks for, except how long nothing has changed. Lists of other hosts are shared
-// with this host's members.
+// Collects everything that succeed() looks at, except for how long nothing has changed. Writes the lists of members
+// that other hosts have told into memory that this host's members share.
 Outlook look_around(Engine& engine, const Members& members, uint64_t without) {
   const Placement& placement = members.placement;
   const Group& group = members.group;
@@ -27,7 +27,7 @@ Outlook look_around(Engine& engine, const Members& members, uint64_t without) {
     sees.hosts.push_back(0);
     for (int member : on_host) sees.hosts.back() |= uint64_t{1} << member;
   }
-  // The host's word is read before it is checked which members are there, so compare-and-swap sees later changes.
+  // The host's word is read before its members' state, so the compare-and-swap fails if the word changes afterwards.
   sees.own.word = shared.word.load(std::memory_order_acquire);  // acquire: what its writer had seen; likewise below
   sees.own.members = shared.members.load(std::memory_order_acquire);
   engine.locked([&] {
@@ -138,7 +138,8 @@ std::shared_ptr<Communicator> EngineCommunicator::shrink(Duration patience, cons
     membership_.hand_on_origin();
     return next;
   } catch (const std::exception& error) {
-    // Members may go on with this rank, since it has arrived, and would wait for it in vain: here, or in shrink().
+    // Members may already count on this rank, since it has arrived. They are told that it has failed, so that they
+    // don't wait for it in vain in the new communicator, or in a shrink() of that.
     auto* block = reinterpret_cast<shm::GroupBlock*>(engine_->arena()->at(offset));
     write_end_record(block->end_record, shm::Standing::Failed, ErrorKind::PeerLost,
                      members_.name() + failure_text(error, "shrink()"));

@@ -13,7 +13,7 @@ namespace syncengine {
 
 namespace {
 
-// Notes the error in the trace, if there is one, and adds to its text where the trace is.
+// Records the error in the trace, if there is one, and returns it with the trace's folder appended to its text.
 Error in_trace(const Error& error) {
   if (!trace::is_on()) return error;
   trace::record_text(trace::Kind::Error, error.what());
@@ -32,8 +32,8 @@ bool have_all_others_left(const Members& members) {
   return true;
 }
 
-// Gives this rank's block back when every member has left the communicator; until then some may still read results from
-// it. Other threads of dead members may run for a moment.
+// Gives this rank's block back to the arena once every member has left the communicator: until then some may still read
+// results from it. If members have died, keeps it a second at least, since other threads of theirs may still run.
 void give_back_block(Engine& engine, const Group& group, const std::vector<size_t>& fragments) {
   const uint64_t me = uint64_t{1} << group.rank, others = ~uint64_t{0} >> (64 - group.size) & ~me;
   uint64_t living = others;
@@ -100,8 +100,7 @@ Membership::Membership(Engine& engine, const Members& members, Submissions& subm
       members_(members),
       group_(members.group),
       submissions_(submissions),
-      // A rank that shares its host also waits for the host's other ranks, so it can't sleep in the loop that moves
-      // bytes.
+      // A rank that shares its host waits for other ranks there, too, so it can't sleep in the loop that moves bytes.
       io_loop_(members.interhost && engine.locals().size() == 1 ? members.interhost->io_loop() : nullptr),
       origin_(origin),
       traffic_(group_, members.placement, members.global_ranks, engine.options().algorithm, engine.lock().trash(),
@@ -171,7 +170,7 @@ void Membership::fail(ErrorKind kind, const std::string& text) {
   end(shm::Standing::Failed, error, error);
 }
 
-// A peer in the middle of writing this rank's tensors must be told to stop, and be kept from going on.
+// Leaving is a failure while peers may use this rank's tensors: they must be told to stop, and kept from going on.
 void Membership::leave() {
   closed_ = true;
   uint64_t not_come = 0;  // shrink() need not wait for this rank
@@ -187,8 +186,8 @@ void Membership::leave() {
   end(shm::Standing::Failed, left, closed);
 }
 
-// Only the first end counts. Peers are told before this rank's own callers are, and tensors are severed before their
-// owners touch them.
+// Ends this rank's part; later calls do nothing. Peers are told before this rank's own callers are. At a failure,
+// tensors that must be severed (ArenaRange::apart) are, before their owners touch them.
 void Membership::end(shm::Standing standing, const Error& for_peers, const Error& raised_here) {
   if (ended_) return;
   if (members_.interhost) members_.interhost->end(standing, for_peers, traffic_);

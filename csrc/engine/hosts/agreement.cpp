@@ -53,8 +53,7 @@ bool Agreement::compare(uint64_t operation, LaneState::Active& active) {
   return complete;
 }
 
-// Merges the operation's flags: each host tells the others which flags any of its ranks has set. Returns true once all
-// hosts have.
+// Merges the operation's flags: each host tells the others which ones its ranks set. Returns true once all have told.
 bool Agreement::merge_flags(uint64_t operation, LaneState::Active& active, bool complete_here) {
   const Operation& asked = active.item.operation;
   if (asked.flag_words == 0) return true;

@@ -15,8 +15,8 @@ namespace {
 
 constexpr size_t kBlockBytes = 256 << 10;  // of Scratch
 
-// Slots of chunks between hosts: more and smaller ones than within a host, since a hop takes long. They are the same on
-// all hosts, since a chunk's cells must fit each other whatever its path within a host.
+// The number and size of staging slots between hosts: more and smaller ones than within a host, since a hop takes long.
+// They are the same on all hosts, since all must cut a chunk into the same cells, whatever its path within a host.
 constexpr size_t kInterhostSlots = 8;
 constexpr size_t kInterhostSlotBytes = 128 << 10;
 static_assert(kInterhostSlots * kInterhostSlotBytes == shm::kSlots * shm::kSlotBytes);
@@ -36,9 +36,9 @@ size_t chunk_bytes_alone(Collective collective, const Placement& placement) {
   }
 }
 
-// Bytes of a cell of an all-reduce by Exchange or Sums. With few bytes under way, no peer gets far ahead of the others:
-// so with more than two hosts the links stay full until the end, and the peers together do not overrun the queue of one
-// link. For a large tensor the first cell matters little, and larger cells take less processor time.
+// Bytes of a cell of an all-reduce by Way::Exchange or Way::Sums. Small cells keep few bytes under way, so with more
+// than two hosts no peer gets far ahead of the others: the links stay full until the end, and the peers together do not
+// overrun one link's queue. For a large tensor the first cell matters little, and larger cells take less CPU time.
 size_t cell_bytes(size_t bytes, size_t hosts) {
   size_t cell = kCellBytes;
   while (hosts > 2 && cell > kLeastCellBytes && cell * hosts * kCellsInTurn > bytes) cell /= 2;
@@ -184,7 +184,7 @@ bool InterhostExchange::advance(InFlightChunk& chunk, size_t cell) {
   const auto& steps = chunk.cells[cell].steps;
   bool moved = false;
   // All receives are posted at once (interhost_plan.h says why that is possible). If they were posted later, the peer
-  // would be told behind data, which takes milliseconds on a slow link.
+  // would hear of them only behind data, which takes milliseconds on a slow link.
   for (; progress.receives.size() < steps.size(); moved = true) {
     const InterhostStep& step = steps[progress.receives.size()];
     if (!may_move(chunk, cell, step.receives, false)) break;
@@ -226,9 +226,9 @@ bool InterhostExchange::all_ended(const InFlightChunk& chunk, const InFlightChun
   return true;
 }
 
-// Bytes move between two ranks only if both mean the same operation. The receiver takes what is sent unasked only when
-// that is known. Larger data waits for the receive anyway, and with the receive the sender is told of the operation, so
-// nobody waits longer.
+// Whether these transfers may be posted: no byte is used before both ranks are known to mean the same operation. So
+// data that is sent unasked is received only when that is known, and larger data is sent only then. Larger data waits
+// for the receive anyway, and with the receive the sender is told of the operation, so nobody waits longer.
 bool InterhostExchange::may_move(const InFlightChunk& chunk, size_t cell, const std::vector<Envelope>& envelopes,
                                  bool sends) {
   return std::all_of(envelopes.begin(), envelopes.end(), [&](const Envelope& envelope) {

@@ -20,11 +20,11 @@
 
 namespace syncengine::hosts {
 
-// Compares this rank's operations of a lane with those of its counterparts on other hosts: each rank tells its
-// counterparts when it opens one. Merges the operations' flags between hosts in the same way.
+// Compares this rank's operations of a lane with those of its counterparts on other hosts: when a rank opens an
+// operation, it tells its counterparts. Merges the operations' flags between hosts in the same way.
 //
-// Each rank compares its operations with those of its host in shared memory, and with its counterparts' by message: so
-// with all ranks', before a byte of theirs is used.
+// A rank compares its operations with those of its host's ranks in shared memory, and with its counterparts' by
+// message: so with those of all ranks, before a byte of theirs is used.
 //
 // Ownership: its lane's. Thread-safety: under the engine's progress lock. Failure: hear() throws PeerLost for messages
 // that no peer should send, compare() throws Mismatch.
@@ -38,13 +38,13 @@ class Agreement {
   void hear(int member, const Checked<Flags>& flags);
 
   bool agrees(uint64_t operation, int member) { return agreed(operation) >> member & 1; }
-  // Compares with this host's ranks, too. Returns true once all agree, and have told their flags.
+  // Compares with this host's ranks, too. Returns true once these and all counterparts agree and have told their flags.
   bool compare(uint64_t operation, LaneState::Active& active);
   uint64_t missing(uint64_t operation) const;  // members that have not agreed, as far as is known
 
  private:
-  // Throws PeerLost if no counterpart can have come that far: each rank opens at most kRecords operations beyond those
-  // that have ended on it, and none ends before all ranks have opened it.
+  // Throws PeerLost if `member` is no counterpart, or can't be at operation `number`: each rank opens at most kRecords
+  // operations beyond those that have ended on it, and none ends before all ranks have opened it.
   void require_turn(int member, uint64_t number, bool is_next = true) const;
   uint64_t agreed(uint64_t operation);  // members whose record is the same
   bool merge_flags(uint64_t operation, LaneState::Active& active, bool complete_here);

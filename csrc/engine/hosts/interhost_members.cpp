@@ -137,7 +137,7 @@ void InterhostMembers::tell_who_is_late(const Traffic& traffic) {
   for (int member : links_.remotes) links_.tell(member, Late{.members = members});
 }
 
-// Members on this host that have not made the call of `item`, which is waited for.
+// Members on this host that have not called the operation `item`, for which this rank waits.
 uint64_t InterhostMembers::absent_here(const Traffic& traffic, const Lane::Item* item) const {
   return item ? renumbered(traffic.not_called(item->work->place), links_.placement.locals()) : 0;
 }
@@ -188,8 +188,8 @@ void InterhostMembers::look_around(Outlook& sees) {
     if (interhost().end_of(peer) != Interhost::End::Unknown) sees.ended |= uint64_t{1} << member;
   }
   hear_all();  // after it was checked who is gone: all messages of those have come
-  // Members of one host tell the same verdict, though some tell a later part of it. A member that tells the decision
-  // tells all of it.
+  // All members of a host tell that host's one verdict, though some tell an older state of it, so the words are merged.
+  // A decided word is complete, and replaces what was merged.
   for (const auto& [member, verdict] : verdicts_) {
     const int host = placement.host_of[member];
     auto& [members, word] = sees.others[host];

@@ -37,7 +37,7 @@ class InterhostSchedule final : public Schedule {
   void hear(int member, const Checked<Scheduled>& scheduled);
   void hear(int member, const Checked<Refused>& refused, const std::string& announced);
   void refuse(const Slots& slots, uint64_t step, const std::string& text) override;
-  // Does for a member of another host what refusal_of() does for this host's. `member` is a rank in the communicator.
+  // Returns why `member`, a rank of the communicator on another host, refused a step that has not ended; else empty.
   std::string remote_refusal_of(int member) const;
   // The members of other hosts that hold up the oldest operation, as far as this rank knows; they are leaders.
   uint64_t remote_blocking_ranks() const;
@@ -48,7 +48,7 @@ class InterhostSchedule final : public Schedule {
   bool append_ready() override;  // by the first rank of a host
   bool report();
   bool order();
-  // At the job's leader: the leaders whose hosts have not reported the operation.
+  // Returns the leaders whose hosts have not reported the operation as ready. Called by the job's leader.
   uint64_t unready(const AnnouncedOperation& waiting) const;
 
   const Links& links_;
@@ -91,8 +91,8 @@ class InterhostRoute final : public MessageRoute {
   uint64_t interhost_bytes() const override { return interhost_bytes_; }
 
   MessageTally tally(int member) const { return peers_.at(member).ended; }
-  // Whether a post needs the member. If the member has left after `theirs`, posts whose messages had ended there by
-  // then do not count, since their bytes still come.
+  // Whether a post can't end without the member. If the member has left, `theirs` counts the messages that had ended
+  // there by then: posts of these do not need it, since their bytes still come.
   bool waits_for(const Messenger& messenger, int member, const MessageTally& theirs = {}) const;
   uint64_t remote_blocking_ranks(const Messenger& messenger) const;  // members whose next step is needed
 
@@ -116,7 +116,8 @@ class InterhostRoute final : public MessageRoute {
     std::deque<Post> waiting;  // until there is room to announce them
     uint64_t announced = 0;    // headers
     uint64_t taken_in = 0;     // of these, the ones that the peer has taken in
-    // A tag has no more bits for a message's number: one that waits for its receive must not meet another of its tag.
+    // Whether one more message may be announced. A tag has only kChunkBits for a message's number, and a message that
+    // waits for its receive must not meet a later one with the same tag.
     bool has_room() const {
       return announced - taken_in < kWindow && (sending.empty() || numbers - sending.front().number < 1 << kChunkBits);
     }
@@ -150,41 +151,42 @@ class InterhostMembers {
 
   Traffic::Parts make_parts();  // called once
 
-  // Begins to hear the others, when the Traffic exists. `fail` ends the communicator, without first hearing more
-  // messages.
+  // Begins to take messages from other hosts. Called when the Traffic exists. `fail` ends the communicator, without
+  // first hearing more messages.
   void enroll(std::function<void(const Error&)> fail);
   void hear_all() { links_.network->hear_all(); }
   // Called by the network with a message of `peer`, a rank of the job. Throws if later messages can't be relied on.
   void hear(int peer, const std::string& message);
   void give_up(const Error& error) { fail_(error); }
-  // Returns the error with which the communicator must fail now. Tells the others for whom it waits.
+  // Checks the members on other hosts. Returns the error with which the communicator must fail, or nothing. In the
+  // latter case, tells other hosts which members of this host have kept this rank waiting for long.
   std::optional<Error> check(const Traffic& traffic);
-  // Tells the others of the end. Afterwards nothing from another host touches this rank's memory, and of later messages
-  // only those for look_around() are heard, until forget().
+  // Tells members on other hosts how this rank ends. Afterwards nothing from another host touches this rank's memory,
+  // and until forget() only the messages for look_around() are heard.
   void end(shm::Standing standing, const Error& for_peers, const Traffic& traffic);
   void forget() { links_.network->forget(links_.group); }
-  // A part of shrink(): tells the others `sees.own`, if it is new, and adds to `sees` what they have told, and which of
-  // them are gone.
+  // A part of shrink(): tells members on other hosts this host's verdict, if it has changed. Puts into `sees` the
+  // verdicts that they have told, and which of them are gone or have ended.
   void look_around(Outlook& sees);
   bool have_all_left() const { return left_.size() == links_.remotes.size(); }
   // Whether the member's process has ended, as far as the transport knows.
   bool has_ended(int member) const { return interhost().end_of(links_.job_ranks[member]) == Interhost::End::Ended; }
-  // Members, on any host, that hold up whatever has waited longest.
+  // Members, on any host, that hold up the operation or message that has waited longest.
   uint64_t blocking_ranks(const Traffic& traffic) const;
 
-  // Called without any lock.
+  // May be called without any lock.
   IoLoop* io_loop() const { return links_.network.get(); }
   Interhost& interhost() const { return links_.network->interhost(); }
 
   std::string describe_links() const { return syncengine::describe(links_.choice); }
 
-  // A part of split(): the number of a communicator that this rank, its first member, founds. Takes the lock, as do the
-  // functions below.
+  // A part of split(): takes a number for a communicator that this rank founds, as its first member. Takes the progress
+  // lock, as does expect_group().
   uint64_t take_number();
   // A part of shrink(): the number of the one communicator that may follow, the same on all members. Throws
   // InvalidUsage if none may.
   uint64_t number_of_next() const;
-  // Kept until the new communicator exists: messages of members that are quicker are stored meanwhile.
+  // Returns an object to keep until the new communicator exists: messages for it from quicker members are stored.
   std::shared_ptr<void> expect_group() const;
   // Makes the interhost part of a new communicator of `members`, who are on several hosts. Called without any lock.
   // Throws InvalidUsage if the founder had no `number` left.

@@ -12,7 +12,7 @@ void InterhostSchedule::hear(int member, const Checked<Ready>& ready) {
   ready_[ready->slot][member] = ready->step;
 }
 
-// Checks that each slot gets one turn at a time.
+// Throws PeerLost if more slots would wait for their turn than there are, since each slot gets one turn at a time.
 void InterhostSchedule::hear(int member, const Checked<Scheduled>& scheduled) {
   if (!links_.leads_host() || member != 0 || next_.size() >= expected_slots())
     throw Error(ErrorKind::PeerLost, links_.name(member) + " scheduled a bucket out of turn");

@@ -38,7 +38,7 @@ struct Limits {
   uint64_t slots;           // limit of slots' numbers; see Schedule::expect_slots
 };
 
-// The sender has begun operation `number` of a lane.
+// Says that the sender has begun operation `number` of a lane.
 struct Opened {
   static constexpr Kind kKind = Kind::Opened;
   Head head;
@@ -56,7 +56,7 @@ struct Flags {
   bool is_sound(const Limits&) const { return lane < shm::kLanes; }
 };
 
-// To the job's leader: all ranks of the sender's host have announced the slot in this step.
+// Tells the job's leader that all ranks of the sender's host have announced the slot in this step.
 struct Ready {
   static constexpr Kind kKind = Kind::Ready;
   Head head;
@@ -64,7 +64,7 @@ struct Ready {
   bool is_sound(const Limits& limits) const { return slot < limits.slots; }
 };
 
-// From the job's leader to the hosts' leaders: the operation that runs next.
+// Tells the leader of a host which operation runs next. Sent by the job's leader.
 struct Scheduled {
   static constexpr Kind kKind = Kind::Scheduled;
   Head head;
@@ -72,8 +72,8 @@ struct Scheduled {
   bool is_sound(const Limits& limits) const { return slot < limits.slots; }
 };
 
-// The sender has refused this step of the model whose slots begin there. A bit for each slot follows, up to the last
-// one that is set: those that the sender had announced in the step.
+// Says that the sender has refused this step of the model whose slots begin at `first_slot`. A bit for each slot of the
+// model follows, up to the last one that is set: a slot's bit is set if the sender had announced it in the step.
 struct Refused {
   static constexpr Kind kKind = Kind::Refused;
   Head head;
@@ -82,7 +82,7 @@ struct Refused {
   bool is_sound(const Limits& limits) const { return first_slot < limits.slots; }
 };
 
-// The members for whom the sender waits, once that takes long; 0 if it waits for nobody any more.
+// Tells other hosts for which members of its own host the sender has long waited; 0 once it waits for none any more.
 struct Late {
   static constexpr Kind kKind = Kind::Late;
   Head head;
@@ -90,7 +90,7 @@ struct Late {
   bool is_sound(const Limits& limits) const { return (members & ~limits.members) == 0; }
 };
 
-// Counts of messages with one member that have ended, without those whose content came with their headers.
+// Counts the messages with one member that have ended, without short ones, whose content comes with the header.
 struct MessageTally {
   uint64_t sent = 0, received = 0;
 };
@@ -110,8 +110,7 @@ struct Ended {
   }
 };
 
-// The sender has a message for the receiver. The content follows if it has at most kShortBytes, else it comes by
-// transfers.
+// Announces a message to the receiver. Content of at most kShortBytes follows at once; more comes by transfers.
 inline constexpr size_t kShortBytes = 16 << 10;
 struct Announced {
   static constexpr Kind kKind = Kind::Announced;
@@ -121,7 +120,7 @@ struct Announced {
   bool is_sound(const Limits&) const { return true; }
 };
 
-// How many of the receiver's announcements the sender has taken in so far, which makes room for more.
+// Says how many announcements of the receiver's messages the sender has taken in so far, which makes room for more.
 struct Heard {
   static constexpr Kind kKind = Kind::Heard;
   Head head;
@@ -129,7 +128,7 @@ struct Heard {
   bool is_sound(const Limits&) const { return true; }
 };
 
-// The decision of the sender's host in shrink(), which a rank sends when its own communicator has ended.
+// Tells members on other hosts the verdict of the sender's host in shrink(), once the sender's communicator has ended.
 struct Shrinks {
   static constexpr Kind kKind = Kind::Shrinks;
   Head head;
@@ -147,7 +146,7 @@ std::string write(uint32_t group, const Message& content) {
   return {reinterpret_cast<const char*>(&message), sizeof(message)};
 }
 
-// Returns nothing if the bytes are no such message, or if a number in them is out of bounds.
+// Reads a message from its bytes. Returns nothing if these have another size, or if a number in them is out of bounds.
 template <class Message>
 std::optional<Checked<Message>> read(std::string_view bytes, const Limits& limits) {
   Message message;

@@ -24,8 +24,8 @@ Network::Network(std::shared_ptr<Engine> engine, std::unique_ptr<Interhost> inte
 void Network::thread_main() {
   begin_thread("syncengine-io");
   auto progressed = [this] {
-    // Ends are stored first, and then it is checked whether any thread sleeps. Bell::listen() does both in the opposite
-    // order, so one side sees the other.
+    // The ends of transfers are stored first, and then it is checked whether any thread sleeps. A thread that goes to
+    // sleep does both in the opposite order, in Bell::listen(), so one side sees the other.
     std::atomic_thread_fence(std::memory_order_seq_cst);
     engine_->progress();
   };
@@ -53,7 +53,7 @@ bool Network::poll(Duration at_most) {
     else if (!claimers_.try_lock())
       return false;
   }
-  // While this call waited for the lock, the network's own thread may have consumed the wake-up.
+  // The network's own thread may have consumed the wake-up while this call waited for the lock, so `woken_` is checked.
   if (at_most > Duration::zero() && woken_.exchange(false, std::memory_order_seq_cst)) return false;
   Deadline until = Deadline::after(at_most);
   do {
@@ -99,7 +99,7 @@ uint64_t Network::expect() {
   return expectations_;
 }
 
-// Drops early messages whose possible recipients have all been made or given up: nobody will claim them.
+// Drops early messages that nobody will claim: all communicators awaited when they came have been made or given up.
 void Network::expect_no_more(uint64_t expected) {
   expected_.erase(expected);
   std::erase_if(early_,

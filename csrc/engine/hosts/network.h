@@ -50,7 +50,7 @@ class Network final : public IoLoop, private Progressable {
  public:
   Network(std::shared_ptr<Engine> engine, std::unique_ptr<Interhost> interhost);
   ~Network() override;
-  // Any thread may call this, the network's own as well.
+  // Destroys `network`. Any thread may call this, even the network's own.
   static void destroy(Network* network) { delete_off(network->thread_, network); }
 
   const std::shared_ptr<Engine>& engine() const { return engine_; }
@@ -58,8 +58,8 @@ class Network final : public IoLoop, private Progressable {
 
   // A number for a new communicator whose first member is this rank, `rank` of the job; kTooMany if none is left.
   uint32_t take_number(int rank);
-  // Between these two calls a communicator is being made of which this rank may be a member: messages that come for it
-  // before enroll() are kept.
+  // expect() is called before a communicator is made of which this rank may be a member, and expect_no_more() after
+  // that: messages that come for it in between are kept until enroll().
   uint64_t expect();
   void expect_no_more(uint64_t expected);
   // Makes `members` the recipient of its communicator's messages, and hands over those that came before.
@@ -79,7 +79,7 @@ class Network final : public IoLoop, private Progressable {
   void thread_main();
   void deliver(Interhost::Message message);
 
-  // Called under the progress lock: messages are heard before anything else is done.
+  // Called in each pass, under the progress lock, before the communicators' advance(): messages are heard first.
   bool advance() override { return hear_all(); }
 
   std::shared_ptr<Engine> engine_;
@@ -89,8 +89,8 @@ class Network final : public IoLoop, private Progressable {
     uint64_t expected;  // the number of the last expect() when a message came
     std::vector<Interhost::Message> messages;
   };
-  // Bytes of early messages that are kept for one peer. In one communicator a peer may be ahead by the records of both
-  // lanes and the headers that it may announce, which take half of these bytes.
+  // The limit of early messages that are kept for one peer, in bytes. In one communicator a peer may be ahead by the
+  // records of both lanes and the headers that it may announce, which take about half of these bytes.
   static constexpr size_t kMostEarly = 1 << 20;
   std::map<uint32_t, Early> early_;  // by communicators that this rank is about to make, or will never know
   uint32_t founded_ = 0;             // communicators that this rank has founded

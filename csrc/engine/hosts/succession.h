@@ -10,12 +10,12 @@
 // Hosts then agree on which of them go on. Each host has one word: the hosts without which it goes on, to which members
 // only add, and its own bit once that is decided. Every member tells all members of other hosts each change, before it
 // does anything else. A host decides when all hosts with which it goes on have told the same word, and the others take
-// over its decision. A host hears nothing of hosts without which it goes on. So hosts that are left decide alike,
-// whoever dies and whenever. A job of one host has nothing left to agree on: the list is the decision.
+// over its decision. A host ignores hosts without which it goes on, unless they went on without it. So hosts that are
+// left decide alike, whoever dies and whenever. A single host has nothing to agree on: its list is the decision.
 //
 // A host that can't be reached may live, however its connections have ended. So hosts go on without it only if they
-// have more than half of all members, or half of them with the first, or if its members are known to have ended: two
-// parts of the members never go on beside each other.
+// have more than half of all members, or half of them with the first one among these, or if its members are known to
+// have ended: so two parts of the members never both go on.
 //
 // Thread-safety: pure.
 #pragma once
@@ -27,7 +27,7 @@
 
 namespace syncengine {
 
-// The words that a host's members have in common.
+// A host's decisions so far about the next communicator, in two words that its members share.
 struct HostVerdict {
   uint64_t members = 0;  // of this host, once listed, and of hosts that have told their lists
   uint64_t word = 0;     // the hosts without which it goes on; the own bit means decided
@@ -42,12 +42,12 @@ struct Outlook {
   HostVerdict own;                  // `word` was read before `members`, and both before all else
   std::vector<HostVerdict> others;  // of each host: its last verdict told; the own entry is unused
   uint64_t arrived = 0;             // of this host
-  // Members that will never come: on this host the dead, on others those that can't be reached any more. `ended` are
-  // those of them whose processes have ended, or have shut down, so that they hold no communicator of the job. A member
-  // that is gone may have arrived before.
+  // Members that will never come: on this host those that have died or left, on others those that can't be reached any
+  // more. `ended` are those of them that hold no communicator of the job, since their processes have ended or shut
+  // down. Members that nobody waits for in shrink() count as both. A member that is gone may have arrived before.
   uint64_t gone = 0, ended = 0;
-  // Whether nothing has changed for long enough to leave out a member of this host (`impatient`), or another host,
-  // whose members have first waited for each other (`tired`).
+  // `impatient`: nothing has changed for so long that a member of this host may be left out. `tired`: for so long that
+  // another host may be left out, whose members have first waited for each other.
   bool impatient = false, tired = false;
   bool operator==(const Outlook&) const = default;
 };
@@ -70,7 +70,8 @@ struct Succession {
   uint64_t value = 0;
 };
 
-// The next act of member `me`, which has arrived.
+// Decides on the next act of member `sees.me` in the agreement on who makes up the next communicator. That member has
+// arrived.
 constexpr Succession succeed(const Outlook& sees) {
   using Do = Succession::Do;
   const uint64_t own_bit = uint64_t{1} << sees.host, locals = sees.hosts[sees.host];

@@ -83,14 +83,13 @@ std::shared_ptr<Communicator> LocalBootstrap::connect(const std::vector<std::str
     parsed.push_back(parse(addresses, rank));
     fd_exchanges.push_back(on[rank] == on[rank_] ? checked_text(parsed[rank].fd_exchange) : "");
   }
-  // Peers that have this rank's memory already take the communicator for made, so they must be told if it can't be.
+  // Peers that have this rank's memory believe that the communicator exists, so they must be told if it can't be made.
   auto& end_record = reinterpret_cast<shm::GroupBlock*>(arena_->at(block_offset_))->end_record;
   try {
     auto joined = join(fd_exchange_.exchange(rank_, fd_exchanges, arena_->fd(), deadline, interrupted, names_), parsed,
                        on, make_interhost);
     if (!joined->spans_hosts()) return joined;
-    // No rank leaves before all are connected with each other: to a rank that is not yet, leaving would look like a
-    // failure.
+    // No rank leaves before all are connected: to a rank that is not connected yet, leaving would look like a failure.
     Operation barrier{.collective = Collective::Barrier};
     barrier.describe = [] { return std::string("syncengine.init()"); };
     joined->run(std::move(barrier), interrupted);

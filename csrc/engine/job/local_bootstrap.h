@@ -39,8 +39,8 @@ class LocalBootstrap {
   // Connects this rank with other hosts. Called when the host's own ranks have each other's memory.
   using MakeInterhost = std::function<std::unique_ptr<Interhost>()>;
 
-  // `addresses` are by rank, this rank's among them. Called once. `make_interhost` is needed if there are several
-  // hosts.
+  // Makes the communicator of all ranks. Called once. `addresses` has every rank's address(), by rank. `make_interhost`
+  // is needed if there are several hosts.
   std::shared_ptr<Communicator> connect(const std::vector<std::string>& addresses, Deadline deadline,
                                         const std::function<void()>& interrupted = {},
                                         const MakeInterhost& make_interhost = {});

@@ -85,8 +85,8 @@ bool Lane::advance(size_t budget) {
   return moved;
 }
 
-// Tells the peers where this rank's spans lie in its arena, and returns OpRecord::spans. The direct path needs
-// contributions that are not scaled.
+// Publishes where this rank's spans lie in its arena. Returns OpRecord::spans: -1 if peers can't use the spans in
+// place, since these lie elsewhere or are too many, or since contributions are scaled first.
 int64_t Lane::publish_spans(const Operation& operation, uint64_t number) {
   const auto& spans = operation.input.spans();
   if (spans.empty() || spans.size() > shm::kMaxSpans || operation.prescale != 1.0) return -1;
@@ -289,7 +289,7 @@ void Lane::add_direct_memory(std::vector<ArenaRange>& ranges) const {
   for (const Active& active : state_.active) {
     bool direct = active.in_arena && (!active.path_known || active.path == Path::Direct);
     if (!direct) continue;
-    // Between hosts, transfers read this memory directly, and their receivers may be told of the failure too late.
+    // Transfers to other hosts read this memory, and receivers may be told of the failure too late: so it is severed.
     const bool apart = active.item.operation.collective == Collective::AllReduce || exchange_;
     const size_t readers = exchange_ && state_.peers != 0 ? state_.group.offsets[state_.group.rank] : 0;
     for (const Span& span : active.item.operation.input.spans())

@@ -16,7 +16,7 @@
 
 namespace syncengine {
 
-// Records that `item` was announced, or called.
+// Records in the trace that `item` was announced, or called by the program.
 void trace_announced(const Group& group, const LaneState::Item& item);
 
 class Lane {
@@ -42,7 +42,7 @@ class Lane {
     if (!state_.active.empty()) return &state_.active.front().item;
     return state_.queue.empty() ? nullptr : &state_.queue.front();
   }
-  // Adds the ranges of this rank's memory that peers may still read or write.
+  // Appends to `ranges` the parts of this rank's memory that peers may still read or write.
   void add_direct_memory(std::vector<ArenaRange>& ranges) const;
   void fail(Item item, const std::exception_ptr& error);  // `item` was not enqueued
   void fail_all(const std::exception_ptr& error);         // with an exchange: after its transfers were withdrawn

@@ -8,7 +8,7 @@ uint64_t LaneState::behind(Field field, uint64_t count, bool all) const {
   uint64_t members = 0;
   for (int member = 0; member < group.size; ++member) {
     if (member == group.rank) continue;
-    // acquire: the bytes behind the count
+    // acquire: all that the peer stored before this count
     if ((progress_of(member).*field).load(std::memory_order_acquire) >= count) continue;
     members |= uint64_t{1} << member;
     if (!all) break;

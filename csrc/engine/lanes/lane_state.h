@@ -78,10 +78,9 @@ struct LaneState {
   bool takes_slot(const Active& active) const {
     return active.path_known && (active.path != Path::Direct || always_slots);
   }
-  // Members whose counter is below `count`: all of them, or one.
+  // Returns the peers whose counter `field` is below `count`: all such peers if `all`, else one of them.
   uint64_t behind(Field field, uint64_t count, bool all) const;
-  // Compares the peers' records with this rank's as they come in, and takes over their flags. Returns true once all
-  // agree.
+  // Compares peers' records with this rank's as they come in, and takes over their flags. Returns true once all agree.
   bool compare(uint64_t operation, Active& active);
   // Whether a peer has failed before this operation had ended there.
   bool is_cut_off(uint64_t operation) const {
@@ -142,13 +141,13 @@ struct LaneSteps {
   bool has_open() const {
     return !state.queue.empty() && state.active.size() != shm::kRecords && state.retired >= state.opens_after;
   }
-  // Whether this rank has read the last chunk of the slot that the next chunk takes, if that takes one.
+  // Whether the next chunk needs no slot, or this rank has read the last chunk that was in its slot.
   bool has_slot() const {
     return state.pulled.total + state.slots > state.staged.total || !state.takes_slot(state.at(state.staged.operation));
   }
 
-  // The members (one bit per group rank) for whom that step waits, all of them or one; none if the step may be made.
-  // This rank's own bit means that envelopes still leave its memory.
+  // Return the members for whom a phase's next step waits, one bit per group rank: all of them if `all`, else one; none
+  // if the step may be made. This rank's own bit means that envelopes still leave its memory.
   uint64_t retire_blockers(bool all) const;
   uint64_t pull_blockers(bool all) const;
   uint64_t reduce_blockers(bool all) const;

@@ -9,7 +9,7 @@
 
 namespace syncengine {
 
-// "all_reduce(sum, float32, 1000 elements)", or the operation's own words.
+// A text such as "all_reduce(sum, float32, 1000 elements)", or the operation's own description if it has one.
 std::string describe(const Operation& operation);
 
 // The record of this rank's operation, which its peers compare with theirs.

@@ -23,7 +23,7 @@ void Schedule::announce(Lane::Item item) {
   sync_point("announced");
 }
 
-// Peers look at the count first, then at the step, then at the text. So they are stored in the opposite order.
+// Peers load the count of refusals first, then the refused step, then the text: so these are stored in reverse.
 void Schedule::refuse(const Slots& slots, uint64_t step, const std::string& text) {
   shm::GroupBlock& own = group_.own();
   uint64_t words[Slots::kTextWords] = {};
@@ -141,7 +141,7 @@ bool Schedule::append_ready() {
   shm::ScheduleLog& log = group_.own().schedule;
   uint64_t length = log.length.load(std::memory_order_relaxed);  // relaxed: its only writer
   uint64_t before = length;
-  // Entries from taken_ on are waiting operations of this rank that it has logged already.
+  // The first of the waiting operations are those that this rank has logged already, but not yet taken from the log.
   for (size_t i = length - taken_; i < waiting_.size(); ++i) {
     if (late(waiting_[i].item.key, waiting_[i].step, false)) continue;
     auto is_logged = [&](const AnnouncedOperation& other) { return &other < &waiting_[length - taken_]; };

@@ -6,7 +6,7 @@
 //
 // Announced operations belong to steps of a model, which all members count alike (slots.h). A member that can't go on
 // with a step stores the step's number as `refused`, after all of its announcements of that step, and announces nothing
-// more of the step but its end. So of a member that has refused, all that it will ever announce of the step is known.
+// more of the step but its end. So once a member has refused, all that it will ever announce of the step is known.
 // Operations that it has not announced never run, and each rank fails its own part of them by itself.
 //
 // The end of a refused step is an operation of its own, which good steps do not have. Every member announces the end as
@@ -32,7 +32,7 @@
 namespace syncengine {
 
 // Whether a member has refused the step without having announced the operation, which then never runs. `refused` must
-// have been read before `announced`, since it is stored after it.
+// have been read before `announced`, since the member stores `announced` first.
 inline bool never_runs(uint64_t step, uint64_t refused, uint64_t announced) {
   return announced != step && refused == step;
 }
@@ -46,21 +46,20 @@ class Schedule {
   Schedule(const Group& group, Lane& lane) : group_(group), lane_(lane) {}
   virtual ~Schedule() = default;
 
-  // Publishes that this rank is ready for `item.key`, in the step that its work's place names.
+  // Publishes that this rank has announced slot `item.key`, in the step that the place of its work names.
   void announce(Lane::Item item);
   // Notes that this rank announces nothing more of this step but its end.
   virtual void refuse(const Slots& slots, uint64_t step, const std::string& text);
   // The member's reason for the last step that it has refused, or empty if that step has ended.
   std::string refusal_of(int member) const;
-  // The reason of the last step that this rank has refused, or in which it met a peer's refusal, while the step has not
-  // ended on all ranks; else empty.
+  // Returns the reason of a refused step, until that has ended on all ranks: this rank's own reason if it has refused
+  // the step, else that of a peer whose refusal has failed an operation here. Empty if there is no such step.
   std::string refusal_met() const;
   bool advance();
-  // Members may announce slots below `count` from now on. Called before the first of them can have reserved such a
-  // slot.
+  // Lets members announce slots below `count`. Called before the first of them can have reserved such a slot.
   void expect_slots(uint64_t count) { expected_slots_ = std::max(expected_slots_, count); }
   uint64_t expected_slots() const { return expected_slots_; }
-  // Called when the lane has advanced: refusals whose steps have ended are in force no more.
+  // Forgets refusals whose steps have ended. Called when the lane has advanced.
   void withdraw_refusals();
 
   uint64_t missing(bool all) const;
@@ -90,10 +89,10 @@ class Schedule {
 
   // The number of refusals of all members so far.
   virtual uint64_t refusals() const;
-  // The reason of a member that has refused the step without having announced the operation.
+  // Returns why a member has refused the step without having announced the operation, or nothing if none has.
   virtual std::optional<std::string> reason_to_drop(const AnnouncedOperation& announced) const;
-  // `refused` and `theirs` are one member's words, see never_runs(). Throws Aborted with `text` if the step is passed
-  // over.
+  // Whether a member has refused the operation's step, so that the operation never runs. `refused` and `theirs` are
+  // that member's words: see never_runs(). Throws Aborted with `text` if passed_over() is true.
   static bool is_refused(const AnnouncedOperation& announced, uint64_t refused, uint64_t theirs,
                          const std::function<std::string()>& text);
   // Whether the end of this step has already been scheduled.
@@ -118,7 +117,7 @@ class Schedule {
     uint64_t announced = 0, taken = 0;  // the last step whose end this rank has announced, or found in the log
   };
   std::map<uint64_t, StepEnd> ends_;  // by a model's first slot; only of models with a refused step
-  // Ends of refused steps that are on their way.
+  // The operations that end refused steps, until they have run, each with the slots of its model.
   std::vector<std::pair<std::shared_ptr<const Slots>, std::shared_ptr<Work>>> ending_;
   std::map<uint64_t, std::string> met_;  // peers' reasons for such steps, by a model's first slot
   uint64_t judged_ = 0;                  // refusals that drop_refused() has looked at

@@ -11,8 +11,8 @@
 
 namespace syncengine {
 
-// A run of slots. The holder's own come first. The last ones serve steps that a rank refuses: one for the operation
-// that ends such a step, and words that only the refusing member writes.
+// A run of announcement slots, held for one model. The model's own slots come first. The last ones serve steps that a
+// rank refuses: one for the operation that ends such a step, and words that only the refusing member writes.
 class Slots {
  public:
   static constexpr size_t kTextWords = 126;
@@ -23,11 +23,11 @@ class Slots {
   uint64_t first() const { return first_; }
   // The slot of the operation that ends a refused step.
   uint64_t end_slot() const { return behind_; }
-  // The words of the last step that a member has refused, and of its reason: text up to a zero, or all of the words.
+  // Where a member's last refused step is stored, and its reason: text up to a zero, or as long as all of its words.
   uint64_t refused_word() const { return behind_ + 1; }
   uint64_t text_words() const { return behind_ + 2; }
 
-  // The number in shared memory of the holder's `step`, which all ranks count alike, from 1.
+  // The number that stands for the holder's `step` in shared memory. All ranks count steps alike, from 1.
   uint64_t number(uint64_t step) const { return base_ + step; }
   uint64_t base() const { return base_; }
 

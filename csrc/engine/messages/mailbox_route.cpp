@@ -169,7 +169,7 @@ bool MailboxRoute::fetch_staged(int source, StagedTransfer& transfer, Messenger&
   return moved;
 }
 
-// The members of the group among `ranks` of the communicator.
+// Converts a mask of ranks of the communicator into a mask of members of the group.
 uint64_t MailboxRoute::among_members(uint64_t ranks) const {
   uint64_t members = 0;
   for (int member = 0; member < group_.size; ++member) members |= (ranks >> ranks_[member] & 1) << member;

@@ -17,7 +17,7 @@ namespace syncengine {
 
 class MailboxRoute final : public MessageRoute {
  public:
-  // `ranks` are those of the group's members in the communicator.
+  // `ranks` has the rank in the communicator of each member of the group.
   MailboxRoute(const Group& group, std::vector<int> ranks);
 
   bool reaches(int rank) const { return member_of(rank) >= 0; }
@@ -28,11 +28,11 @@ class MailboxRoute final : public MessageRoute {
   void visit(const std::function<void(Post&)>& each) override;
   void clear() override;
 
-  // Masks of members of the group. interest(): whose next step may help. missing(): without whom this rank can't go on,
-  // and who have left nothing for it to read.
+  // Return masks of members of the group. interest(): members whose next step may let this rank go on. missing():
+  // members without whom it can't go on, and who have left nothing for it to read.
   uint64_t interest(const Messenger& messenger) const;
   uint64_t missing(const Messenger& messenger) const;
-  // Offsets in this rank's arena of kFragmentsBytes each, which must be given back with the group.
+  // Offsets, in this rank's arena, of memory for fragments: kFragmentsBytes each, to be given back with the group.
   std::vector<size_t> fragments() const;
   static constexpr size_t kFragmentsBytes = shm::kFragments * shm::kFragmentBytes;
 

@@ -42,7 +42,7 @@ class MessageRoute {
   virtual ~MessageRoute() = default;
 
   virtual void send(Post post) = 0;
-  // Fetches a message into `receive`, which is for this header, and of the same size.
+  // Fetches the message of `header` into `receive`, with which it was matched, and which has the same size.
   virtual void fetch(int source, MessageHeader header, Post receive) = 0;
   // Does what can be done without waiting, and counts the bytes that it copies. Returns whether anything moved.
   virtual bool advance(Messenger& messenger) = 0;

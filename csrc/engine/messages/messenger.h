@@ -29,11 +29,12 @@ class Messenger final {
   bool advance(size_t budget);
   bool idle() const { return posted_ == 0; }
 
-  // Masks of this host's members of the group: whose next step may help, and who hold this rank up.
+  // Return masks of members on this host: those whose next step may let this rank go on, and those that hold it up.
   uint64_t interest() const { return idle() ? 0 : near_->interest(*this); }
   uint64_t missing() const { return idle() ? 0 : near_->missing(*this); }
   uint64_t blocking_ranks() const { return missing(); }
-  // A receive of any source that nothing can end, since all others have left and all their messages are known; or null.
+  // Returns a receive of any source, or null. Called when all others have left and all their messages are known, so
+  // that nothing can end such a receive.
   const Message* waits_in_vain() const;
   const Lane::Item* oldest() const;
   void fail_all(const std::exception_ptr& error);

@@ -39,7 +39,7 @@ class Submissions {
   };
   explicit Submissions(Work::Tally& tally) : tally_(tally) {}
 
-  // Adds an operation that is matched by the order of the calls.
+  // Queues an operation that ranks match by the order of their calls.
   std::shared_ptr<Work> add(Operation operation) {
     std::lock_guard lock(mutex_);
     auto work = begin_work();
@@ -47,7 +47,7 @@ class Submissions {
     batch_.operations.push_back({std::move(operation), work, Clock::now()});
     return work;
   }
-  // Adds an operation that is matched by `slot` and the number of a step.
+  // Queues an operation that ranks match by `slot` and the number of a step.
   std::shared_ptr<Work> add(Operation operation, std::shared_ptr<const Slots> slots, uint64_t slot, uint64_t step) {
     std::lock_guard lock(mutex_);
     auto work = begin_work();

@@ -1,8 +1,8 @@
 // Each rank publishes on a board the calls that its sleeping threads wait for, the ranks that have not made those
 // calls, and whether it has any other thread that could make calls. A rank is stuck if it has none, and each of its
-// waits needs a stuck rank. That state is final, since no rank in it can leave it. It is believed once every board in
-// it has been found unchanged by its own rank again, after all of them were seen: so no board is older than a call that
-// it says is missing.
+// waits needs a stuck rank. Stuck ranks remain stuck, since none of them can end another's wait. They are believed to
+// be stuck only once each has found its board unchanged again, after all of these boards were seen: so no board is
+// older than a call that it says is missing.
 //
 // Ownership: the arenas outlive it. Thread-safety: under the engine's progress lock. Failure: none; in doubt nobody is
 // stuck.
@@ -35,7 +35,8 @@ class DeadlockDetector {
   // Returns the local ranks that are stuck, this one among them, or 0 while that is not certain.
   uint64_t search();
 
-  // A chain of waits from this rank on: each rank waits for the next, within `stuck`, up to the first that comes again.
+  // One link of a chain of waits: `rank` waits for `next`. The chain begins at this rank, stays within `stuck`, and
+  // ends where a rank comes again.
   struct Link {
     int rank;
     Wait wait;
@@ -43,8 +44,7 @@ class DeadlockDetector {
   };
   std::vector<Link> chain(uint64_t stuck) const;
 
-  // The waits that others of `ranks` have published on their boards, each with its rank, and that a call of this rank
-  // would end.
+  // Returns the waits for a call of this rank that others of `ranks` have published, each with the rank that waits.
   std::vector<std::pair<int, Wait>> waits_for_me(uint64_t ranks) const;
 
  private:

@@ -29,8 +29,8 @@ class IoLoop {
   // Makes the calling thread the one that moves bytes, which must then do so at least every few milliseconds until it
   // releases. Returns false if the thread can't, or another thread does.
   virtual bool claim() = 0;
-  // Moves all bytes that can be moved. If there are none, sleeps until passes may go on, until wake(), or for
-  // `at_most`. Returns true if passes may go on.
+  // Moves all bytes that can be moved. If there are none, sleeps until a pass of the engine can do more, until wake(),
+  // or for `at_most`. Returns true if a pass can do more.
   virtual bool poll(Duration at_most) = 0;
   virtual void release() = 0;
   virtual void wake() = 0;    // poll() returns soon
@@ -82,15 +82,15 @@ class Driver {
     return ThreadAct::End;
   }
 
-  // Any thread may call `has_work`.
+  // The own thread calls `has_work`, while other threads run.
   Driver(Kind kind, std::function<bool()> has_work) : kind_(kind), has_work_(std::move(has_work)) {}
 
-  // Called by threads of the program. The order of their calls is part of what the test walks.
+  // Methods for threads of the program, which call them in the orders that progress_driver_test.cpp walks.
   void enter() { drivers_.fetch_add(1, std::memory_order_seq_cst); }  // the thread drives from now on
   bool claim();                                                       // enter(), but only if no other thread drives
   void leave() { drivers_.fetch_sub(1, std::memory_order_seq_cst); }
   void visit() { visits_.fetch_add(1, std::memory_order_relaxed); }  // relaxed: a hint
-  void call();                                                       // tells that there is work
+  void call();                                                       // tells the own thread that there is work
   bool is_driven() const { return drivers_.load(std::memory_order_seq_cst) > 0; }
   bool is_parked() const { return parked_.load(std::memory_order_seq_cst); }
   void ignore_visits() { counts_visits_ = false; }  // before there is work

@@ -37,8 +37,8 @@
 
 namespace syncengine {
 
-// The lock of an engine's state, held for one bounded pass, and what is put off until it is free: dropping what ended
-// operations held, since dropping a tensor's last reference may wait for Python's lock, and lines for stderr.
+// The lock of an engine's state, held for one bounded pass. Two things are put off until it is free: lines for stderr,
+// and dropping what ended operations held, since dropping a tensor's last reference may wait for Python's lock.
 //
 // Thread-safety: any thread; trash() and log() by the one that holds it. Failure: none.
 
@@ -92,13 +92,13 @@ class Progressable {
   virtual void leave() {}
   virtual IoLoop* io_loop() { return nullptr; }  // for a thread that waits; called without any lock
 
-  // Asked by the deadlock detector. Members are local ranks.
+  // Methods for the deadlock detector, which names members by their local ranks.
   virtual DeadlockDetector::Wait wait_of(const Work&) const { return {}; }
   virtual bool has_block(int /*local_rank*/, uint64_t /*offset*/) const { return false; }
   virtual std::string describe_wait(const Work&) const { return ""; }
 };
 
-// All progressables of an engine, under the same lock. Each adds and removes itself.
+// The list of all progressables of an engine, guarded by the progress lock. Each adds and removes itself.
 class Progressables {
  public:
   void add(Progressable* progressable) { all_.push_back(progressable); }
@@ -125,13 +125,13 @@ class Progressables {
   std::vector<Progressable*> all_;
 };
 
-// Returns how many threads of this process might make calls. A thread that waits calls it; the answer is
-// kUnknownCallers if that thread is not one of those counted.
+// Returns how many threads of this process might call the engine: there can be a deadlock only if all of them wait.
+// Called by a thread that waits. The answer is kUnknownCallers if that thread is not counted itself.
 using CountCallers = std::function<int()>;
 inline constexpr int kUnknownCallers = std::numeric_limits<int>::max();
 
-// The threads of this rank that have waited for a while. The peers are told what each of them waits for, and waits of
-// ranks that wait for each other are ended.
+// Lists the threads of this rank that have waited for a while. Tells the peers what each of them waits for, and ends
+// waits of ranks that wait for each other.
 //
 // Ownership: its parts outlive it. Thread-safety: under the engine's progress lock. Failure: none.
 class Sleepers {
@@ -151,14 +151,14 @@ class Sleepers {
     std::erase(threads_, thread);
     publish();
   }
-  // Called about every 50 ms, after the checks of `all` themselves.
+  // Publishes the waits, and ends a deadlock if there is one. Called about every 50 ms, after all.check_health().
   void check(const Progressables& all) {
     publish();
     if (uint64_t stuck = detector_.search()) end_deadlock(stuck, all);
   }
 
-  // "rank 1 waits in its collective call number 2 for rank 0", for those of `local_ranks` that wait for this rank;
-  // empty if none does. `beside` is the communicator that the reader has in mind.
+  // Returns "rank 1 waits in its collective call number 2 for rank 0", for those of `local_ranks` that wait for this
+  // rank; empty if none does. Says so where a wait is in another communicator than `beside`.
   std::string who_waits_for_me(uint64_t local_ranks, const Progressable& beside) const;
 
  private:
@@ -175,15 +175,15 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // At most `most_watchers` ranks will share this host.
   Engine(std::shared_ptr<shm::Arena> arena, int most_watchers, Options options, CountCallers count_callers = {});
   ~Engine();
-  // Any thread may call this, the engine's own as well.
+  // Destroys `engine`. Any thread may call this, even the engine's own.
   static void destroy(Engine* engine) { delete_off(engine->thread_, engine); }
 
-  // Called once, before any communicator exists: see LocalRanks.
+  // Connects the engine with its host's other ranks: see LocalRanks. Called once, before any communicator exists.
   void attach(std::vector<std::unique_ptr<shm::PeerArena>> peers, int local_rank, std::vector<int> names,
               std::map<int, ProcessWatch> watches);
 
-  // Another thread of this process will move bytes between hosts, and call progress(). A thread that waits only for
-  // other hosts then sleeps, and is woken when something has ended.
+  // Says that another thread of this process will move bytes between hosts, and call progress(). A thread that waits
+  // only for other hosts then sleeps, and is woken when something has ended.
   void expect_io_thread();
 
   const Options& options() const { return options_; }
@@ -205,12 +205,12 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Called by the thread that moves bytes: does what new bytes allow, in the place of threads that sleep. Returns
   // whether anything was done.
   bool progress();
-  // Drives until `work` of `owner` has ended. `gives_up`: `interrupted` will end it some time.
+  // Drives the engine's loop until `work` of `owner` has ended. `gives_up`: `interrupted` will end the wait some time.
   void wait(const Work& work, Progressable& owner, const std::function<void()>& interrupted, bool gives_up);
 
   Work::Tally& tally() { return tally_; }
 
-  // Both need the progress lock.
+  // The methods from here to sever_tensors() need the progress lock.
   Progressables& progressables() { return progressables_; }
   const Sleepers& sleepers() const { return *sleepers_; }
   void wake_io_loop() {

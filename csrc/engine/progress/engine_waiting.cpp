@@ -41,7 +41,7 @@ struct Spin {
   }
 };
 
-// Tells loops that make progress, and so never come to rest, when it is time to look around again.
+// Says when about 50 ms have passed, in loops that make progress and so never sleep: peers must be checked again.
 struct Tick {
   unsigned count = 0;
   Deadline next = Deadline::never();
@@ -92,8 +92,8 @@ void Engine::rest(Duration at_most, const std::function<bool()>& over, IoLoop* i
   if (moved && bell_->anybody_listens()) bell_->ring_self();
 }
 
-// Moves the bytes between hosts itself, until `work` has ended or for a tick. Then the thread looks around and may wait
-// for Python's lock, so it must not be needed meanwhile. Returns false if another thread moves the bytes.
+// Lets this thread move the bytes between hosts, until `work` has ended or for a tick. Then it gives way to others,
+// since it looks around and may wait for Python's lock. Returns false if another thread moves the bytes.
 bool Engine::drive_io(const Work& work, IoLoop& io_loop, const std::function<bool()>& spin_again) {
   if (!io_loop.claim()) return false;
   struct Claim {
@@ -126,7 +126,7 @@ void Engine::wait(const Work& work, Progressable& owner, const std::function<voi
         if (!std::exchange(sleeps, true)) engine.sleepers_->add(&thread);
       });
     }
-    // Returns whether there is work left for other threads.
+    // Stops driving. Returns whether there is work left for other threads.
     bool leave() {
       engine.driver_.leave();
       if (engine.tally_.outstanding.load(std::memory_order_seq_cst) == 0) return false;
@@ -207,7 +207,7 @@ void Engine::check_health() {
 
 void Sleepers::publish() {
   std::vector<DeadlockDetector::Wait> waits;
-  // The last of these threads has counted while all others were here, and since then nobody else was left to start
+  // The thread that counted last did so while all others waited here, and since then nobody else was left to start
   // another thread.
   bool everybody = true;
   for (const Thread* thread : threads_) {
@@ -217,7 +217,7 @@ void Sleepers::publish() {
   detector_.publish(waits, everybody);
 }
 
-// Each rank that finds the deadlock fails what it waits for itself, and what the others wait for from it.
+// Each rank that finds the deadlock fails the communicators in which it waits, or in which stuck ranks wait for it.
 void Sleepers::end_deadlock(uint64_t stuck, const Progressables& all) {
   const Thread& first = *threads_.front();
   std::string text;

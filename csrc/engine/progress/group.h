@@ -1,4 +1,4 @@
-// The ranks of this host, and the members of one communicator among them, as memory.
+// The ranks of this host, and the members of one communicator among them: where the memory of each is mapped.
 #pragma once
 
 #include <atomic>
@@ -16,7 +16,7 @@
 
 namespace syncengine {
 
-// A range of this rank's arena of which peers have been told.
+// A range of this rank's arena that peers may access, since they have been told where it is.
 struct ArenaRange {
   size_t offset, bytes;
   bool apart;      // severed at a failure: peers may still write there, or send on what its owner writes next
@@ -29,8 +29,8 @@ struct ArenaRange {
 // is_dead(), which is called under the progress lock. Failure: none.
 class LocalRanks {
  public:
-  // `peers` are null for this rank, `me`. `names` are their ranks in the job. `watches` are by rank in the job, and
-  // include ranks that count as other hosts' though they run on this machine.
+  // `peers` has the arenas by local rank, null for this rank, `me`. `names` has each one's rank in the job. `watches`
+  // has processes by rank in the job, and includes ranks that count as other hosts' though they run on this machine.
   LocalRanks(shm::ArenaHeader& own, std::vector<std::unique_ptr<shm::PeerArena>> peers, int me, std::vector<int> names,
              std::map<int, ProcessWatch> watches)
       : own_(own), peers_(std::move(peers)), me_(me), names_(std::move(names)), watches_(std::move(watches)) {}
@@ -40,7 +40,7 @@ class LocalRanks {
   shm::PeerArena* peer(int rank) const { return peers_[rank].get(); }
   int in_job(int rank) const { return names_[rank]; }
   std::string name(int rank) const { return "rank " + std::to_string(names_[rank]); }
-  // A part of each arena's header.
+  // Pointers to one part of the header of each rank's arena, by local rank.
   template <class Part>
   std::vector<Part*> each(Part shm::ArenaHeader::* part) const {
     std::vector<Part*> parts;
@@ -50,8 +50,8 @@ class LocalRanks {
     }
     return parts;
   }
-  // Whether the rank's process has died or ended otherwise. Both mutex and process handle are asked: a kernel may not
-  // serve robust mutexes, and the handle reports a death later.
+  // Whether the rank's process has died or ended otherwise. Both its mutex and its process handle are asked: some
+  // systems lack robust mutexes, and the handle reports a death later.
   bool is_dead(int rank) {
     uint64_t bit = uint64_t{1} << rank;
     if (rank == me_) return false;
@@ -74,7 +74,7 @@ class LocalRanks {
   uint64_t dead_ = 0;
 };
 
-// The members of one communicator: where each one's block lies, and who must be woken.
+// The members of one communicator on this host: where the block of each lies, and how to wake them.
 //
 // Ownership: views; the engine owns the arenas. Thread-safety: constant after construction.
 struct Group {
@@ -113,7 +113,7 @@ struct Group {
   }
 };
 
-// Records what happened to an operation from `begin` to `end`.
+// Records an event of an operation in the trace, from time `begin` to time `end`.
 inline void trace_operation(trace::Kind kind, int64_t begin, int64_t end, const Group& group, const Work::Place& place,
                             uint64_t detail = 0, uint32_t text = 0) {
   trace::record({.kind = kind,

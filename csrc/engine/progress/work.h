@@ -29,7 +29,7 @@ class Work {
     if (state() == State::Failed) std::rethrow_exception(error_);
   }
 
-  // Identifies the operation: in the user lane by its number; in the scheduled lane by its announcement slot and count.
+  // Identifies the operation: in the user lane by its number; in the scheduled lane by its slot and its step's number.
   struct Place {
     int lane = 0;
     uint64_t number = 0;
@@ -37,7 +37,7 @@ class Work {
     bool operator==(const Place&) const = default;
   };
 
-  // For the engine only, under its progress lock.
+  // The members below are for the engine only, under its progress lock.
   Place place;
   void finish() { end(State::Done); }
   void fail(std::exception_ptr error) {

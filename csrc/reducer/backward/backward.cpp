@@ -21,7 +21,7 @@ void Backward::begin() {
   model_.record.begin_backward(model_.parameters.size(), plan->buckets().size());
   if (usage.observes()) usage.static_graph()->begin_observation();
   if (model_.flat) {
-    // When the plan was installed, there may have been no memory for its buckets.
+    // Installs the plan again if there was no memory for its buckets the last time.
     if (model_.flat->buckets() != plan->buckets().size()) model_.route->install(*plan);
     model_.flat->begin();
   }
@@ -58,7 +58,7 @@ bool Backward::bring(size_t index, const at::Tensor& incoming) {
   if (hooks == UserHooks::Hasty || (watched && has_hasty_optimizer(parameter))) {
     throw Error(ErrorKind::InvalidUsage, hasty_text(names(), index));
   }
-  // The parameter may be a part of two models, and both reduce this rank's gradient.
+  // .grad must keep this rank's gradient if a user's hook sees it, or if another model with this parameter awaits it.
   const bool kept = watched || parameters.another_has(index, Interest::Awaits);
   const bool is_static = model_.usage.is_static();
   if (is_static && !is_last_fire(index, incoming, kept)) return false;
@@ -140,8 +140,8 @@ void Backward::count_collected(size_t index) {
   if (!full) return;
   if (begun_->filling.filled(at, skips(*bucket.layout))) model_.route->ready(*begun_, bucket);
   if (!begun_->filling.all() || !(model_.usage.finds_unused() || model_.usage.observes())) return;
-  // A gradient that was accumulated under no_sync() may have been dropped since, by zero_grad(). Earlier
-  // micro-batches' gradients are in the tree's sums.
+  // Parameters count as unused again if zero_grad() has dropped the gradients that they had accumulated under
+  // no_sync(). In a step of micro-batches .grad does not show that: earlier gradients are in the tree's sums.
   for (size_t i = 0; !begun_->tree && i < model_.parameters.gradients().size(); ++i)
     if (gradient(i).stands_in() && !model_.parameters.tensor(i).grad().defined()) model_.usage.forget(i);
   usage_work_ = model_.announce(model_.averaging.usage_slot(), model_.usage.share(), "used parameters");
@@ -158,7 +158,7 @@ std::string Backward::finish(std::mutex& mutex) {
   Communicator& communicator = *model_.averaging.communicator;
   if (model_.options.skip_all_reduce_unused_params) check_skipped();
   std::shared_ptr<Work> vote;
-  // Carries the stamps if no bucket does. There are none on devices, of which the host's clock knows little.
+  // All ranks' times of the last step, if no bucket carries them. None on devices, of which a CPU's clock knows little.
   std::shared_ptr<std::vector<uint64_t>> stamps;
   const bool can_refuse = model_.can_refuse();
   {

@@ -35,19 +35,19 @@ class Backward {
 
   // --- While it runs
 
-  // Takes what the forwards that it comes from say, and uses the model's plan and route. Throws InvalidUsage if two
-  // forwards say different weights, or if another backward has completed the step.
+  // Begins with the model's plan and route, and with what the forwards hand on, such as weights. Throws InvalidUsage if
+  // two forwards have different weights, or if another backward has completed the step of micro-batches.
   void begin();
   bool has_begun() const { return begun_.has_value(); }
 
   // Takes a gradient, as a parameter's hook has fired. Returns whether that was the whole gradient: in a static graph
   // only the last firing is. Throws InvalidUsage if the gradient can't be averaged any more.
   bool bring(size_t index, const at::Tensor& incoming);
-  // Collects substitutes for the gradients that are known not to come. Throws InvalidUsage if this rank has accumulated
-  // a gradient that is in no bucket.
+  // Collects substitutes for the gradients of unused parameters: .grad as it was, or zeros. Throws InvalidUsage if a
+  // parameter that is in no bucket has a gradient from an earlier backward that was not synchronized.
   void collect_missing();
-  // Collects all gradients of a static graph that has been observed. Later backwards will bring them in another order,
-  // so the order is not noted.
+  // Collects all gradients at the end of the backward that observes a static graph. Later backwards will bring them in
+  // another order, so the order is not noted.
   void collect_observed();
   void collect_absent();  // substitutes for all gradients: this rank has no batch
 
@@ -61,15 +61,14 @@ class Backward {
   // Returns the text about ranks that brought NaN or infinity, if that is asked for; empty if none did.
   std::string finish(std::mutex& mutex);
 
-  // Puts the averages into .grad. Adds to `written` the parameters whose .grad was written, if users have hooks on any
-  // parameter.
+  // Puts the averages into .grad. If any parameter has user hooks, appends to `written` those whose .grad was written.
   void deliver(std::vector<size_t>& written);
 
-  // Takes part, when this rank has refused the step, in what the peers wait for all the same.
+  // Called when this rank has refused the step. Takes part in the operations for which the peers still wait.
   void stand_in() {
     if (begun_) model_.route->stand_in(*begun_);
   }
-  // Ends the backward when it is given up, as long as its gradients are there.
+  // Called when the backward is given up, before the memory of its gradients is dropped.
   void drop() {
     if (!begun_) return;
     begun_->is_over = true;

@@ -64,7 +64,7 @@ struct Model {
   Forward& coming_forward();
   Backward& coming_backward();
 
-  // Forgets the step if a backward has completed it, and returns whether one has.
+  // Forgets the step of micro-batches, and returns whether a backward has completed it.
   bool end_step() {
     const bool completed = step && step->begun;
     step.reset();
@@ -72,7 +72,7 @@ struct Model {
     return completed;
   }
 
-  // Called before a forward, for which parameters have `changed`: see CurrentPlan.
+  // Whether another plan must be installed. `changed`: parameters have changed since the last call. See CurrentPlan.
   bool wants_plan(bool changed);
   void install(std::shared_ptr<const BucketPlan> another) {
     plan.install(std::move(another));
@@ -95,13 +95,13 @@ struct Model {
     if (options.waits_in_between || (flat && options.skip_all_reduce_unused_params)) return false;
     return plan && !plan.all_frozen() && route->can_be_refused();
   }
-  // Announces words that are no gradients, whose bytes become their maximum over all ranks.
+  // Announces an all-reduce of words that are no gradients: each byte becomes its maximum over all ranks.
   template <class Word>
   std::shared_ptr<Work> announce(size_t slot, std::shared_ptr<std::vector<Word>> words, const char* what) const {
     return averaging.announce(slot, life.step(), std::move(words), DType::UInt8, ReduceOp::Max,
                               [names = parameters.names(), what] { return what + std::string(" of ") + names->model; });
   }
-  // Announces in the same way that this rank's step ends, with these words or nothing; the caller waits for the work.
+  // Announces the vote of this step as an operation of its own, with these words. The caller waits for the work.
   template <class Word = uint8_t>
   std::shared_ptr<Work> vote(std::shared_ptr<std::vector<Word>> words = std::make_shared<std::vector<Word>>(1)) const {
     return announce(averaging.vote_slot(), std::move(words), "the last of a step");
@@ -109,7 +109,7 @@ struct Model {
   // Drops what a backward has collected, or was to collect: .grad stays as it is, or becomes None. Needs the GIL.
   void let_go_of_gradients(bool keeps);
 
-  // Called when the graph task on this thread brings gradients.
+  // Lets the graph task on this thread, which brings gradients, allocate them in the pool.
   void pool_gradients() {
     if (!plan || plan.all_frozen()) return;
     pooled.use_in_this_task(parameters.tensor(plan->buckets()[0]->parameters[0]).grad().defined());
@@ -117,7 +117,7 @@ struct Model {
   RouteParts for_route() { return {averaging, parameters.gradients(), life, record, pooled, flat.get()}; }
 
  private:
-  // DDP makes buckets at wrapping and when it makes them anew, and moves existing gradients into them.
+  // Notes gradients that DDP would have in buckets now: it moves existing ones there at wrapping, and for new buckets.
   void keep_gradients() {
     if (averaging.scaling != Scaling::DivideViewed) return;
     for (Gradient& gradient : parameters.gradients()) gradient.keep();

@@ -37,8 +37,8 @@ class Outcome {
     last_error = text;
     not_averaged = "the last backward was given up (" + text + ")";
   }
-  // Tells the peers of this rank's refusal, and ends the step. `raised_in_forward`: .grad is what it was before, until
-  // all ranks have said how the step has ended for them. If the communicator has failed since, nobody waits for either.
+  // Tells the peers that this rank refuses the step, and announces its end. `raised_in_forward`: .grad is as it was
+  // before, until all ranks have ended the step. Does nothing if the communicator has failed: then no peer waits.
   void refuse(const std::string& text, bool raised_in_forward) {
     try {
       averaging_.communicator->refuse(averaging_.slots, life_.step(), said_by(averaging_.rank(), text));
@@ -56,8 +56,8 @@ class Outcome {
     } catch (const Error&) {
     }
   }
-  // Blocks until that step has ended on all ranks, so that another one may begin. Returns whether gradients that this
-  // rank has kept must become None, as some rank could not keep its own.
+  // Blocks until the refused step has ended on all ranks, so that another one may begin. Returns whether gradients that
+  // this rank has kept must become None, as some rank could not keep its own.
   bool await_end(std::unique_lock<std::mutex>& lock) {
     while (const std::shared_ptr<Work> end = end_) {
       lock.unlock();
@@ -76,7 +76,7 @@ class Outcome {
   const Averaging& averaging_;
   Lifecycle& life_;
   std::shared_ptr<Work> end_;                 // of a refused step, until it is awaited
-  std::shared_ptr<uint8_t> loses_gradients_;  // on this rank; when the work has ended, on any
+  std::shared_ptr<uint8_t> loses_gradients_;  // whether this rank does; when the work has ended, whether any does
 };
 
 }  // namespace syncengine

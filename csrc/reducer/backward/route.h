@@ -83,9 +83,9 @@ class Route {
     bucket.memory->small.copy_in(layout.small.offsets[position], gradient.data(), gradient.memory().nbytes(),
                                  model_.record.statistics);
   }
-  // Called when a bucket has all its gradients; for a sparse bucket only to say that its turn has come.
+  // Called when a bucket has all its gradients. A sparse bucket is not started, but those after it may be if full.
   virtual void ready(BackwardBuckets& backward, Bucket& bucket) = 0;
-  // Does what can't be done in ready(), under the lock; `mutex` is the reducer's.
+  // Does what ready() can't do under the lock. Called without the lock; `mutex` is the reducer's.
   virtual void proceed(BackwardBuckets& /*backward*/, std::mutex& /*mutex*/) {}
   // Waits until the averages of all the route's buckets are there.
   virtual void finish(BackwardBuckets& backward) = 0;
@@ -95,9 +95,9 @@ class Route {
   virtual bool takes_sparse() const { return false; }
   // Whether a rank can refuse a step, and the peers go on.
   virtual bool can_be_refused() const { return false; }
-  // Called when this rank has refused the step: takes part in what the peers wait for all the same.
+  // Called when this rank has refused the step. Takes part in the operations for which the peers still wait.
   virtual void stand_in(BackwardBuckets& /*backward*/) {}
-  // Called when a backward is given up, as long as its gradients are there. Memory that is in use is abandoned.
+  // Called when a backward is given up, while its gradients exist. Keeps memory that is in use from being reused.
   virtual void drop(BackwardBuckets& /*backward*/) {}
 
  protected:

@@ -58,15 +58,14 @@ struct Averaging {
   const std::shared_ptr<Communicator> communicator;
   size_t parameters;  // of the model
   Scaling scaling;
-  // Whether each contribution is scaled, as DDP does while it copies it into the bucket; otherwise the sum is, which
-  // rounds only once.
+  // Whether contributions are scaled, as DDP does in copying to the bucket; else the sum is scaled, which rounds once.
   bool scales_first;
   // Float16 or BFloat16: gradients are cast to this dtype, reduced in it, and cast back.
   std::optional<at::ScalarType> travels_as = {};
-  std::shared_ptr<const Slots> slots = {};  // one for each bucket there may be, then these; from the first plan on
+  std::shared_ptr<const Slots> slots = {};  // one for each possible bucket, then the three below; null until reserved
 
   int rank() const { return communicator->global_ranks()[communicator->rank()]; }  // of this process, in the whole job
-  // Ends the communicator: peers wait for gradients that this rank will not bring, and there is no step to be refused.
+  // Aborts the communicator: peers wait for gradients that this rank will not bring, and the step can't be refused.
   void tell_peers(const std::string& text, ErrorKind kind = ErrorKind::Aborted) const {
     communicator->abort(kind, said_by(rank(), text));
   }
@@ -74,7 +73,7 @@ struct Averaging {
   size_t usage_slot() const { return parameters; }
   size_t vote_slot() const { return parameters + 1; }
   size_t nonfinite_slot() const { return parameters + 2; }
-  // An operation without memory yet. With a `tree`, it is added up in the order of that step's sums.
+  // Makes a bucket's all-reduce, without memory yet. With a `tree`, contributions are added in the order of that tree.
   Operation operation_of(const std::shared_ptr<const BucketLayout>& layout, const std::optional<TreeStep>& tree) const {
     Operation operation{.dtype = travels_as ? *gradient_dtype(*travels_as) : layout->dtype, .op = ReduceOp::Avg};
     operation.numerics = tree ? Numerics::Tree : communicator->numerics();
@@ -89,7 +88,7 @@ struct Averaging {
     };
     return operation;
   }
-  // Announces words that are no gradients, in this step of the model; they become `op` of them over all ranks.
+  // Announces an all-reduce by `op` of words that are no gradients, in this step of the model.
   template <class Word>
   std::shared_ptr<Work> announce(size_t slot, uint64_t step, std::shared_ptr<std::vector<Word>> words, DType dtype,
                                  ReduceOp op, std::function<std::string()> describe) const {
@@ -100,7 +99,7 @@ struct Averaging {
     operation.keepalive = std::move(words);
     return communicator->announce(slots, slot, step, std::move(operation));
   }
-  // Whether one factor gives all gradients the right bits: if the divisor is a power of two, all members of Scaling do.
+  // Whether one factor for all gradients gives the bits of `scaling`: for Multiply, or if the divisor is a power of 2.
   bool scales_all_alike(double divisor) const {
     int exponent = 0;
     return scaling == Scaling::Multiply || std::frexp(divisor, &exponent) == 0.5;
@@ -110,8 +109,8 @@ struct Averaging {
                         const std::vector<at::Tensor>& contributions, double divisor) const {
     at::NoGradGuard no_grad;
     for (size_t k = 0; k < contributions.size(); ++k) {
-      // DDP divides a bucket of complex numbers as one of their parts, but a gradient that it has kept as it is: there
-      // torch multiplies by 1/N.
+      // DDP divides a bucket of complex numbers as one of real numbers, twice as many. A gradient that lay in the
+      // bucket already (is_kept()) is divided as complex numbers, for which torch multiplies by 1/N.
       if (scaling == Scaling::Divide) {
         elements_of(contributions[k]).div_(divisor);
       } else if (gradients[layout.parameters[k]].is_kept()) {

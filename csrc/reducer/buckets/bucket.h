@@ -56,7 +56,7 @@ class SmallGradients {
   std::vector<Piece> pieces_;
 };
 
-// The memory that the engine works on, perhaps for longer than the bucket exists, whose step may have been refused.
+// The memory of a bucket's operation. If the step was refused, the engine may use it for longer than the bucket exists.
 struct BucketMemory {
   std::vector<at::Tensor> gradients;  // in the layout's order, those in `small` left out
   SmallGradients small;

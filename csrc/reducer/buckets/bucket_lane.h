@@ -43,7 +43,7 @@ class BucketLane {
   virtual void all_reduce(Operation operation) = 0;
   virtual void finish() = 0;
 
-  // Whether its own stream, or the current one, is being captured into a graph.
+  // Whether the lane's own stream, or the calling thread's current one, is being captured into a CUDA graph.
   virtual bool is_captured() const { return false; }
   // Memory in which this lane's operations note who has brought NaN or infinity; see Nonfinite. Blocks as wait().
   virtual Nonfinite words_for_nonfinite() = 0;

@@ -85,7 +85,7 @@ void FlatBuckets::all_reduce(Operation operation) {
 void FlatBuckets::finish(const std::vector<Bucket>& buckets, const Filling& filling,
                          const std::vector<Gradient>& gradients) {
   lane_->finish();
-  // Kernels of backward may still read memory that is overwritten here. All are ordered before the current stream.
+  // Backward may still read what is overwritten here. The lane waits for the current stream, which follows backward.
   const c10::Stream current = lane_->current();
   lane_->order(current, lane_->own());
   {

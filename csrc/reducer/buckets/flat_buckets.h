@@ -1,11 +1,11 @@
 // Buckets on a device: flat memory that all peers reach. A bucket's gradients are copied there when it has all of them,
 // reduced, and copied back at the end of backward; all of it on the lane's own stream, without the host waiting.
 //
-// Streams can't overtake, so buckets are to be started in one order on all ranks. Flat memory is touched by the lane's
-// stream alone, so one bucket of the next step can't run into this one's.
+// A stream runs its operations in order, so all ranks must start buckets in the same order. Only the lane's stream
+// touches flat memory, so a bucket of the next step can't overwrite one that is still in use.
 //
-// What is not reduced here (sparse gradients, and all buckets of a communication hook) has no flat memory: the code
-// that reduces it takes it over on the current stream.
+// Gradients that are not reduced here (sparse ones, and all if there is a communication hook) have no flat memory: the
+// code that reduces them takes them over on the current stream.
 //
 // Ownership: holds the memory and the lane; the gradients' memory must live until finish() returns. Thread-safety:
 // none. Failure: as BucketLane.
@@ -27,10 +27,10 @@ class FlatBuckets {
  public:
   explicit FlatBuckets(std::unique_ptr<BucketLane> lane) : lane_(std::move(lane)) {}
 
-  // Makes new buckets, whose elements travel as `type`, which is no wider than their own, or in their own. Collective,
+  // Lays out new buckets, with elements of the gradients' dtype, or of `type` if given, which is no wider. Collective,
   // unless the existing memory is enough, as it is for any buckets of the same parameters.
   void lay_out(const BucketPlan& plan, const std::vector<Gradient>& gradients, std::optional<at::ScalarType> type);
-  // Makes new buckets, none of which is reduced here, and drops the memory.
+  // Drops the flat memory, and makes buckets without any, which are not reduced here.
   void lay_out_nothing(size_t buckets) {
     flats_.assign(buckets, {});
     memory_.reset();
@@ -45,18 +45,18 @@ class FlatBuckets {
     return std::exchange(seen_, now) != now;
   }
 
-  // Whether what is queued now becomes a part of a graph.
+  // Whether operations that are queued now are captured into a CUDA graph.
   bool is_captured() const { return lane_->is_captured(); }
 
-  // Called when a backward begins.
+  // Called when a backward begins: forgets the streams that made the last one's gradients.
   void begin() {
     for (Flat& flat : flats_) flat.streams.clear();
   }
   // Notes that the calling thread's current stream has made a gradient of this bucket.
   void note(size_t bucket);
-  // Copies the gradients' memory in, after the streams that have made them.
+  // Copies a bucket's gradients into its flat memory, after the streams that have made them.
   void fill(const Bucket& bucket, const std::vector<Gradient>& gradients);
-  // The present memory of each gradient of the bucket, to be touched on stream() alone.
+  // The part of flat memory for each gradient of the bucket, to be touched on stream() alone.
   const std::vector<at::Tensor>& views(size_t bucket) const { return flats_[bucket].views; }
   // The memory of the whole bucket.
   SpanList span(size_t bucket) const {
@@ -64,8 +64,8 @@ class FlatBuckets {
   }
   void all_reduce(Operation operation);
 
-  // The words for a backward that begins when no operation of the last one is under way; see BucketLane. Blocks the
-  // first time, and after a backward that was dropped.
+  // The words for Nonfinite in a backward that begins (see BucketLane): no earlier operation uses them any more. Blocks
+  // the first time, and after a backward that was dropped.
   Nonfinite words_for_nonfinite() {
     if (std::exchange(dropped_, false)) lane_->wait();
     if (!words_.words) words_ = lane_->words_for_nonfinite();
@@ -73,10 +73,9 @@ class FlatBuckets {
   }
   void wait() { lane_->wait(); }
 
-  // Copies all buckets that were reduced back to the gradients' memory, before what the current stream gets from now
-  // on.
+  // Copies all reduced buckets back to the gradients' memory, before what the current stream gets from now on.
   void finish(const std::vector<Bucket>& buckets, const Filling& filling, const std::vector<Gradient>& gradients);
-  // Called instead, before the gradients' memory is freed.
+  // Called instead of finish() if the backward is given up, before the gradients' memory is freed.
   void drop(const std::vector<Bucket>& buckets, const Filling& filling, const std::vector<Gradient>& gradients);
   // Lets the current stream read and write the gradients' memory from now on, after all streams that have touched it.
   void take_over(const Bucket& bucket, const std::vector<Gradient>& gradients);

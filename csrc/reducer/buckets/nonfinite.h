@@ -1,9 +1,9 @@
 // Finds out who has brought a gradient that is NaN or infinite, in one backward: Parallel(nonfinite=...).
 //
-// The rank that reduces an element has every rank's before it, and notes whose is not finite (collectives/operation.h).
-// After the last bucket the ranks tell each other the earliest of what they have noted, a word for each rank, so that
-// all say the same. No rank puts averages into .grad before that has ended. If all ranks are on one host, each sees
-// with the results of a bucket whether any rank has noted something, and if none has, nothing is left to tell.
+// The rank that reduces an element reads every rank's value, and notes which are not finite (collectives/operation.h).
+// After the last bucket the ranks exchange, for each rank, the earliest such element, so that all report the same. No
+// rank puts averages into .grad before that has ended. If the engine reduces dense gradients on the CPUs of one host, a
+// bucket's results show each rank whether any has noted something, and if none has, there is no exchange.
 //
 // Ownership: its backward's; operations hold the words. The gradients outlive it. Thread-safety: the reducer's lock, or
 // the one thread that is at the backward's end. Failure: what the communicator throws.
@@ -26,15 +26,15 @@ namespace syncengine {
 
 class NonfiniteWatch {
  public:
-  // `words` are for the notes: one for each rank, and one more. `seen`: operations themselves show all ranks whether
-  // anything was noted.
+  // `words` are for the notes: one for each rank, and one for sums of finite gradients that overflow. `seen`:
+  // operations themselves show all ranks whether anything was noted.
   NonfiniteWatch(std::shared_ptr<const BucketPlan> plan, const std::vector<Gradient>& gradients, Nonfinite words,
                  int world, bool seen);
 
   // The notes for the operation that reduces this bucket.
   std::shared_ptr<const Nonfinite> of(const BucketLayout& layout) const;
-  // Notes values of a parameter that are not finite. `rank` has brought the values; the number of ranks stands for
-  // nobody. Returns whether all are finite.
+  // Notes it if values of a parameter are not all finite. `rank` brought them, or nobody if it is the number of ranks.
+  // Returns whether all are finite.
   bool look(size_t parameter, const at::Tensor& values, int rank) const;
   // Looks at the `results` that a communication hook has made of this rank's own gradients of a bucket.
   void look_behind_hook(const BucketLayout& layout, const std::vector<at::Tensor>& results,

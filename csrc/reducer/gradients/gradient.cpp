@@ -23,7 +23,7 @@ at::Tensor empty_like_parameter(const at::Tensor& parameter) {
   return at::empty(parameter.sizes(), parameter.options());
 }
 
-// The sparse gradient of a table of which no row was looked up.
+// An empty sparse gradient, as of an embedding table in which no row was looked up.
 at::Tensor empty_rows(const at::Tensor& table) {
   auto values = table.sizes().vec();
   values[0] = 0;
@@ -81,8 +81,8 @@ void Gradient::collect(const std::string& name, Statistics& statistics) {
     // A .grad that existed before stays where it is: in a flat optimizer's memory, perhaps.
     copy_out(took_over ? Source::Replace : Source::Copy, CopyReason::SharedStorage, grad, statistics);
   } else {
-    // Either taken over from `incoming`, or a .grad that existed before (or was made by a copy) and that only autograd
-    // has written: no tensor of this backward lies in its memory.
+    // The memory was taken over from `incoming`, or .grad existed before (or was made by a copy) and only autograd has
+    // written to it: no other tensor of this backward lies there.
     source_ = Source::Own;
     memory_ = grad;
     version_ = grad._version();
@@ -125,7 +125,7 @@ bool Gradient::deliver(bool used) {
   at::Tensor& grad = parameter_.mutable_grad();
   const bool delivers = source_ != Source::Absent && (source_ != Source::Unused || used);
   if (!delivers) {
-    // No rank used the parameter: .grad stays as it is, as with DDP.
+    // No rank used the parameter, or this rank had no batch: .grad stays as it is, as with DDP.
   } else if (!grad.defined()) {
     grad = memory_;
   } else if (source_ == Source::Replace) {

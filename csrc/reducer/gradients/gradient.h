@@ -99,7 +99,7 @@ class Gradient {
   bool sparse_;
   c10::weak_intrusive_ptr<c10::StorageImpl> kept_{c10::intrusive_ptr<c10::StorageImpl>()};
   bool shared_ = false;     // noted: something else looks at .grad's memory
-  bool took_over_ = false;  // noted: that is the memory of what came
+  bool took_over_ = false;  // noted: .grad has the memory of the tensor that came
   uint32_t version_ = 0;    // of memory_, after what this object has written there
 };
 

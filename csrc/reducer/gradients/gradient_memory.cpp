@@ -72,7 +72,7 @@ bool is_tensor_memory(const c10::DataPtr& data) {
 }
 
 // Whether nothing but `grad` will ever read the memory that it took over from `incoming`: every holder is known, and
-// goes with `incoming`, which the engine is about to drop; and the memory is torch's own (not NumPy's, say).
+// goes with `incoming`, which autograd is about to drop; and the memory is torch's own (not NumPy's, say).
 bool took_over_exclusively(const at::Tensor& grad, const at::Tensor& incoming, size_t references) {
   if (!has_holders(incoming, references)) return false;
   size_t known_holders = 2;

@@ -50,10 +50,10 @@ struct AllocationHabits {
   void forget(size_t bytes);
 };
 
-// Puts gradients that autograd allocates in synchronized backwards into a pool, where peers reach them.
+// Grants, and an allocator in the place of torch's, put the gradients of a backward into a pool that peers reach.
 //
-// torch's CPU allocator is replaced for good by one that passes everything on, except allocations of a gradient's exact
-// size by threads that use a grant, while that is valid: a backward's own threads, until it ends. Known temporaries
+// The allocator replaces torch's CPU allocator for good, and passes allocations on to it, except those of a gradient's
+// exact size by threads with a valid grant: a backward's own threads, until it ends. Known temporaries
 // (AllocationHabits) are passed on, too. So the pool has blocks of few sizes, which fit each other's places.
 
 // One backward's permission to allocate gradients from a pool. Thread-safe.
@@ -71,7 +71,7 @@ class Grant {
 
   bool is_valid() const { return valid_.load(std::memory_order_acquire); }
   void revoke() { valid_.store(false, std::memory_order_release); }  // a late allocation does no harm
-  // Remembers what this backward did for the next ones, as it has ended well. Called after revoke().
+  // Remembers for later backwards which blocks were temporaries. Called after revoke(), if this one has ended well.
   void learn();
 
  private:
@@ -91,7 +91,7 @@ class Grant {
   std::unordered_map<void*, std::pair<size_t, size_t>> being_learned_;  // by block: size, and place in the course
 };
 
-// Idempotent. Called on any thread, while no other thread allocates tensors for the first time.
+// Replaces torch's allocator, once. Called on any thread, while no other thread allocates tensors for the first time.
 void install_pool_allocator();
 
 // Makes the calling thread use the grant, until it is revoked.
@@ -131,7 +131,7 @@ class PooledGradients {
         },
         [grant](bool) { grant->revoke(); });
   }
-  // Notes that a gradient's memory is about to be reduced. Returns why peers can't do that there, if they can't.
+  // Notes that a gradient's memory is about to be reduced. Returns the reason if peers can't access it there.
   std::optional<StageReason> note(const void* memory, size_t bytes) {
     if (!pool_) return StageReason::Setting;
     if (pool_->owns(memory, bytes)) return std::nullopt;
@@ -149,11 +149,11 @@ bool shares_storage(const at::TensorBase& a, const at::TensorBase& b);
 
 // Whether anything else may still read the memory that `grad` took over from `incoming`; false if it took over nothing.
 // Autograd lets .grad take over a tensor whose memory others may still have to read in the same backward, and two
-// parameters may take over the same memory. `references` counts those of the engine and the caller to `incoming`.
+// parameters may take over the same memory. `references`: how many autograd and the caller have to `incoming`.
 bool is_shared(const at::Tensor& grad, const at::Tensor& incoming, size_t references = 1);
 
-// Whether nobody else can read or write the memory of the parameter's dense .grad: asked in its post-accumulate hook,
-// or at any time later. A gradient that note_incoming() has not noted counts as somebody else's.
+// Whether nobody else can access the memory of the parameter's dense .grad. Called in its post-accumulate hook, or
+// later. In the hook, memory that .grad took over from a gradient without a note (note_incoming()) counts as shared.
 bool owns_gradient(const at::Tensor& parameter);
 
 }  // namespace syncengine

@@ -19,8 +19,8 @@ class TreeSums {
   // `parameters` are all of a model's, in the order of its reducer.
   explicit TreeSums(std::vector<at::Tensor> parameters) : parameters_(std::move(parameters)) {}
 
-  // Moves the gradients of one micro-batch out of .grad, then adds up the last two sums, `merges` times. Returns
-  // whether there was any gradient.
+  // Moves the gradients of one micro-batch out of .grad, then replaces the last two sums by their sum, `merges` times.
+  // Returns whether there was any gradient.
   bool take(size_t merges);
   // Adds all waiting sums, the last first, to the gradient of parameter `index` in the last micro-batch, whose memory
   // nobody else reads. Returns that gradient, or a new one if it is sparse.
@@ -29,7 +29,7 @@ class TreeSums {
   void deliver(double divisor);
 
  private:
-  // A sum is undefined if no micro-batch of it has used the parameter, which counts as zeros.
+  // `value` is undefined, for zeros, if no micro-batch used the parameter. `made`: this object may write to it.
   struct WaitingSum {
     at::Tensor value;
     bool made = false;

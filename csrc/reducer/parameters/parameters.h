@@ -51,15 +51,15 @@ class Parameters {
   }
   std::vector<Fact> facts() const;
 
-  // Called before a forward. Makes `reducer` listen to each parameter that requires a gradient, or did: an older graph
-  // may bring one when it does again. Returns whether anything was new.
+  // Called before and after a forward. Makes `reducer` listen to each parameter that requires a gradient, even when it
+  // is frozen later: an older graph may bring its gradient once it is unfrozen. Returns whether any has changed.
   bool follow(const std::shared_ptr<AutogradListener>& reducer);
   // The parameters that a plan must have. All ranks find the same, so only facts count that all ranks share.
   std::vector<size_t> wanted() const;
-  // Whether exactly these are in buckets of `plan`, with the same sizes and dtypes as then.
+  // Whether `plan` covers exactly the parameters of wanted(), with the sizes and dtypes that they have now.
   bool are_covered_by(const BucketPlan& plan) const;
-  // From now on each parameter is wanted that has ever required a gradient, as under DDP with unused parameters: when
-  // the model was wrapped, or in a plan.
+  // With `keep`, wanted() includes frozen parameters, too, that required a gradient when the model was wrapped, or were
+  // in a plan: as under DDP with unused parameters.
   void keep_trained(bool keep) { keeps_trained_ = keep; }
   void note_trained(const BucketPlan& plan) {
     for (size_t i : plan.covered()) trained_[i] = true;
@@ -72,7 +72,7 @@ class Parameters {
   }
   void accumulated(size_t index) { accumulated_[index].store(true, std::memory_order_release); }
   void end_accumulation() { accumulates_ = false; }
-  // A parameter with a gradient from such a backward that is in no bucket of `plan`, if any. Ranks may differ.
+  // A parameter in no bucket of `plan`, with a gradient of a backward that did not average, if any. Ranks may differ.
   std::optional<size_t> left_by(const BucketPlan& plan) const;
   // Forgets AccumulateGrad nodes that nobody else holds, so that follow() has them made anew.
   void let_go_of_nodes();
@@ -83,11 +83,11 @@ class Parameters {
   bool any_retired() const { return !retired_.empty(); }
   // Whether the user has hooks that run when a gradient is accumulated; they wait for the averages.
   bool any_user_hooks() const { return any_user_hooks_; }
-  // Runs the user's hooks on these parameters, which hold averages now. Called without the lock, like the next one.
+  // Runs the user's hooks on these parameters, whose .grad is averaged now. Called without the reducer's lock.
   void run_user_hooks(const std::vector<size_t>& averaged);
   // Whether the hooks that run now get averages, not this rank's own gradients.
   bool runs_user_hooks() const { return runs_user_hooks_; }
-  // The hook of a parameter that is listened to answers these: see hooks.h.
+  // Questions to a parameter's GradientHook (see hooks.h); false if the reducer does not listen to the parameter.
   bool has_node_hooks(size_t index) const { return hooks_[index] && hooks_[index]->others_are_users(); }
   bool another_has(size_t index, Interest interest) const {
     return hooks_[index] && hooks_[index]->any_other_has(interest);

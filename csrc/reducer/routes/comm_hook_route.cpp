@@ -69,9 +69,9 @@ class CommHookRoute final : public Route {
   void proceed(BackwardBuckets& backward, std::mutex& mutex) override {
     const auto& gradients = model_.gradients;
     std::unique_lock lock(mutex);
-    if (runs_ && backward.filling.all()) {  // in another thread; behind this call finish() takes all futures
+    if (runs_ && backward.filling.all()) {  // the hook, on another thread; finish() comes next, and takes all futures
       ran_.wait(lock, [this] { return !runs_; });
-      model_.averaging.communicator->throw_if_failed();  // as after an error of that hook
+      model_.averaging.communicator->throw_if_failed();  // it has failed if that hook has raised
     }
     while (Bucket* bucket = runs_ || backward.is_over ? nullptr : backward.next_in_order()) {
       if (backward.filling.is_skipped(bucket->layout->index)) continue;

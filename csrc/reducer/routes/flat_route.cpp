@@ -29,10 +29,10 @@ class FlatRoute final : public Route {
     model_.flat->finish(backward.buckets, backward.filling, model_.gradients);
   }
 
-  // A graph has no vote. If a bucket has failed while it was queued, nobody knows what its peers still wait for.
+  // A CUDA graph has no vote. If queueing a bucket has failed, nobody knows what the peers' streams still wait for.
   bool can_be_refused() const override { return !starting_ && !model_.flat->is_captured(); }
 
-  // Streams of peers wait for all buckets, which then hold anything: nobody delivers them.
+  // Queues the missing buckets, as the peers' streams wait for them. They may hold any values: nobody delivers them.
   void stand_in(BackwardBuckets& backward) override {
     for (Bucket& bucket : backward.buckets)
       if (!backward.filling.has_gone(bucket.layout->index) && !bucket.layout->sparse)
@@ -59,7 +59,7 @@ class FlatRoute final : public Route {
     return operation;
   }
 
-  // Scaled as in place, but contributions that are scaled first are scaled in flat memory, where peers read them.
+  // Whether the operation scales the sum. Otherwise contributions are scaled in flat memory before peers read them.
   bool scales_at_the_end(double divisor) const {
     return !model_.averaging.scales_first && model_.averaging.scales_all_alike(divisor);
   }

@@ -19,7 +19,7 @@ class InPlaceRoute final : public Route {
     shm::Pool* pool = model_.pooled.pool();
     if (bucket.layout->sparse) return;
     bucket.memory = std::make_shared<BucketMemory>();
-    // The last two scale while they stage.
+    // Copies in another dtype, and contributions that are scaled first, are staged: a block would be of no use.
     const bool is_staged = !pool || averaging.travels_as || averaging.communicator->numerics() == Numerics::Ring;
     if (!is_staged) bucket.memory->small = SmallGradients(*pool, bucket.layout->small);
   }
@@ -98,7 +98,7 @@ class InPlaceRoute final : public Route {
     trace_bucket(bucket, bucket.work->place);
   }
 
-  // Adds changed strides, perhaps of one rank alone, to the layout hash: ranks must add elements that belong together.
+  // Mixes strides into the layout hash. They may have changed on one rank alone, and ranks must add matching elements.
   void follow_strides(const BucketLayout& layout, Operation& operation) const {
     std::vector<std::pair<size_t, std::vector<int64_t>>> strided;
     for (size_t i : layout.parameters) {

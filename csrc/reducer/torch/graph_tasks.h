@@ -65,15 +65,15 @@ class GraphTasks {
     all_ended_.wait_for(lock, std::chrono::seconds(1), [this] { return watched_ == 0; });
   }
 
-  // Notes that a synchronized forward has ended, which `began` then, if that is known.
+  // Notes that a synchronized forward has ended. `began`: when it began, if that is known.
   void forward_ended(const NodeNumber& began) {
     if (forwards_.size() == kForwards) forwards_.pop_front();
     forwards_.push_back({began, NodeNumber::now()});
   }
-  // Whether the graph of the task on this thread has not been judged yet, which happens once.
+  // Whether runs_forwards_nodes() has not judged the task on this thread yet, as it does once for each.
   bool is_new() const { return judged_ != current(); }
-  // Whether one of the last forwards has made a part of that graph, or the node that runs now: a task's first node is
-  // known only while it runs. A reentrant checkpoint's graph has none of a forward's nodes, whatever is around it.
+  // Whether one of the last forwards made a node of this thread's task, or the node that runs now: a task's first node
+  // is known only while it runs. No forward makes nodes of a reentrant checkpoint's graph, whatever is around it.
   bool runs_forwards_nodes() {
     if (!is_new()) return forwards_nodes_;
     judged_ = current();
@@ -83,7 +83,7 @@ class GraphTasks {
                       (nodes && std::any_of(nodes->begin(), nodes->end(), [&](auto* node) { return made_it(*node); }));
     return forwards_nodes_;
   }
-  // Called at the end of the task on this thread: whether no task is around it, or one older than the last forward.
+  // Whether no task is around the one that ends on this thread, or one that has nothing to do with the last forwards.
   bool is_outermost() const {
     const auto around = torch::autograd::get_current_node();
     return !around || !(forwards_.back().ended.is_before(*around) || made_it(*around));
@@ -95,8 +95,8 @@ class GraphTasks {
     NodeNumber began, ended;
   };
 
-  // Whether a forward may have made the node. Leaves are older, or anybody's. A node of another thread than the
-  // forward's may be the forward's, too, unless it is of this thread, which runs the backward.
+  // Whether one of the last forwards may have made the node. Leaves do not count: they are older, or may be of any
+  // graph. A node of another thread than the forward's counts, unless it is of this thread, which runs the backward.
   bool made_it(const torch::autograd::Node& node) const {
     if (node.next_edges().empty()) return false;
     const uint64_t here = NodeNumber::now().thread;
@@ -117,13 +117,13 @@ class GraphTasks {
 // By AccumulateGrad node: the index of its parameter.
 using Accumulators = std::unordered_map<const torch::autograd::Node*, size_t>;
 
-// Whether the graph task on this thread runs `node`; of the one that it starts from, perhaps not.
+// Whether the graph task on this thread runs `node`. May be false for the node from which the task starts.
 inline bool is_in_this_task(const void* node) {
   const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
   return nodes != nullptr && nodes->count(static_cast<torch::autograd::Node*>(const_cast<void*>(node))) > 0;
 }
 
-// Marks the parameters behind these outputs in `reachable`. Returns all other leaves that are.
+// Marks, in `reachable`, the parameters in the graph of these outputs. Returns the graph's other leaves.
 inline std::vector<at::Tensor> reach(const std::vector<at::Tensor>& outputs, const Accumulators& accumulators,
                                      std::vector<bool>& reachable) {
   using torch::autograd::Node;
@@ -156,7 +156,7 @@ inline bool whole_graph_runs() {
   const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
   return chosen == nullptr || chosen->empty();
 }
-// Whether what reaches this AccumulateGrad there goes into .grad.
+// Whether the task on this thread adds to .grad the gradient that reaches this AccumulateGrad node.
 inline bool task_accumulates(const torch::autograd::Node* node) {
   if (whole_graph_runs()) return true;
   const auto* chosen = torch::autograd::get_current_graph_task_exec_info();

@@ -31,7 +31,7 @@ void call_in_backward(AutogradListener& listener, auto&& call) {
   }
 }
 
-// Compiled autograd asks every hook for a form that it can trace.
+// Throws InvalidUsage where compiled autograd asks a hook for a form that can be traced.
 [[noreturn]] void refuse_compiled_autograd() {
   throw_for_autograd(
       Error(ErrorKind::InvalidUsage,
@@ -98,7 +98,7 @@ const IncomingNote* find_note(const at::Tensor& parameter) {
   return nullptr;
 }
 
-// Takes the place of the user's hooks, and runs them later. A module that is wrapped twice has two reducers.
+// Takes the place of the user's hooks, and runs them later. If a module is wrapped twice, two reducers own this hook.
 class PostponedHooks : public torch::autograd::PostAccumulateGradHook {
  public:
   explicit PostponedHooks(std::unique_ptr<PostAccumulateGradHook> users) : users_(std::move(users)) {}

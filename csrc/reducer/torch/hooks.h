@@ -28,17 +28,17 @@ enum class Interest : uint8_t {
   Awaits,    // the reducer waits for gradients
 };
 
-// The reducer, as this folder calls it.
+// The interface by which this folder calls the reducer.
 class AutogradListener {
  public:
   // Whether it has the interest now; asked without a lock.
   virtual bool has(Interest interest) const = 0;
-  // A backward reaches an output of `forward`; null: of one whose backward is this rank's own.
+  // Called when a backward reaches an output of `forward`, which is null if that backward does not average.
   virtual void on_output(Forward* forward) = 0;
   virtual void on_gradient(size_t index, const at::Tensor& incoming) = 0;
   virtual void on_backward_end() = 0;
   virtual void on_backward_failed(const std::string& text) noexcept = 0;  // by an error of one of these hooks
-  // The graph task has ended without on_backward_end, by anybody's error; the numbers are queue_backward_end's.
+  // Called when the graph task has ended by any error, without on_backward_end. See queue_backward_end().
   virtual void on_task_failed(uint64_t backward, uint64_t forwards) noexcept = 0;
   // A graph task has ended, and this thread is back in the one around it. See tell_of_outer_task.
   virtual void on_outer_task(bool inner_is_ours) noexcept = 0;
@@ -85,9 +85,9 @@ class GradientHook {
   uintptr_t key_;
 };
 
-// Listens to the start of the backward that goes through `output`: calls AutogradListener::on_output with `forward`,
-// which the hook keeps alive as long as that graph. Returns the output's node; null if it has no graph, or one from
-// before the forward `began`, as an input that is returned has.
+// Makes a backward call AutogradListener::on_output with `forward` when it reaches `output`. The hook keeps `forward`
+// alive as long as the output's graph. Returns the output's node. Returns null, without a hook, if there is no node, or
+// one from before the forward `began`, as that of an input that is returned.
 const torch::autograd::Node* hook_output(const std::weak_ptr<AutogradListener>& listener, const at::Tensor& output,
                                          const std::shared_ptr<Forward>& forward, const NodeNumber& began);
 
@@ -95,8 +95,9 @@ const torch::autograd::Node* hook_output(const std::weak_ptr<AutogradListener>& 
 // fails: then `gone` is called, with whether `reached` was before.
 void at_task_end(std::function<void()> reached, std::function<void(bool)> gone);
 
-// Queues AutogradListener::on_backward_end in the graph task that runs on this thread. If the task ends without that
-// call, on_task_failed is called instead, with the numbers of the backward and of the forwards.
+// Queues AutogradListener::on_backward_end for the end of the graph task that runs on this thread. If the task ends
+// without that call, on_task_failed is called instead, with the same arguments: the number of the backward, and how
+// many forwards there have been so far.
 void queue_backward_end(std::shared_ptr<AutogradListener> listener, uint64_t backward, uint64_t forwards);
 
 // Calls AutogradListener::on_outer_task in the task around the one on this thread, if any, when this one is gone.

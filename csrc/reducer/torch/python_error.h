@@ -27,12 +27,13 @@ void set_python_error(const Error& error);
 // Throws the pending Python exception as torch's python_error, which crosses autograd unchanged. Needs the GIL.
 [[noreturn]] void throw_pending_python_error();
 
-// Throws, in a hook or callback, the error's class in syncengine.errors.
+// Throws `error` in a hook or callback, as a Python exception of its class in syncengine.errors.
 [[noreturn]] void throw_for_autograd(const Error& error);
-// Called in a catch block there: does the same for an Error, and rethrows anything else as it is.
+// Rethrows, in a hook or callback, the exception that the current catch block handles: an Error as throw_for_autograd()
+// throws it, anything else as it is.
 [[noreturn]] void rethrow_for_autograd();
 
-// "ValueError: ...", by syncengine.errors.error_text, which fails for no exception. Needs the GIL.
+// The text "ValueError: ..." of an exception, by syncengine.errors.error_text, which never raises. Needs the GIL.
 std::string error_text(pybind11::handle error);
 
 // Issues Python's RuntimeWarning. Throws an exception if a filter of the program turns it into one.

@@ -1,4 +1,4 @@
-// Conditions for tensors that the engine can take: elements that lie in memory of their own, each as it is.
+// Functions that say which of torch's tensors the engine can take, and which elements they have, in what order.
 #pragma once
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -18,7 +18,7 @@
 
 namespace syncengine {
 
-// A text "not ..." that says what `tensor` is instead of dense; empty if it is dense, on any device.
+// The kind of tensor that `tensor` is instead of a dense one ("a nested one"); empty if it is dense, on any device.
 inline std::string why_not_dense(const at::Tensor& tensor) {
   if (!tensor.defined()) return "an undefined tensor";
   if (tensor.layout() != at::kStrided) return "one of layout " + c10::str(tensor.layout());
@@ -27,20 +27,20 @@ inline std::string why_not_dense(const at::Tensor& tensor) {
   return "";
 }
 
-// A text like that for a tensor without memory to read: of some classes only the parts have memory. Empty if it has.
+// The kind of tensor that `tensor` is if it has no memory to read (of a DTensor only the parts have it); else empty.
 inline std::string why_without_memory(const at::Tensor& tensor) {
   if (tensor.numel() == 0 || (tensor.has_storage() && tensor.storage().data() != nullptr)) return "";
   return "one without memory of its own (as a DTensor, whose to_local() has it)";
 }
 
-// The numbers that a tensor consists of: the values of a sparse one, both parts of complex ones.
+// The elements of a tensor as real numbers: the values of a sparse one, both parts of complex ones.
 inline at::Tensor elements_of(const at::Tensor& tensor) {
   const at::Tensor values = tensor.is_sparse() ? tensor._values() : tensor;
   return values.is_complex() ? at::view_as_real(values.resolve_conj()) : values;
 }
 
-// Multiplies numbers by a factor as the engine's kernels do, rounding once. The factor is a tensor, since torch
-// would round a number to 16 bits for some dtypes; and torch computes in double where both have no dimensions.
+// Multiplies `numbers` by a factor as the engine's kernels do, rounding once. The factor is a tensor, as torch would
+// round a scalar to 16 bits for some dtypes; `numbers` get a dimension, as torch would compute in double without any.
 inline void scale(const at::Tensor& numbers, double factor) {
   (numbers.dim() == 0 ? numbers.view({1}) : numbers).mul_(at::scalar_tensor(factor, at::kDouble));
 }
@@ -50,7 +50,7 @@ inline bool is_narrow(const at::Tensor& tensor) {
   return tensor.scalar_type() == at::kHalf || tensor.scalar_type() == at::kBFloat16;
 }
 
-// Takes one pass, since a sum is finite only if all of its terms are, and a second one if the sum has overflowed.
+// Whether all elements are finite: they are if their sum is. Else a second pass looks, as the sum may have overflowed.
 inline bool all_finite(const at::Tensor& tensor) {
   const at::Tensor elements = elements_of(tensor);
   const bool narrow = elements.is_floating_point() && elements.element_size() == 2;
@@ -67,7 +67,7 @@ inline void assign(const at::Tensor& target, const at::Tensor& value) {
   if (!target.is_inference()) target.unsafeGetTensorImpl()->bump_version();
 }
 
-// Strides of dimensions of one element have no meaning.
+// Mixes sizes and strides into a hash, but not those of dimensions of one element, whose strides have no meaning.
 inline uint64_t mix_strides(uint64_t hash, const at::Tensor& tensor) {
   for (int64_t d = 0; d < tensor.dim(); ++d) {
     if (tensor.size(d) != 1) hash = mix(mix(hash, tensor.size(d)), tensor.stride(d));
@@ -87,7 +87,7 @@ class ElementOrder {
     hash_ = mix_strides(0, parameter);
   }
 
-  // A hash that ranks compare, since copies of a model are as each rank made them. 0 for the usual order.
+  // A hash that ranks compare, since each rank copies a model by itself. 0 for the usual order.
   uint64_t hash() const { return hash_; }
 
   // The elements of `flat`, as many as `like` has, in this order; in the usual order if `like` has got other sizes.

@@ -30,7 +30,7 @@ class WatchedWeights {
     note();
   }
 
-  // Takes the parameters' present versions for those of weights that nobody has written to.
+  // Notes the parameters' versions: from now on, a parameter with another version counts as written.
   void note() {
     for (Noted& noted : noted_) noted.version = noted.present_version();
   }
@@ -39,8 +39,8 @@ class WatchedWeights {
     for (Noted& noted : noted_) noted.parameter.unsafeGetTensorImpl()->bump_version();
     note();
   }
-  // moved(): the first parameter that does not lie where it did, or has other strides there. written(): the first whose
-  // version is not the noted one.
+  // moved(): the first parameter that does not lie where it did, or has other sizes or strides there. written(): the
+  // first whose version is not the noted one.
   std::optional<size_t> moved() const {
     return first([](const Noted& noted) {
       const at::Tensor& now = noted.parameter;

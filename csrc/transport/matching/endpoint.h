@@ -3,8 +3,8 @@
 //
 // `Peer` has session(), withdraw(), take_leave(), gone() and fail().
 //
-// Locks: a thread that holds one may take only those below it. `turn_` lets withdraw() in between two passes;
-// `progress_` guards the peers, for one pass; then comes the queue's.
+// Locks, in the order in which a thread may take them: `turn_` lets withdraw() in between two passes; `progress_`
+// guards the peers for one pass; the mutex of the SubmissionQueue comes last.
 #pragma once
 
 #include <algorithm>
@@ -104,8 +104,8 @@ class Endpoint : public SubmissionQueue {
 
   bool is_leaving() const { return leaving_until_.has_value(); }
 
-  // After stop(): the first call says goodbye. Returns true, from then on, when all peers have answered, or had enough
-  // time.
+  // Called after stop(). The first call says goodbye to all peers and returns false. Later calls return true once all
+  // have answered, or a second has passed.
   bool has_left() {
     constexpr Duration kLongestGoodbye = std::chrono::seconds(1);
     Error error(ErrorKind::PeerLost, shared_.names(shared_.rank) + " has left");
@@ -137,7 +137,7 @@ class Endpoint : public SubmissionQueue {
     if (failure(rank)) return;
     deliver(shared_.heard);  // what it said before
     Peer& peer = *peers_.at(rank);
-    // Noted before the transfers fail: whoever sees a transfer fail finds the reason.
+    // The failure is noted before the transfers fail, so that whoever sees one of them fail finds the reason.
     bool has_left = peer.session().life.has_peer_left();
     note_failure(rank, error, has_left ? peer.session().inbox.take_unexpected() : Inbox::Unexpecteds(),
                  peer.session().end);

@@ -117,8 +117,7 @@ bool fields_fit(const Frame& frame) {
   }
 }
 
-// The first word of a header, which marks the beginning of a frame, and with checksums covers `rest`, the words behind
-// it.
+// Returns a header's first word: it marks a frame's beginning and, with checksums, covers `rest`, the words behind it.
 uint32_t first_word(std::string_view rest, bool checksum) {
   return checksum ? kMagic ^ crc32c(reinterpret_cast<const std::byte*>(rest.data()), rest.size()) : kMagic;
 }

@@ -5,9 +5,9 @@
 // ranks have agreed on checksums, a header's first word covers the rest of the header, and another word covers the
 // payload.
 //
-// A small transfer (up to kEagerBytes) is sent at once, as Eager, while the receiver's credit lasts. A sender without
-// credit Asks. What was asked for, and all larger transfers, wait for the receiver's Ready, which gives the receive's
-// handle; then they come as Chunks, over whichever data connection is free.
+// A small transfer (up to kEagerBytes) is sent at once, as an Eager, while the receiver's credit lasts. A sender
+// without credit sends an Ask. Transfers that were asked for, and all larger ones, wait for a Ready, which has the
+// handle of the receive; then they come as Chunks, over whichever data connection is free.
 //
 // A rank that leaves in order sends a Goodbye; one that gives the other up sends an Abort, with the reason in words.
 // Then it closes its side of the connections.

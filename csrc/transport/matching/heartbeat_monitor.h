@@ -22,7 +22,7 @@ struct HeartbeatTiming {
   double notice = 2.0;      // time without one after which a line says so
 
   bool is_judged() const { return silence > 0; }
-  // If this process has not run for that long, it has heard nobody because it did not listen.
+  // Seconds without running after which this process excuses its peers: it has heard nobody because it did not listen.
   double pause() const { return std::min(silence, notice) / 2; }
 };
 

@@ -1,4 +1,4 @@
-// The receiving half of a peer: where the bytes of a frame go. No sockets.
+// The receiving half of a session with a peer: decides where the bytes of each frame go. Knows no sockets.
 //
 // Ownership: as in Interhost. Thread-safety: under the endpoint's progress lock. Failure: throws what is wrong with the
 // peer; whatever the peer sends, this side never holds more than kEagerWindow bytes that nobody asked for.
@@ -59,7 +59,7 @@ class Inbox {
   Arrival begin(const Frame& frame);  // an Eager or Chunk
   void end(Arrival& arrival);         // its payload is in place
 
-  // Ends the receives of these tags. An arrival that has begun finds by itself that it has no place any more.
+  // Ends the receives of these tags. A frame that is being read for one of them has no place any more, and is dropped.
   void withdraw(uint64_t first, uint64_t last, const Error& error);
   void fail(const Error& error);
   Unexpecteds take_unexpected() { return std::move(unexpected_); }

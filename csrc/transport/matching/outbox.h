@@ -1,4 +1,4 @@
-// The sending half of a peer: which bytes may go, and in which frames. No sockets.
+// The sending half of a session with a peer: decides which bytes may go, and in which frames. Knows no sockets.
 //
 // Ownership: as in Interhost: the data is the caller's until its transfer ends. Thread-safety: under the endpoint's
 // progress lock. Failure: throws what is wrong with the peer.
@@ -52,8 +52,8 @@ class Outbox {
   OutgoingPiece next(uint32_t most = kChunkBytes);  // `most`: bytes of a chunk, a multiple of kChunkUnit
   void written(const OutgoingPiece& piece);
 
-  // Ends the sends of these tags, and tells the peer. Pieces that were given out are for their holder to detach or
-  // fail.
+  // Ends the sends of these tags, and tells the peer. Pieces that next() has returned are left to their holder, who
+  // must detach or fail their sends.
   void withdraw(uint64_t first, uint64_t last, const Error& error);
   void fail(const Error& error);
   void fail_unready(const Error& error);  // sends that the peer has not asked for

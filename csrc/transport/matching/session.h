@@ -1,5 +1,5 @@
 // Everything that each transport keeps for one peer, whatever carries the frames: matching in both directions, how long
-// the peer has been silent, and how far its connection's end is.
+// the peer has been silent, and how far the end of its connection has come.
 //
 // Thread-safety: under the endpoint's progress lock. Failure: on_control() throws what ends the peer.
 #pragma once

@@ -26,8 +26,7 @@ struct Shared {
   std::vector<std::byte> scratch = std::vector<std::byte>(64 << 10);  // takes bytes that nobody wants any more
 };
 
-// Set when this process is about to end. A rank that only leaves may come to another meeting, and a goodbye tells the
-// two apart.
+// Set when this process is about to end. A goodbye then says so, since a rank that only leaves may connect again.
 inline std::atomic<bool> process_ends{false};
 
 inline Frame goodbye() { return {.kind = Kind::Goodbye, .size = process_ends}; }
@@ -42,8 +41,7 @@ inline Error size_mismatch(const RankNames& names, int from, uint64_t sent, int 
                                    " expects " + std::to_string(wanted)};
 }
 
-// Ranges of tags that were withdrawn here, and ranges that the peer has withdrawn: what still comes for them is
-// dropped.
+// Ranges of tags that this side, the peer or both have withdrawn. What still comes for tags withdrawn here is dropped.
 //
 // A range is forgotten once both sides have withdrawn it and everything has come that the peer had sent without being
 // asked. So only ranges are kept that one side still uses. Ranges are equal or disjoint. Thread-safety: under the

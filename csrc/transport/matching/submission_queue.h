@@ -46,8 +46,8 @@ class SubmissionQueue : public Interhost {
   // Called by the thread that moves the bytes. Posts for a peer after note_failure() fail at once.
   std::deque<QueuedPost> take();
   void deliver(std::vector<Message>& heard);  // leaves it empty
-  // `sent` is what the peer sent before it left in order and nobody has asked for yet: a receive still gets it. `end`
-  // is the answer of end_of().
+  // Notes that `peer` has failed with `error`. `sent`: transfers that came before the peer left in order, for receives
+  // that are posted later. `end`: the end that end_of() then returns.
   void note_failure(int peer, const Error& error, Inbox::Unexpecteds sent, End end);
   void note_end(int peer);               // that the process ended, found out after note_failure()
   bool post_too_late(QueuedPost& post);  // ends it if a failure of the peer was noted, else returns false

@@ -12,7 +12,7 @@
 
 namespace syncengine::packets {
 
-// The interface to what moves packets, whatever is in them, between ranks: MPI, a torch process group, a test's memory.
+// The interface to MPI, a torch process group or a test's memory. Moves packets between ranks, whatever is in them.
 //
 // Order: the n-th packet sent to a rank goes into the n-th receive that this rank posted for the sender, and both sides
 // give the same size. Ownership: a packet's memory is the endpoint's, and stays where it is until the packet has ended,

@@ -25,7 +25,7 @@ bool has_addresses(size_t bytes) {
   return munmap(probe, bytes) == 0;
 }
 
-// Returns `bytes`, if memory from a peer has that size, with room for more than the header.
+// Returns `bytes`, if memory `fd` from a peer is sealed at that size, with room for more than the header; else throws.
 size_t checked_size(int fd, size_t bytes) {
   if (sealed_size(fd) == bytes && bytes > kHeapBegin) return bytes;
   throw Error(ErrorKind::InvalidUsage, "a peer sent shared memory of another size, or unsealed");
@@ -74,7 +74,7 @@ void PeerArena::discard_pool() const {
   const uint64_t offset = header().pool_offset.load(std::memory_order_relaxed);
   if (bytes == 0 || !is_inside(offset, bytes)) return;
   std::byte* const pool = mapping_.data() + offset;
-  // The kernel spares pages that are locked (mlockall). Nobody needs these any more.
+  // Linux spares locked pages (mlockall) until they are unlocked. Nobody needs these any more.
   if (!advise(pool, bytes, MADV_REMOVE) && munlock(pool, bytes) == 0) advise(pool, bytes, MADV_REMOVE);
 }
 
@@ -239,10 +239,10 @@ void Arena::sever_tensor(size_t offset, size_t bytes, size_t readers) {
   if (readers != 0) held_.push_back({pages, readers});
   for (Range part : unsevered(pages)) {
     for (Range piece = part; piece.begin < part.end; piece.begin = piece.end) {
-      // In pages that are not wholly severed the program may be writing: each of them is a piece.
+      // The program may be writing to a page that is severed only in part: each such page is a piece of its own.
       std::byte* const own = piece.begin < offset ? at(offset) : piece.begin >= last ? at(end - 1) : nullptr;
       piece.end = own ? piece.begin + kPage : std::min(part.end, last);
-      // Memory is short: content that is gone is better than content that a peer may change.
+      // If memory is short, the pages become inaccessible: lost content is better than content that a peer may change.
       if (!file_.make_private(mapping_.data(), piece, own) && !make_inaccessible(at(piece.begin), piece.bytes())) {
         const int code = errno;
         exposed = true;

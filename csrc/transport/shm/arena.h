@@ -97,9 +97,9 @@ class Arena : public std::enable_shared_from_this<Arena> {
 
   Arena(UniqueFd fd, size_t bytes);
   void release_tensor(size_t offset, size_t bytes);
-  // Called before the pool at `pool` grows to `bytes`. Returns the reason if it must not.
+  // Called before the pool at `pool` grows to `bytes`. Returns why it must not, if memory is short, else "".
   std::string commit(const std::byte* pool, size_t bytes);
-  // Returns true if pages of a block of the pool are severed, so that the block must never be handed out again.
+  // If a block of the pool has severed pages, gives its memory back and returns true: it must not be handed out again.
   bool gives_up(const std::byte* block, size_t bytes);
   void discard(std::byte* data, size_t bytes) const;  // gives whole pages back, which read as zeros afterwards
   bool discard_from_file(Range range) const;
@@ -108,8 +108,8 @@ class Arena : public std::enable_shared_from_this<Arena> {
 
   // The functions below are called under mutex_.
 
-  // Discards all pages in `range`, those that may still be read once their readers are gone. Returns what may be
-  // allocated again: not what is severed, since a rank that was stopped may write there whenever it goes on.
+  // Discards all pages in `range`, but keeps those that may still be read until their readers are gone. Returns what
+  // may be allocated again: not what is severed, since a rank that was stopped may write there whenever it goes on.
   std::vector<Range> give_back(Range range);
   bool lies_in_tensor(size_t offset) const;
   bool may_be_read(Range part) const;
@@ -131,15 +131,15 @@ class Arena : public std::enable_shared_from_this<Arena> {
   ForkGuard guard_{[this] { become_forked(); }, &mutex_};
 };
 
-// Notices of death between processes of one host, by robust mutexes. The kernel marks these within milliseconds of a
-// process's death, before it tears down the process's memory. Sockets and pidfds tell only after that, which takes
-// seconds for a large process.
+// Notices of death between processes of one host, by robust mutexes. Linux marks these within milliseconds of a
+// process's death, before it tears down the process's memory. Sockets and pidfds report a death only after that, which
+// takes seconds for a large process.
 //
 // Thread-safety: hold_all/release_all belong to one thread, which must live as long as the rank; found_dead() to one
 // thread at a time.
 
-// Whether the kernel gives such notices to the threads of this process, tried once with a thread that ended while it
-// held a mutex. A sandbox may refuse them.
+// Whether robust mutexes report deaths to this process: tried once, by a thread that ends while it holds one. A sandbox
+// may forbid the calls that they need.
 bool tells_of_deaths();
 
 // Initializes `header.alive`, before any peer maps it.

@@ -1,9 +1,10 @@
 // The layout of one rank's shared memory: what lies where in its arena, and who may write it.
 //
-// The arena's owner alone writes everything here, with two exceptions. Anybody writes Doorbell::rings,
-// GroupBlock::gone, SuccessionWords::members and SuccessionWords::word; the owner of a slice writes into staging slots
-// and tensors of `allocate` during an all-reduce. Counters never reset, so a reader can never mistake an old round for
-// a new one. Fresh pages of a memfd are zero, which is the valid first state of everything here.
+// The arena's owner alone writes everything here, with three exceptions. Any rank of the host writes Doorbell::rings,
+// GroupBlock::gone, SuccessionWords::members and SuccessionWords::word. During an all-reduce, the rank that reduces a
+// slice writes into other ranks' staging slots, or into tensors in their arenas. A watcher locks its mutex of
+// ArenaHeader::alive. Counters never reset, so a reader can never mistake an old round for a new one. Fresh pages of a
+// memfd are zero, which is the valid first state of everything here but the header's `magic` and `alive`.
 #pragma once
 
 #include <pthread.h>
@@ -16,14 +17,14 @@
 
 namespace syncengine::shm {
 
-// Ranks of a job, and so members of a communicator and ranks of a host. Each has a bit in Doorbell::interest.
+// The most ranks of a job, and so of a communicator and of a host. Each rank of a host has a bit in Doorbell::interest.
 inline constexpr int kMaxLocalRanks = 64;
 
 // Shared memory through which two ranks of a communicator exchange messages.
 //
-// A sender announces each message by a header, in order. Few bytes fit into the header itself; others stay where they
-// are until the receiver wants them staged, so any number of messages may wait in any order. Each word has one writer,
-// as everywhere in this file.
+// A sender announces each message by a header, in order. A few bytes of content fit into the header; more stay in the
+// sender's memory until the receiver wants them staged, so any number of messages may wait, and be received in any
+// order. Each word of a mailbox has one writer.
 
 inline constexpr size_t kHeaders = 32;  // announced and not yet heard
 inline constexpr size_t kInlineBytes = 992;
@@ -123,7 +124,7 @@ struct LaneBlock {
   std::atomic<uint64_t> noted[kRecords];
 };
 
-// The order in which announced operations run, written by the communicator's rank 0 alone.
+// The order in which announced operations run. On each host its first member alone writes it, into its own block.
 struct ScheduleLog {
   alignas(64) std::atomic<uint64_t> length;
   alignas(64) uint64_t slots[kLogEntries];
@@ -134,7 +135,7 @@ struct alignas(64) SuccessionWords {
   // Where this rank's block in the next communicator lies, as soon as the rank takes part in the shrink; kNeverComes
   // when it never will. Written once.
   std::atomic<uint64_t> arrived;
-  // Written by any member, into the block of the host's first member: see HostVerdict.
+  // The HostVerdict of this host. Any of its members writes it, into the block of its first member.
   std::atomic<uint64_t> members, word;
 };
 inline constexpr uint64_t kNeverComes = 1;  // no valid offset of a block

@@ -1,5 +1,5 @@
-// Sizes of the kernel's pages. What is mapped, given back, severed or inherited by a fork is a whole number of pages:
-// of 4 KiB on x86; of 4, 16 or 64 KiB on ARM, as the kernel was built. All ranks of a host have the same.
+// Sizes of memory pages. Whatever is mapped, given back, severed or inherited by a fork is a whole number of pages: of
+// 4 KiB on x86; of 4, 16 or 64 KiB on ARM, as Linux was built. All ranks of a host have the same.
 //
 // Thread-safety: any thread. Failure: check_page_size() throws InvalidUsage.
 #pragma once
@@ -18,8 +18,8 @@ namespace syncengine::shm {
 
 inline const size_t kPage = static_cast<size_t>(sysconf(_SC_PAGESIZE));
 
-// layout.h aligns what is seldom touched to the smallest page, whatever the kernel's page is. None of these parts is
-// given back or severed on its own.
+// layout.h aligns parts that are seldom touched to the smallest page, whatever pages this machine has: none of these
+// parts is given back or severed on its own.
 inline constexpr size_t kSmallestPage = 4096, kLargestPage = 64 << 10;
 inline constexpr size_t kHugePage = 2 << 20;  // if the kernel's pages are 4 KiB
 

@@ -109,8 +109,8 @@ void* Pool::take(size_t bytes) {
   }
   auto offset = heap_->allocate(bytes, kPage);
   if (!offset || *offset + bytes > used_) {
-    // No free range is large enough. Together with its neighbors one may be, so all that is free is merged first, and
-    // its pages are given back.
+    // No free range below `used_` is large enough. Together with released blocks one may be, so these are freed first.
+    // If the pool must still grow, the pages of all that is free are given back.
     if (offset) heap_->release(*offset, bytes);
     flush();
     offset = heap_->allocate(bytes, kPage);

@@ -1,5 +1,5 @@
 // Blocks of whole pages for gradients, in the arena, where peers reach them. A released block keeps its pages for the
-// next step, until its addresses are needed for blocks of other sizes, until trim(), or until the last model has left.
+// next step, until its addresses are needed for blocks of other sizes, until trim(), or until any model leaves.
 //
 // Ownership: pools are never destroyed, so that a block may be released at any time: also after close(), when the last
 // block lets go of the memory, and in forked children, where releasing frees their copy. Thread-safety: any thread;
@@ -58,7 +58,7 @@ class Pool {
   // Gives back the pages of all released blocks.
   void trim();
 
-  // Called around a fork: no block of any pool is taken or released in between. Locked before the arenas' locks.
+  // Lock and unlock all pools around a fork, before the arenas' locks, so that no block is taken or released meanwhile.
   static void lock_all();
   static void unlock_all();
 

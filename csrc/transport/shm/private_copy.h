@@ -1,5 +1,5 @@
-// Takes memory out of a shared mapping, by putting a private copy of its present content in its place, or, in a forked
-// child, by having the kernel copy what is written.
+// Takes memory out of a shared mapping: puts a private copy of its present content in its place, or, in a forked child,
+// makes Linux copy each page that is written.
 //
 // Ownership: a MappedFile owns its descriptor, and not the mapping. Thread-safety: one thread. Failure: returns false
 // where memory is short.
@@ -23,13 +23,13 @@ class MappedFile {
 
   int get() const { return fd_.get(); }
   void reset() { fd_.reset(); }
-  // False if somebody has closed this process's descriptors and opened others.
+  // Whether the descriptor is still that file's. False if some code has closed all descriptors and opened others.
   bool is_there() const;
   // The parts of `range` that have pages, swapped out or not; no other was ever written. All, if the file can't tell.
   std::vector<Range> pages_in(Range range) const;
-  // In a forked child, makes `range` of the mapping at `base` copy-on-write: what the child writes there is its own,
-  // and it still sees what others write elsewhere. If there is no room for that, the range becomes read-only or
-  // inaccessible; if the kernel refuses even this, the child ends. Async-signal-safe.
+  // In a forked child, makes `range` of the mapping at `base` copy-on-write: what the child writes is its own, and in
+  // pages that it has not written it still sees what others write. If there is no room for that, the range becomes
+  // read-only or inaccessible; if Linux refuses even this, the child ends. Async-signal-safe.
   void keep_writes(std::byte* base, Range range) const;
   // Puts a private copy of `range` in its place in the mapping at `base`. Returns false if memory is short. Nobody may
   // write to the range meanwhile, unless `own` is given: then the range is one page, in which other threads of this
@@ -42,13 +42,13 @@ class MappedFile {
   off_t bytes_ = 0;
 };
 
-// Closes memory in a forked child, which ends if the kernel refuses: it would write to its parent's. Async-signal-safe.
+// Closes the parent's memory to a forked child, which ends if Linux refuses: it could write there. Async-signal-safe.
 void close_in_child(void* data, size_t bytes);
 
 // Keeps forked children (DataLoader workers) out of the shared memory of their parent and of the parent's peers.
 //
-// Each child calls `in_child` of all guards, while the thread that has forked holds their mutexes; what it calls is to
-// be async-signal-safe, since other threads' locks are lost in the child.
+// Each child calls `in_child` of all guards, while the thread that has forked holds their mutexes. `in_child` must be
+// async-signal-safe, since locks of other threads stay locked in the child for ever.
 class ForkGuard {
  public:
   explicit ForkGuard(std::function<void()> in_child, std::mutex* mutex = nullptr);

@@ -21,7 +21,7 @@
 namespace syncengine::shm {
 
 // The ranks' progress with updates, which are numbered from 1. An update begins when all ranks have agreed to it. If
-// some of them can no longer find that out, the first rank to record a decision decides for all.
+// some of them can no longer find out whether all have, the first rank to record a decision decides for all.
 struct RegionHeader {
   uint64_t magic;
   uint64_t bytes;                              // bytes behind this header, for ranks that open the region
@@ -44,7 +44,7 @@ class Region : public std::enable_shared_from_this<Region> {
   // Throws InvalidUsage if [offset, offset + bytes) is outside.
   std::byte* at(size_t offset, size_t bytes) const;
 
-  // Returns the decision on update `number`: `proceeds`, unless another rank has decided otherwise before.
+  // Records the decision `proceeds` on update `number` if no rank has before, and returns the decision that counts.
   bool decide(uint64_t number, bool proceeds);
   void complete(int rank, uint64_t number);
   std::vector<uint64_t> completed(int ranks) const;  // by rank

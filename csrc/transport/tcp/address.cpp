@@ -41,7 +41,7 @@ std::string list(const std::vector<Interface>& interfaces) {
   return text.empty() ? "none" : text;
 }
 
-// A parsed `wanted`: names of interfaces, and two flags that say how they are meant.
+// The argument `wanted` of choose_ip(), parsed: names of interfaces, and two flags that say how they are meant.
 struct Selection {
   bool except = false;
   bool exactly = false;

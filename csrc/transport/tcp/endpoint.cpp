@@ -129,8 +129,8 @@ bool Endpoint::pass() {
     busy_ |= peer.step();
     if (beat_due) peer.look_at_clock(last_pass_);
   });
-  // Accepts and drops whoever calls now. A rank that has lost this one only asks whether the kernel answers, and the
-  // queue must have room for the next such call.
+  // Accepts and drops new connections. A rank that has lost this one connects only to see whether Linux accepts, and
+  // the listener's queue must have room for the next one.
   constexpr int kDismissed = 64;
   for (int i = 0; beat_due && i < kDismissed && accept_on(listener_.get()); ++i) continue;
   for (auto& [rank, peer] : peers_)

@@ -110,8 +110,8 @@ std::optional<OutgoingPiece> DataChannel::write() {
   return std::exchange(piece_, std::nullopt);
 }
 
-// Measures the speed over several pieces: the kernel takes the first ones at once, and a single one may wait for this
-// thread's turn on a core. While a connection is quick, small pieces would slow it down, and would then stay small.
+// Measures the speed over several pieces: Linux takes the first ones at once, and a single one may wait for this
+// thread's turn on a core. Small pieces would slow a quick connection down, and would then stay small.
 void DataChannel::measure(size_t bytes) {
   ended_ = Clock::now();
   busy_bytes_ += bytes;

@@ -19,8 +19,8 @@
 
 namespace syncengine::tcp {
 
-// One data connection: frames and their payloads, in and out, by scatter and gather, directly between the socket and
-// the payloads' final places.
+// One data connection, on which frames and their payloads come and go. By scatter and gather, one system call can move
+// a header and a payload, directly between the socket and the payload's final place.
 //
 // Thread-safety: under the endpoint's progress lock. Failure: a Status; what the bytes mean is not this class's
 // business.
@@ -96,8 +96,8 @@ class Peer {
   // Takes events that the kernel reports for one of the sockets, the first of which is for control.
   void on_event(size_t connection, uint32_t events);
 
-  // Writes control frames. Called for all peers before any is given data, behind which control would wait in the host's
-  // queue.
+  // Writes control frames. Called for all peers before any is given data: control frames would wait behind the data in
+  // the host's send queue.
   void speak();
 
   // Makes at most one system call each way on each connection. Returns true if there may be more to do at once.

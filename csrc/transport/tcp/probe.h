@@ -20,7 +20,7 @@ class Probe {
  public:
   Probe(const Ip& from, const Ip& to, uint16_t port) : from_(from), to_(to), port_(port) {}
 
-  // Whether the port has refused a connection by now. Called in each pass. An answer wakes `epoll`.
+  // Tries to connect, and returns whether the port has refused. Called in each pass. The end of a try wakes `epoll`.
   bool is_refused(int epoll);
   void end() { fd_.reset(); }  // drops the try that is under way
 

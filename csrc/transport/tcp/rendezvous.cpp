@@ -33,7 +33,7 @@ std::map<int, Sockets> Rendezvous::run(Deadline deadline, const std::function<vo
   const auto begin = Clock::now();
   bool logged = false;
   while (missing_ > 0) {
-    // Without has_room(), polling the listener would return at once, again and again.
+    // Without room for a caller the listener is not polled: poll() would return at once, again and again.
     std::vector<pollfd> waits{{has_room() ? listener_ : -1, POLLIN, 0}};
     for (const Call& call : calls_) {
       if (call.fd) waits.push_back({call.fd.get(), static_cast<short>(call.connecting ? POLLOUT : POLLIN), 0});
@@ -156,8 +156,7 @@ void Rendezvous::greet(Call& call) {
                                                                          // shows at the next read
 }
 
-// Returns nothing when the handshake is over, else why it is not: EAGAIN means not yet, 0 that the other side has
-// closed.
+// Returns nothing when the handshake is over, else why not: EAGAIN means not yet, 0 that the other side has closed.
 std::optional<int> Rendezvous::talk(Call& call) {
   Handshake& handshake = call.handshake();
   while (handshake.wanted() > 0) {

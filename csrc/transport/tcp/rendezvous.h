@@ -1,5 +1,5 @@
-// Opens the connections between a rank and its peers: of each pair the higher rank calls the lower. Any other caller is
-// dropped and disturbs nobody.
+// Opens the connections between a rank and its peers: of each pair the higher rank connects to the lower. Any other
+// caller is dropped and disturbs nobody.
 //
 // Ownership: the listener is the caller's. Thread-safety: one thread. Failure: throws, naming the ranks.
 #pragma once

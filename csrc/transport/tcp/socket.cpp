@@ -49,8 +49,8 @@ ParentFd accept_on(int listener) {
 ParentFd begin_connect(const Ip& from, const Ip& to, uint16_t port) {
   ParentFd fd = open_socket(to);
   SocketAddress own = socket_address(from, 0), address = socket_address(to, port);
-  // Binds to the interface that was chosen, if the two addresses go together at all. Many connections may then share a
-  // port.
+  // Binds to the address of the chosen interface, if this and the peer's address go together at all. Linux chooses the
+  // port when the socket connects, so that many connections may share one.
   if (from.v6 == to.v6 && from.is_loopback() == to.is_loopback()) {
     set(fd.get(), IPPROTO_IP, IP_BIND_ADDRESS_NO_PORT, 1);
     if (bind(fd.get(), own.get(), own.length) != 0)

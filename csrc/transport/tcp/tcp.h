@@ -47,7 +47,7 @@ class Listener {
 
 // Connects with every rank of `addresses`; an empty address is no peer's, and this rank's own is ignored. The port
 // stays open as long as the Interhost lives (probe.h), but later callers are dropped. `interrupted` is called now and
-// then and may throw. Steps must follow soon, as nothing moves before.
+// then and may throw. The caller must soon call step(), as nothing moves before.
 std::unique_ptr<Interhost> connect(Listener listener, int rank, const std::vector<std::string>& addresses,
                                    Deadline deadline, const std::function<void()>& interrupted = {});
 

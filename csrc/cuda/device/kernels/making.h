@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kThreads, 1) note_kernel(const __grid_constant
 constexpr unsigned kLongWait = 1u << 14;
 constexpr unsigned kAbortEvery = 64;  // looks between two at the abort word, which lies beyond the bus
 
-// Returns false if the peer called something else, or never comes.
+// Waits for the peer's mark. Returns false if the peer called something else, or if the watchdog has ended the wait.
 __device__ bool wait_for(const BlockMeeting& meeting, int peer) {
   Control& control = *meeting.args.control;
   bool good = true;
@@ -70,7 +70,7 @@ __device__ bool meet(const BlockMeeting& meeting) {
   return !__syncthreads_or(bad);
 }
 
-// Returns false if the block's part of the output has no result.
+// All-reduces the block's part of the tensor. Returns false if the output gets no result.
 template <class Element, int kSources>
 __device__ __forceinline__ bool reduce_part(const InKernelArgs& args, ByteRun part) {
   constexpr size_t kElement = sizeof(typename Element::Stored);
