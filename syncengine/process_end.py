@@ -1,4 +1,4 @@
-"""Functions that run when this process ends, normally or by an uncaught error."""
+"""Runs functions when this process ends, tells other ranks of its error, and lets the rank that caused it end first."""
 
 import atexit
 import functools

@@ -55,7 +55,7 @@ class Late:
     late_percent: float  # of the steps
 
     def text(self, steps: str, by: str) -> str:
-        """A sentence without its period, which names ``steps``, and how late the rank is."""
+        """A sentence without its period: in what share of ``steps`` the rank is late, ``by`` how much, and where."""
         return f"rank {self.rank} is late in {self.late_percent:.0f} % of {steps}, by {by}, {WHERE[self.phase]}"
 
 

@@ -29,7 +29,7 @@ Operation reduction_of(const ::c10d::ReduceOp& op, c10::ScalarType type, int wor
 // to combine.
 bool is_bitwise(const ::c10d::ReduceOp& op, c10::ScalarType type, const char* call);
 
-// Combines all of `parts`, which lie one after the other along the first dimension.
+// Combines parts[0], parts[1], ... elementwise into one tensor, by the bitwise `op`: BAND, BOR or BXOR.
 at::Tensor combined_bits(const ::c10d::ReduceOp& op, const at::Tensor& parts);
 
 // A copy on which to reduce where the engine lacks the reduction for the dtype: of another dtype (float8 in float32,

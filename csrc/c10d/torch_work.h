@@ -69,7 +69,7 @@ class TorchWork final : public ::c10d::Work {
   // Copies the results into the caller's tensors, once, after the collective has ended well. Keeps an error for
   // deliver_or_throw().
   void deliver();
-  // Delivers the results of earlier works, then those of this one. Throws an error of deliver().
+  // Delivers the results of earlier works that have ended, then this work's. Throws the error that deliver() has kept.
   void deliver_or_throw();
 
  private:
@@ -126,8 +126,8 @@ class Completer : public std::enable_shared_from_this<Completer> {
   // to wait for another future next, and gives up the turn.
   void add(c10::intrusive_ptr<TorchWork> work);
 
-  // Ends the threads, after all works have ended, well or not. Called without the GIL. The threads stay until it is
-  // called.
+  // Waits until all works have ended, well or not, then ends the threads, which nothing else ends. Called without the
+  // GIL.
   void stop();
 
  private:

@@ -129,9 +129,9 @@ struct Loop {
   using Stored = typename Format::Stored;
   using Value = typename Format::Value;
   static constexpr size_t kBytes = sizeof(Stored);
-  // How many vectors of each source make a block. Results in four registers make the fetching of pointers cheap. With a
-  // check of each block for NaN, results take eight for 16-bit elements, whose check takes longer, and two for other
-  // ones with AVX-512, whose stores wait for the check.
+  // How many vectors of each source make a block. Its results fill four registers, two for each vector of 16-bit
+  // elements: that makes the fetching of pointers cheap. With a check for NaN they fill eight for 16-bit elements,
+  // whose check takes longer, and two for others with AVX-512, whose stores wait for the check.
   static constexpr bool kHalf = sizeof(Stored) != sizeof(Value);
   static constexpr int kUnroll = (!kStops                   ? 4
                                   : kHalf                   ? 8

@@ -145,7 +145,7 @@ void Reducer::on_backward_failed(const std::string& text) noexcept {
     std::lock_guard lock(mutex_);
     if (life().awaits()) give_up(text);
   } catch (...) {
-    // The error that is already on its way says more.
+    // The hook's error, which has ended this backward, is on its way to the caller and says more than this one.
   }
 }
 

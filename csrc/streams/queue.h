@@ -93,7 +93,7 @@ std::shared_ptr<Queue> queue_of(const std::shared_ptr<Communicator>& communicato
                                 const Interrupted& interrupted, int number = 0);
 
 // Takes a queue that nobody else uses, with its own words and staging, so that its collectives need no common order
-// with others. Free again when the pointer is dropped. Always collective, blocks.
+// with others. Dropping the pointer makes the queue free again. Every call is collective, and blocks.
 std::shared_ptr<Queue> take_own_queue(const std::shared_ptr<Communicator>& communicator, c10::Device device,
                                       const Interrupted& interrupted);
 

@@ -57,7 +57,7 @@ _PLAIN = frozenset((float, int, bool, str, type(None)))
 
 
 class Member(NamedTuple):
-    """A parameter of the sharded optimizer."""
+    """A parameter of the sharded optimizer, and the parameter group that it is in."""
 
     parameter: torch.nn.Parameter
     group: int  # its number among the parameter groups

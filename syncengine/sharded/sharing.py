@@ -127,7 +127,7 @@ class Sharing:
         return is_ours
 
     def share(self, members: Sequence[Member], groups: Groups, state: State) -> None:
-        """Moves the members into shared memory. All ranks call it, if there are any."""
+        """Moves the parameters of ``members`` into shared memory. All ranks call it, unless ``members`` is empty."""
         if not members or self.host is None:
             return
         named = [Named(self.registry.names[member.parameter], member.parameter) for member in members]

@@ -42,8 +42,8 @@ std::shared_ptr<const Slots> EngineCommunicator::reserve_slots(size_t count,
   if (describe)
     for (char c : describe()) hash = mix(hash, static_cast<unsigned char>(c));
   count += Slots::kBehind;
-  // Slots are taken below this limit: no rank's first gap begins behind all slots that were ever taken, and the end of
-  // these is the same on all ranks.
+  // Other ranks may soon announce the new slots. These lie below this limit on all ranks: no first gap begins behind
+  // the end of all slots that were ever taken, and that end is the same on all ranks.
   engine_->locked([&] { membership_.expect_slots(slots_->end() + count); });
   auto ends = std::make_shared<std::array<int64_t, 3>>();  // the last gap named; the first, negated; a step
   uint64_t from = 0;

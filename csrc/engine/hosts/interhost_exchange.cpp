@@ -226,9 +226,9 @@ bool InterhostExchange::all_ended(const InFlightChunk& chunk, const InFlightChun
   return true;
 }
 
-// Whether these transfers may be posted: no byte is used before both ranks are known to mean the same operation. So
-// data that is sent unasked is received only when that is known, and larger data is sent only then. Larger data waits
-// for the receive anyway, and with the receive the sender is told of the operation, so nobody waits longer.
+// Whether these sends, or receives, may be posted. No byte is used before both ranks are known to mean the same
+// operation: small data is sent unasked, but received only when that is known; larger data is sent only then. It waits
+// for the receive anyway, which also tells the sender of the operation, so nobody waits longer.
 bool InterhostExchange::may_move(const InFlightChunk& chunk, size_t cell, const std::vector<Envelope>& envelopes,
                                  bool sends) {
   return std::all_of(envelopes.begin(), envelopes.end(), [&](const Envelope& envelope) {

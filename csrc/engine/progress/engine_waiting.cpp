@@ -207,8 +207,8 @@ void Engine::check_health() {
 
 void Sleepers::publish() {
   std::vector<DeadlockDetector::Wait> waits;
-  // The thread that counted last did so while all others waited here, and since then nobody else was left to start
-  // another thread.
+  // All threads that may make calls wait here if none has counted more than wait here now. The last one counted while
+  // all others waited, and since then nobody was left to start another thread.
   bool everybody = true;
   for (const Thread* thread : threads_) {
     waits.push_back(thread->owner.wait_of(thread->work));

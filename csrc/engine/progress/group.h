@@ -58,7 +58,7 @@ class LocalRanks {
     if (!(dead_ & bit) && (shm::found_dead(peers_[rank]->header(), me_) || has_ended(names_[rank]))) dead_ |= bit;
     return dead_ & bit;
   }
-  // Whether the process of that rank of the job has ended; also false if sees_process() is.
+  // Whether the process of that rank of the job has ended. Returns false if sees_process() returns false.
   bool has_ended(int in_job) {
     auto found = watches_.find(in_job);
     return found != watches_.end() && found->second.has_ended();

@@ -87,7 +87,7 @@ class ElementOrder {
     hash_ = mix_strides(0, parameter);
   }
 
-  // A hash that ranks compare, since each rank copies a model by itself. 0 for the usual order.
+  // A hash of this order, which ranks compare since each copies a model by itself. 0 for that of a contiguous tensor.
   uint64_t hash() const { return hash_; }
 
   // The elements of `flat`, as many as `like` has, in this order; in the usual order if `like` has got other sizes.

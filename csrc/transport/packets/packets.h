@@ -1,4 +1,4 @@
-// Data between hosts over anything that moves packets in order.
+// The transport between hosts over MPI, a torch process group, or anything else that moves packets in order.
 #pragma once
 
 #include <cstddef>

@@ -70,7 +70,7 @@ class Peer {
 
   // Posts the packets that may be sent now.
   void step();
-  // Handles the end of one of this peer's packets.
+  // Handles the end of a packet to or from this peer: it has left its memory, has arrived, or has failed by `error`.
   void on_end(uint64_t id, Buffer buffer, const std::string& error);
 
   void beat();                            // says that this rank is alive

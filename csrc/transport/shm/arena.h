@@ -59,7 +59,7 @@ class Arena : public std::enable_shared_from_this<Arena> {
   int fd() const { return file_.get(); }
 
   std::byte* at(size_t offset) const { return mapping_.data() + offset; }
-  // The offset of [data, data + bytes) in this arena, or -1 if that lies elsewhere or was severed.
+  // The offset of [data, data + bytes) in this arena; -1 if they lie elsewhere, or sever_tensor() has severed any.
   int64_t offset_of(const void* data, size_t bytes) const;
 
   // Allocates whole pages, after checking how much memory the machine and the cgroup have left.
