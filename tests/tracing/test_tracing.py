@@ -135,6 +135,29 @@ def test_messages(pool: RankPool, tmp_path: Path):
     assert sent.begin <= received.end
 
 
+def train_with_a_hook(directory: str) -> None:
+    def hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        syncengine.all_reduce(bucket.buffer(), "avg")
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    with syncengine.trace(directory):
+        syncengine.all_reduce(torch.ones(3))  # the communicator's first call, whose number is 0
+        model = syncengine.Parallel(nn.Linear(10, 10))
+        model.register_comm_hook(None, hook)
+        model(torch.ones(2, 10)).sum().backward()
+
+
+def test_buckets_that_a_hook_averages_are_no_operations(pool: RankPool, tmp_path: Path):
+    pool.run(train_with_a_hook, str(tmp_path))
+    for of_rank in read(tmp_path).ranks.values():
+        buckets = of_kind(of_rank.events, Kind.BUCKET)
+        reduced = of_kind(of_rank.events, Kind.REDUCED)
+        assert len(buckets) == 1 and len(reduced) > 1
+        assert not {event.operation for event in buckets} & {event.operation for event in reduced}
+
+
 def test_an_event_that_is_overwritten_while_it_is_read_is_left_out(tmp_path: Path):
     about = json.dumps({"rank": 0, "host": 0}).encode()
     texts = struct.pack("<I", len(about)) + about

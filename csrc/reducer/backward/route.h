@@ -3,8 +3,8 @@
 // gradients, unless a hook takes them, are gathered together at the end of backward.
 //
 // Ownership: the model's; memory that a route keeps over backwards is its own. Thread-safety: all calls but finish()
-// and proceed() under the reducer's lock; these two without it, by one thread at a time, since they may block or run
-// anybody's code. Failure: throws the communicator's error, or the hook's.
+// and proceed() under the reducer's lock; these two without it, since they may block or run anybody's code. Failure:
+// throws the communicator's error, or the hook's.
 #pragma once
 
 #include <cstddef>
@@ -49,7 +49,7 @@ struct BackwardBuckets {
     for (const auto& layout : plan->buckets()) buckets.push_back({.layout = layout});
   }
 
-  // The bucket that Filling::next_in_order() names, or null.
+  // Returns the next bucket in the plan's order, once it and all before it are full, and goes on; null before that.
   Bucket* next_in_order() {
     const auto next = filling.next_in_order();
     return next ? &buckets[*next] : nullptr;
@@ -87,7 +87,7 @@ class Route {
   virtual void ready(BackwardBuckets& backward, Bucket& bucket) = 0;
   // Does what ready() can't do under the lock. Called without the lock; `mutex` is the reducer's.
   virtual void proceed(BackwardBuckets& /*backward*/, std::mutex& /*mutex*/) {}
-  // Waits until the averages of all the route's buckets are there.
+  // Waits until the averages of all the route's buckets are there; for a device's, only the current stream waits.
   virtual void finish(BackwardBuckets& backward) = 0;
   // Puts a bucket's averages where Gradient::deliver() takes them.
   virtual void deliver(Bucket& /*bucket*/) {}
@@ -101,8 +101,9 @@ class Route {
   virtual void drop(BackwardBuckets& /*backward*/) {}
 
  protected:
-  // Traces a bucket that is complete and becomes the operation at this place. Does nothing if this rank is not traced.
-  void trace_bucket(const Bucket& bucket, const Work::Place& place) const {
+  // Traces a bucket that is complete and becomes the operation at `place`; by default a place that no operation has.
+  // Does nothing if this rank is not traced.
+  void trace_bucket(const Bucket& bucket, const Work::Place& place = {.number = ~uint64_t{0}}) const {
     if (bucket.since == 0 || !trace::is_on()) return;
     const BucketLayout& layout = *bucket.layout;
     size_t bytes = 0;

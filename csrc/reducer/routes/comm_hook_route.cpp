@@ -86,7 +86,7 @@ class CommHookRoute final : public Route {
         if (!gradient.is_sparse()) model_.record.statistics.count_copy(CopyReason::CommHook, gradient.nbytes());
       }
       model_.record.bucket();
-      trace_bucket(*bucket, {});
+      trace_bucket(*bucket);
       const auto layout = bucket->layout;
       runs_ = true;
       lock.unlock();

@@ -80,7 +80,7 @@ class FlatRoute final : public Route {
     record.statistics.count_copy(averaging.travels_as ? CopyReason::Compression : CopyReason::Bucket,
                                  operation.output.bytes());
     record.bucket();
-    trace_bucket(bucket, {});
+    trace_bucket(bucket);
     starting_ = true;
     flat.all_reduce(std::move(operation));
     starting_ = false;
