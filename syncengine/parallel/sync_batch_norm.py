@@ -32,10 +32,7 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
         """Normalizes the input: in training on the CPU by all ranks' batches, otherwise as torch's own layer does."""
         if not self.training or input.device.type != "cpu":
             if self.training and is_initialized() and not dist.is_initialized() and self._communicator().size > 1:
-                raise InvalidUsage(  # torch's layer would normalize by this rank's batch alone, without a word
-                    f"SyncBatchNorm on {input.device} exchanges its statistics by torch.distributed, which is not "
-                    "initialized: call torch.distributed.init_process_group() before training"
-                )
+                raise _without_torch("SyncBatchNorm", input.device)
             return super().forward(input)
         self._check_input_dim(input)
         self._check_non_zero_input_channels(input)
@@ -87,7 +84,7 @@ class _Found(NamedTuple):
     defaults: tuple[weakref.ReferenceType[Any] | None, ...]
 
     def is_outdated(self, process_group: Any) -> bool:
-        """Whether a look-up may find another communicator. If a default is gone, this one stays, with its error."""
+        """Whether a look-up may find another communicator. If a default is gone, the old one stays and raises."""
         if process_group is not self.process_group:
             return True
         return any(
@@ -110,6 +107,21 @@ def adopt_sync_batch_norm(module: torch.nn.Module) -> None:
         if isinstance(layer, SyncBatchNorm):
             layer.__dict__.pop("_found", None)  # it may have failed
             layer._communicator()
+
+
+def check_exchange(module: torch.nn.Module, device: torch.device) -> None:
+    """Raises ``InvalidUsage`` if torch's layers in ``module``, on ``device``, would exchange nothing."""
+    for name, layer in module.named_modules():
+        if isinstance(layer, torch.nn.SyncBatchNorm) and not dist.is_initialized():
+            raise _without_torch(f"{name or 'the module'}, a SyncBatchNorm", device)
+
+
+def _without_torch(layer: str, device: torch.device) -> InvalidUsage:
+    """The error in place of torch's layer, which would normalize by this rank's batch alone, without a word."""
+    return InvalidUsage(
+        f"{layer} on {device} exchanges its statistics by torch.distributed, which is not initialized: call "
+        "torch.distributed.init_process_group() first"
+    )
 
 
 def check_all_have_batches(module: torch.nn.Module, without: Collection[int]) -> None:

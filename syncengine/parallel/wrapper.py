@@ -51,7 +51,7 @@ from syncengine.parallel.refusal import (
 from syncengine.parallel.replication import check_same_on_all_ranks
 from syncengine.parallel.steps import Steps
 from syncengine.parallel.summary import follow
-from syncengine.parallel.sync_batch_norm import adopt_sync_batch_norm
+from syncengine.parallel.sync_batch_norm import adopt_sync_batch_norm, check_exchange
 from syncengine.parallel.tools import ForTools
 from syncengine.parallel.uneven import UnevenInputs
 from syncengine.parallel.watchers import common, forward_watchers, register
@@ -139,6 +139,8 @@ class Parallel(ForTools):
         self.device_ids, self.output_device = check_device_ids(self.device, device_ids, output_device)
         if self.device_type == "cpu":  # torch's own works on CUDA, over its process group
             adopt_sync_batch_norm(module)
+        elif self.communicator.size > 1:
+            check_exchange(module, self.device)
 
         self.dim = dim
         self.static_graph = static_graph

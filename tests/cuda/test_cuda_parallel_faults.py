@@ -165,6 +165,10 @@ def refusals(rank: int) -> str:
         mixed = nn.Sequential(nn.Linear(24, 24).cuda(), nn.Linear(24, 1))
         with pytest.raises(InvalidUsage, match=r"several devices: parameter 0.weight is on cuda:\d, 1.weight on cpu"):
             syncengine.Parallel(mixed)
+        with pytest.raises(
+            InvalidUsage, match=r"1, a SyncBatchNorm on cuda:\d .* torch\.distributed\.init_process_group"
+        ):
+            syncengine.Parallel(nn.Sequential(nn.Linear(4, 4), nn.SyncBatchNorm(4)).cuda())
         with pytest.raises(InvalidUsage, match="device_ids says device 99"):
             syncengine.Parallel(nn.Linear(1, 1).cuda(), device_ids=[99])
         norm = nn.BatchNorm1d(3).cuda()
