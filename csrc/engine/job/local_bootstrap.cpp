@@ -89,7 +89,7 @@ std::shared_ptr<Communicator> LocalBootstrap::connect(const std::vector<std::str
     auto joined = join(fd_exchange_.exchange(rank_, fd_exchanges, arena_->fd(), deadline, interrupted, names_), parsed,
                        on, make_interhost);
     if (!joined->spans_hosts()) return joined;
-    // No rank leaves before all are connected: to a rank that is not connected yet, leaving would look like a failure.
+    // A barrier, so that no rank leaves before all are connected: to one that is not, that would look like a failure.
     Operation barrier{.collective = Collective::Barrier};
     barrier.describe = [] { return std::string("syncengine.init()"); };
     joined->run(std::move(barrier), interrupted);
@@ -112,11 +112,11 @@ std::unique_ptr<shm::PeerArena> LocalBootstrap::map_peer(int rank, int memory, s
 std::map<int, ProcessWatch> LocalBootstrap::watch(const std::vector<RankAddress>& addresses) const {
   std::map<int, ProcessWatch> watches;
   for (int rank = 0; rank < size_; ++rank) {
-    const std::string key = addresses[rank].host_key;
+    const std::string key = checked_text(addresses[rank].host_key);
     if (rank == rank_ || machine_of(key) != machine_of(host_key_)) continue;
-    ProcessWatch process(FdExchange::process_of(addresses[rank].fd_exchange));
+    ProcessWatch process(FdExchange::process_of(checked_text(addresses[rank].fd_exchange)));
     // Machines that are copies of each other can't be told apart by their keys, so a process of another host that seems
-    // to have ended may live on another machine.
+    // to have ended may live on another machine: it is not watched.
     if (process.sees() && (key == host_key_ || !process.has_ended()))
       watches.emplace(names_.global(rank), std::move(process));
   }
