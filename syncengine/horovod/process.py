@@ -31,6 +31,8 @@ def init(comm: object = None, process_sets: Sequence[ProcessSet | Sequence[int]]
             "hvd.init(comm=...) is not supported: all ranks of the launch take part; for some of them use "
             "hvd.add_process_set(ranks)"
         )
+    if isinstance(process_sets, str) and process_sets != "dynamic":
+        raise InvalidUsage(f'hvd.init(process_sets={process_sets!r}) is not allowed: give lists of ranks, or "dynamic"')
     if find_launch().world_size == 1 and os.environ.get("HOROVOD_SIZE", "1") != "1":
         raise InvalidUsage(
             f"horovodrun has started this process as one of {os.environ['HOROVOD_SIZE']} (HOROVOD_SIZE), each of which "

@@ -270,6 +270,7 @@ def test_wrong_use():
         (lambda: hvd.broadcast_parameters(3, 0), "named_parameters"),
         (lambda: hvd.broadcast_parameters({"extra": 3}, 0), "hvd.broadcast_object"),
         (lambda: hvd.init(comm=[0, 1]), r"add_process_set\(ranks\)"),
+        (lambda: hvd.init(process_sets="dynamc"), r'process_sets=.dynamc.\) is not allowed: .* or "dynamic"'),
         (lambda: hvd.poll(10**9), "is no handle"),
         (lambda: hvd.synchronize("x"), "is no handle"),
     ]:
