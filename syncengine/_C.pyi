@@ -26,32 +26,32 @@ def instruction_set() -> str:
 def machine() -> dict[str, Any]:
     """The resources that this process may use, as the engine sees them.
 
-    `available_cores` (affinity and the cgroups' quotas); `available_memory` (without the OOM killer: the machine's and
-    the cgroups' limits) and `total_memory`, in bytes; `open_descriptors` and `most_descriptors` (`ulimit -n`);
-    `best_instruction_set`.
+    `available_cores`, by affinity and the cgroups' quotas; `available_memory`, the bytes that the machine and the
+    cgroups' limits leave before the OOM killer acts; `total_memory`, the machine's, in bytes; `open_descriptors`, how
+    many this process has open; `most_descriptors` (`ulimit -n`); `best_instruction_set`.
     """
 
 def start_trace(path: str, events: int, about: str, steps: int) -> None:
-    """Records what happens on this rank into a ring of that many `events`, a file that outlives this process.
+    """Begins a trace: the last `events` events of this process are kept in the file `path`, which outlives the process.
 
-    `about`, which describes this rank, is the first text in it. After so many `steps` the trace stops by itself; with
-    0 it does not. Raises `InvalidUsage` if this process is traced already, or if the file can't be made.
+    `about`, the first text in the file, describes this rank. After so many `steps` the trace stops by itself; with 0 it
+    does not. Raises `InvalidUsage` if this process has a trace already, or if the file can't be made.
     """
 
 def stop_trace() -> None:
     """Ends this rank's trace, and notes in its file that the rank has ended it. Does nothing without a trace."""
 
 def trace_path() -> str:
-    """The path of the trace's file, also after its `steps`; empty without a trace."""
+    """The path of this process's trace, also if it has stopped by itself; empty without one and after stop_trace()."""
 
 def trace_now() -> int:
     """The time as traces have it: nanoseconds of a clock that all processes of a machine share."""
 
 def begin_optimizer(*args: Any) -> None:
-    """Notes that a step of an optimizer begins. The arguments do not matter, since torch's hooks differ in theirs."""
+    """Notes, for times of steps, that an optimizer's step begins. Ignores arguments, in which torch's hooks differ."""
 
 def end_optimizer(*args: Any) -> None:
-    """Notes that the step of an optimizer has ended."""
+    """Notes, for times of steps, that an optimizer's step has ended."""
 
 def network_interfaces() -> list[tuple[str, str]]:
     """Name and address of each network interface that is up, in the order in which Linux lists them."""
@@ -60,13 +60,13 @@ def host_key(host_id: str) -> str:
     """A key that is equal on ranks that share a host, and so memory. `host_id`: SYNCENGINE_HOST_ID, or ""."""
 
 def death_notices() -> list[str]:
-    """The ways in which ranks of this machine notice each other's deaths, the quickest first.
+    """The ways in which ranks of this machine notice each other's deaths: "robust futexes", "process handles" (pidfd).
 
-    A sandbox may refuse any.
+    The quickest comes first. A way that Linux or a sandbox refuses is left out.
     """
 
 def throw_system_error(text: str, code: int, call: str) -> NoReturn:
-    """Raises InvalidUsage with `text`, which says what has failed, the system's message for errno `code`, and a remedy.
+    """Raises InvalidUsage. Its text: `text` (what has failed), the system's message for errno `code`, and a remedy.
 
     `call`: the name of the system call that Linux or a sandbox has refused, for the remedy.
     """
@@ -75,7 +75,7 @@ def probe_shared_memory(bytes: int) -> None:
     """Makes and maps shared memory as ranks do, and frees it. Raises the error that ranks would raise."""
 
 class JobOptions:
-    """The settings of a communicator, mostly those of `syncengine.config`. Only tests set the two algorithms."""
+    """A communicator's settings, mostly of `syncengine.config`. Only tests set `algorithm` and `host_algorithm`."""
 
     def __init__(self) -> None: ...
     numerics: str
@@ -179,7 +179,7 @@ class Communicator:
     def broadcast(self, tensor: torch.Tensor, src: int, async_op: bool = False, layout: str = "") -> Work | None:
         """Overwrites `tensor` on every rank with the tensor of rank `src` of the group.
 
-        `layout`, if any, describes the bytes: it must be the same on all ranks, and names this call in errors.
+        `layout`, if any, says what the bytes mean: it must be the same on all ranks, and errors name this call by it.
         """
 
     @overload
@@ -244,7 +244,7 @@ class Communicator:
         """
 
     def check_peers(self) -> None:
-        """Checks the other ranks, and raises the error that this communicator has failed with, if it has."""
+        """Looks for ended or failed peers. Raises the error with which this communicator has failed, if it has."""
 
     @property
     def hosts(self) -> list[int]:
@@ -254,25 +254,25 @@ class Communicator:
         """Ranks in the job of the members whose processes are known to have ended."""
 
     def close_devices(self) -> None:
-        """Releases what a failed communicator has on CUDA devices, since that keeps the communicator alive."""
+        """Releases a failed communicator's objects for CUDA devices, which would keep the communicator alive."""
 
     def exception(self) -> BaseException | None:
         """The error with which the communicator has failed, and which each later call raises; None if it has not."""
 
     def close(self) -> None:
-        """Disconnects in good order. A peer that still waits for this rank gets PeerLost; later calls here raise
-        InvalidUsage."""
+        """Disconnects in good order. Peers that still wait for it get PeerLost; later calls here raise InvalidUsage."""
 
     def counters(self) -> dict[str, int]:
         """Counts of this rank's operations, bytes and messages so far.
 
-        `operations`; with several ranks also `staged_bytes`, `direct_bytes` and `one_shot_bytes` (of inputs, by path),
-        `messages` that have succeeded, `interhost_bytes` (sent to other hosts, without the transport's own) and
-        `sleeps` (of all communicators of this process). Counts of CUDA tensors begin with `cuda_`.
+        `operations`; with several ranks also bytes of inputs, by their path within a host: `staged_bytes` by copies in
+        shared memory, `direct_bytes` in place, `one_shot_bytes` of small all-reduces; `messages` that have succeeded;
+        `interhost_bytes`, sent to other hosts, without headers; and `sleeps` of this process's threads, for all its
+        communicators together. Counts of CUDA tensors begin with `cuda_`.
         """
 
 class LocalBootstrap:
-    """The way in which the ranks of a job find each other.
+    """The way in which the ranks of a new communicator find each other.
 
     They exchange addresses; then, if there are several hosts, the bytes that listen() returns; then they connect.
     """
@@ -317,10 +317,10 @@ def python_packet_transport(transport: object, by: str, checksum: bool) -> Packe
     """Makes a packet transport of an object with two methods, which one of the engine's threads calls.
 
     `step(posts: list[tuple[int, int, bool, memoryview]]) -> list[tuple[int, str]]` posts packets, each with its number,
-    the peer's rank in the job, whether it is sent (else received), and its memory; and returns the numbers of all
-    posted packets that have completed, with an error or "". It never blocks. Packets between two ranks stay in order; a
-    send and its receive have the same size. `close(in_order: bool)` is the last call; if not `in_order`, packets are
-    still in flight. If either method raises, all peers are lost.
+    the peer's rank as connect() numbers them, whether it is sent (else received), and its memory. It never blocks, and
+    returns the numbers of packets that have completed since the last call, each with an error or "". Packets between
+    two ranks stay in order; a send and its receive have the same size. `close(in_order: bool)` is the last call; if not
+    `in_order`, packets are still in flight. If either method raises, all peers are lost.
 
     `by` names the transport in errors. `checksum` adds checksums to all data.
     """
@@ -336,13 +336,13 @@ def torch_packet_transport(
 ) -> PacketTransport:
     """Makes a packet transport of a process group whose send and recv take CPU tensors.
 
-    `ranks`: for each rank of the job, its rank in the group. Nobody else may use `tag` in that group. `closed` is
-    called once the transport is not needed any more. `silence`: seconds without a heartbeat after which a rank is lost;
-    0: never. `by` and `checksum` are as in python_packet_transport.
+    `ranks`: for each rank, as connect() numbers them, its rank in the group. Nobody else may use `tag` in that group.
+    `closed` is called once the transport is not needed any more. `silence`: seconds without a heartbeat after which a
+    rank is lost; 0: never. `by` and `checksum` are as in python_packet_transport.
     """
 
 def announce_end() -> None:
-    """Lets other hosts know, when this rank leaves them, that its process ends, so that no meeting waits for it."""
+    """Lets other hosts know, when this rank leaves them, that its process ends: so no init() there waits for it."""
 
 def end_packet_transports() -> None:
     """Disconnects from all ranks that packet transports (of MPI or torch.distributed) reach, within a second.
@@ -397,15 +397,15 @@ class StepTimes:
         The counts are of synchronized backwards that have ended well, and of bytes that they have reduced. The table
         has a row for each of the last 1024 of these, in no order, of times by `trace_now()`: when the step before
         ended; when the forward, the backward, the first bucket and the wait for averages began; when the step ended. A
-        time is 0 if there was no such moment. The stamps, a list for each of the last 100 steps that can be compared,
-        have every rank's own times.
+        time is 0 if there was no such moment. The stamps are a list for each of the last 100 steps in which two ranks
+        or more have times: each rank's own times, packed into one number; 0 for a rank without.
         """
 
 class CommonMemory:
     """Memory that the ranks of a host have in common, with notes of how far each rank is with updates of it.
 
-    A forked child maps the memory copy-on-write: it reads the ranks' bytes, and its own writes stay its own. Updates
-    are numbered from 1.
+    A forked child maps the memory copy-on-write: it reads the ranks' bytes, and its own writes stay its own. An update
+    is a step of a ShardedOptimizer, whose weights lie here; updates are numbered from 1.
     """
 
     @property
@@ -416,7 +416,7 @@ class CommonMemory:
         """The tensor at `offset` (bytes), with a storage of its own. Raises InvalidUsage if it is not inside."""
 
     def decide(self, number: int, proceeds: bool) -> bool:
-        """Decides by `proceeds` whether update `number` is made, unless a rank already has. Returns the decision."""
+        """Returns whether update `number` is made. The first rank that calls this decides that, by its `proceeds`."""
 
     def complete(self, rank: int, number: int) -> None:
         """Notes for the other ranks that rank `rank` of this host has made its part of update `number`."""
@@ -432,16 +432,13 @@ class CommonMemory:
         """The number of the update that a rank has left half done, so that it will never be complete; 0 for none."""
 
     def detach(self) -> bool:
-        """Makes the memory a private copy, at the same addresses.
-
-        Nobody may write meanwhile. False if memory is short.
-        """
+        """Makes the memory a private copy at its addresses. Nobody may write meanwhile. False if memory is short."""
 
 class MemoryExchange:
     """The way in which the ranks of a host come to have memory in common.
 
     One rank makes the memory, all exchange addresses, then all call exchange(). `bytes` is 0 on all ranks but the
-    maker. Raises InvalidUsage, with the numbers, if memory is short.
+    maker. Raises InvalidUsage, with the bytes wanted and available, if memory is short.
     """
 
     def __init__(self, bytes: int) -> None: ...
@@ -490,19 +487,19 @@ class WatchedWeights:
         """Raises the parameters' versions after an update by all ranks, and notes them."""
 
     def moved(self) -> int | None:
-        """The index of the first parameter that lies in other memory than at first, or has another shape or strides."""
+        """The index of the first parameter that has other memory, shape or strides than at first; None if none has."""
 
     def written(self) -> int | None:
-        """The index of the first parameter that has another version than noted."""
+        """The index of the first parameter that has another version than noted; None if none has."""
 
     def gradients(self) -> bytes:
-        """A byte for each parameter: 0 if it has no gradient, 1 if it has a dense one, 2 if another."""
+        """A byte for each parameter: 0 if it has no gradient, 1 if a dense one, 2 if one of another layout."""
 
 class WeightSlices:
     """Parts of parameters, as the tensors that an optimizer updates."""
 
     def __init__(self, slices: Sequence[tuple[torch.Tensor, torch.Tensor, int]]) -> None:
-        """A slice is a parameter; a tensor of all its elements, or a vector of those from `begin` on; and `begin`."""
+        """A slice is (parameter, tensor, begin): the tensor has all elements, or as a vector some from `begin` on."""
 
     def take_gradients(self) -> None:
         """Sets each tensor's `.grad` to its part of the parameter's, or None: a view, or a copy if strides need it."""
@@ -529,10 +526,11 @@ class NodeNumber:
     def __init__(self) -> None: ...
 
 def cut_tree(leaves: int, ranks: int) -> tuple[list[int], list[int]]:
-    """Cuts the tree over micro-batches into one node a rank. Returns where each node begins (and all end), and merges.
+    """Cuts the binary tree over micro-batches (`leaves`) into one node for each rank. Returns two lists.
 
-    To add up all nodes, put their sums on a stack, one after another. After each, as often as its merges say, replace
-    the two sums at the top by their sum. Raises InvalidUsage if there are fewer `leaves` (micro-batches) than `ranks`.
+    The first list has the first leaf of each rank's node, then the number of all leaves. The second has, for each node,
+    a number of merges: to add up all nodes, put their sums on a stack, one after another, and after each replace the
+    two sums at the top by their sum that many times. Raises InvalidUsage if there are fewer `leaves` than `ranks`.
     """
 
 class TreeSums:
@@ -579,10 +577,10 @@ class Reducer:
     def prepare_for_backward(
         self, outputs: Sequence[torch.Tensor], began: NodeNumber | None = None
     ) -> list[torch.Tensor]:
-        """Takes the outputs with which the forward has ended. Outputs with a graph older than `began` are not its own.
+        """Ends the forward. Hooks on `outputs` will notice its backward: on none whose graph is older than `began`.
 
-        If a parameter is unused, and unused parameters are looked for or the last backward has brought no gradient, it
-        returns the outputs' leaves that are not parameters of the model: one may have replaced the unused parameter.
+        If a parameter is unused, and unused parameters are looked for or the last backward has brought no gradient,
+        returns leaves of their graph that are not parameters of the model: one may have replaced the unused parameter.
         """
 
     def prepare_for_local_backward(self, outputs: Sequence[torch.Tensor], began: NodeNumber) -> None:
@@ -592,13 +590,13 @@ class Reducer:
         """Whether the plan is provisional, and a backward has shown the order of readiness. The same on all ranks."""
 
     def refuse_forward(self, text: str) -> None:
-        """Refuses the forward: it raised, as `text` says ("raised in forward: ..."), or its backward must not average.
+        """Refuses the forward: it raised, as `text` says ("raised in forward: ..."), or a parameter was replaced.
 
         The other ranks lose this step of the model, too: they raise `Aborted` with `text` where they wait for it.
         """
 
     def can_refuse(self) -> bool:
-        """Whether a forward can be refused without failing the communicator."""
+        """Whether a forward can be refused without failing the communicator: not with SyncBatchNorm, for example."""
 
     def vote_on_forward(self) -> None:
         """Waits for all ranks, which call it after a forward. Raises `Aborted` if one has refused the forward."""
@@ -607,12 +605,13 @@ class Reducer:
         """Whether the other ranks still decide what becomes of .grad, since this rank has refused a forward."""
 
     def decide(self) -> None:
-        """Blocks while is_undecided() is true. Then .grad is None, unless all ranks raised in the refused forward."""
+        """Blocks while is_undecided(). Then .grad is as before the forward if all ranks raised in it, else None."""
 
     def reserve_slots(self, copy_of: int | None = None) -> int:
-        """Agrees with the other ranks on a slot for each bucket. All ranks call it once, before the first plan.
+        """Agrees with the other ranks on the buckets' slots: numbers by which a rank announces that a bucket is ready.
 
-        Returns the first slot's number. `copy_of`: the number of the model of which this one is a copy.
+        All ranks call it once, before the first plan. Returns the first slot's number, which also numbers the model.
+        `copy_of`: the number of the model of which this one is a copy.
         """
 
     def wanted(self) -> list[int]:
@@ -685,7 +684,7 @@ class Reducer:
         """Raises InvalidUsage, naming the parameters, if a synchronized backward is not complete."""
 
     def graph_is_static(self) -> bool:
-        """Whether each synchronized backward so far has brought the same gradients on this rank."""
+        """Whether each synchronized backward so far has brought gradients of the same parameters on this rank."""
 
     def last_error(self) -> str:
         """The error of the last forward or backward that was given up; empty if there was none."""

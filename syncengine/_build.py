@@ -128,7 +128,7 @@ def architecture_flags(devices: str, cuda: int) -> list[str]:
 
 
 def build_id(csrc: Path) -> str:
-    """A hash of the sources that define memory layouts and what goes over the wire, as tests/core/Makefile has it."""
+    """A hash of the sources that define memory layouts and what goes over the wire; tests/core/Makefile has it, too."""
     return _hash(csrc, without={"bindings", "kernels", "streams"})
 
 

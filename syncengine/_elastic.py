@@ -53,8 +53,8 @@ def elastic(
     step behind gets the state from one that is not; if no rank has finished the step, it is done again. With
     ``micro_batches`` the weights are, bit for bit, those of a run in which nobody died.
 
-    A step in which nobody dies makes no copy of weights, nor of an optimizer's state of them. It makes a copy of
-    buffers, and of the state of all other objects.
+    A step in which nobody dies makes no copy of weights, nor of an optimizer's state of them. It copies buffers that
+    have changed, an optimizer's options, such as lr, and the state of all other objects.
 
     ``syncengine run --keep-going --restart`` lets processes join in the place of ranks that have died: they get the
     state from the others, between two steps.

@@ -40,7 +40,7 @@ def _lost_store_as_lost_peer() -> Iterator[None]:
 
 
 class Undecided(Aborted):
-    """This rank can't know whether the others go on with the processes that join, so it must not go on itself."""
+    """The launcher's store is gone, so this rank can't know whether others go on with new ranks: it must not go on."""
 
 
 class Door:

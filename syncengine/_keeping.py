@@ -24,7 +24,7 @@ class Updates:
         self._parameters: dict[int, torch.nn.Parameter] = {}
 
     def look(self) -> tuple[int, int, int]:
-        """Returns three numbers. If the weights have changed since the last call, at least one of them differs."""
+        """Returns three sums, of steps, versions and bits. If weights have changed since the last call, one differs."""
         state = self._state.values()
         models = [value for value in state if isinstance(value, torch.nn.Module)]
         self._parameters = own = {id(parameter): parameter for model in models for parameter in model.parameters()}

@@ -50,7 +50,7 @@ class InPlaceOfDDP:
 class BeforeAverages:
     """A callback that runs before callbacks of Lightning's that write averages of the weights on each rank.
 
-    They write by ``.data``, so it moves weights from shared to private memory; the next step moves them back.
+    They write by ``.data`` on each rank, so it makes weights private that ranks share; the next step shares them again.
     """
 
     def on_train_epoch_start(self, trainer: Any, module: torch.nn.Module) -> None:
@@ -59,7 +59,7 @@ class BeforeAverages:
             unload(module)
 
     def on_validation_epoch_start(self, trainer: Any, module: torch.nn.Module) -> None:
-        """Brings the weights into private memory: WeightAveraging writes averages, and at the end the weights again."""
+        """Brings the weights into private memory: WeightAveraging swaps them with averages for validation, and back."""
         unload(module)
 
     on_validation_epoch_end = on_train_end = on_validation_epoch_start

@@ -104,7 +104,7 @@ def init(
     A setting that is None comes from the variable SYNCENGINE_<NAME>, otherwise it is the default:
 
     - `numerics` ("rank_order"): order of summation: "rank_order", "ring" for the bits of torch's DDP over Gloo, or
-      "fast": sums per host first, so that the bits depend on which ranks share one.
+      "fast": sums per host first. Over hosts with several ranks its bits depend on who shares a host, and on buckets.
     - `timeout`: seconds (or a timedelta) that anything may wait for other ranks; by default the timeout of an
       initialised torch.distributed, else 1800.
     - `arena_bytes`: upper limit of the memory for `empty`, gradients and staging on this rank; by default as much as
@@ -397,7 +397,7 @@ arrivals.knows_ended = _raise_if_ended
 
 
 def _of_this_job() -> list[Communicator]:
-    """The open communicators that number their ranks as init() would now. A forked child has none."""
+    """The open communicators whose `global_ranks` are as init() would number the ranks now; a forked child has none."""
     current, group = _default, users_group()
     if not _is_owner():
         return []

@@ -80,8 +80,8 @@ def connect(
 
     Messages call them by `global_ranks`; None is for all ranks of the job, which connect one communicator at a time.
     `lost` is called now and then, and returns why some ranks will not come, or "". If this rank fails, the others get
-    its error. `timeout_call` is the call that sets the timeout, for errors; "" is that of the process group if it sets
-    the timeout, else init.
+    its error. Errors advise a longer timeout by `timeout_call`, the name of what sets it; "" stands for the calls that
+    make a process group if the timeout is a group's, else for init.
     """
     options = config.options(timeout)
     of_group = config.timeout is None and group_timeout() is not None
@@ -93,7 +93,7 @@ def connect(
     global _has_met
     _has_met = True
     try:
-        # This rank listens before the others hear of it, so that its death breaks connections from then on.
+        # This rank listens before the others know its address: if it dies, they see their connections to it break.
         known_as = list(range(size)) if global_ranks is None else global_ranks
         bootstrap = LocalBootstrap(rank, size, options, known_as)
         names, addresses, unmarked = _agree(exchange, config, bootstrap.address(), known_as)

@@ -24,7 +24,7 @@ os.register_at_fork(after_in_child=_given.clear)
 def at_end(function: Callable[[], None]) -> None:
     """Calls `function` once at the end of this process; the function given last is called first, as by atexit.
 
-    In a child of multiprocessing's, Finalize calls it: the child may not run atexit, and forgets its error before.
+    In a child of multiprocessing's, Finalize calls it: atexit may not run there, or only when its error is forgotten.
     """
     if function in _given:
         return

@@ -33,7 +33,8 @@ class ProcessGroup(ProcessGroupWrapper):  # type: ignore[misc] # which is not th
         options = dist.distributed_c10d._DistributedBackendOptions()
         options.store, options.group_rank, options.group_size = store, rank, world_size
         options.timeout = self._timeout
-        # With `lost`, the numbers of replica groups are not taken for ranks of this job, whose ends may be known.
+        # `lost` never reports a loss. Without it, the numbers of replica groups would be taken for ranks of this job,
+        # and the end of such a rank for that of a replica group.
         backend = create(options, None, "join the quorum", lost=str, timeout_call="ProcessGroup(timeout=...)")
         group = dist.ProcessGroup(store, rank, world_size)
         group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)

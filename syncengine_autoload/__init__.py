@@ -58,7 +58,7 @@ def register() -> None:
 def patch() -> None:
     """Patches ``DistributedDataParallel``, wherever it was or will be imported: ``Parallel`` serves what it makes.
 
-    The class stays the same object, and the models' class. ``ddp.py`` decides for each model whether it is served.
+    The class stays the same object, and models stay its instances. ``ddp.py`` decides for each whether it is served.
     """
     import inspect
 

@@ -31,7 +31,7 @@ from syncengine_autoload import tell
 
 _Nonces = tuple[bytes, ...]
 
-# The nonces that this process saw in each meeting, by its own nonce there. They distinguish old failures from new ones.
+# The nonces that this process saw in each meeting, by its own nonce there: their failures are old in its next meeting.
 _seen: dict[bytes, _Nonces] = {}
 _HEARD_WITHIN = 30.0  # seconds
 _MOST_SEEN = 1024  # meetings; a forgotten one costs at most that an old failure is heard once more
@@ -284,7 +284,7 @@ def _wait_until_heard(meeting: Rendezvous, to_come: bool) -> None:
 def _process(pid: int) -> bytes | None:
     """A name for the process of this number that no other process has on any machine.
 
-    The name is b"" if the process has ended, and None if that can't be told: no descriptor is free, say.
+    The name is b"" if the process has ended or its machine has no name; None if /proc can't tell: no descriptor, say.
     """
     try:
         state, *numbers = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

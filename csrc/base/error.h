@@ -30,7 +30,7 @@ class Error : public std::runtime_error {
   ErrorKind kind_;
 };
 
-// A rank has refused a step of a model: all ranks lose the step, and the communicator goes on. The text is that rank's.
+// A rank's forward or backward has raised, so all ranks lose the step; the communicator goes on. `text` is that rank's.
 class StepRefused : public Error {
  public:
   explicit StepRefused(const std::string& text) : Error(ErrorKind::Aborted, text) {}
@@ -54,7 +54,7 @@ class Interruption {
   std::string text_;
 };
 
-// Returns " failed in init(): ...", a text to follow the name of the rank on which `error` was raised in `place`.
+// Returns " failed in PLACE: ERROR", to follow a rank's name. `place` is the call that raised there, such as "init()".
 inline std::string failure_text(const std::exception& error, const std::string& place) {
   const std::string failed = " failed in " + place + ": ";
   if (auto* raised = dynamic_cast<const Interruption*>(&error))

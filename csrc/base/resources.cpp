@@ -55,8 +55,8 @@ std::vector<std::string> folders(const std::string& controller, const std::strin
   const Mount mount = find_mount(controller, root);
   if (mount.place.empty()) return {};
   std::string path = own_path(controller, root);
-  // A container may see its own cgroup as the root of the mount, while /proc gives the path on the host, or a path that
-  // leads out of what the container sees.
+  // A container may see its own cgroup as the root of the mount, while /proc gives the path on the host: the mount's
+  // part is cut off. A path that leads out of what the container sees counts as the root.
   if (mount.top != "/" && (path + "/").starts_with(mount.top + "/")) path.erase(0, mount.top.size());
   if ((path + "/").find("/../") != std::string::npos) path.clear();
   std::vector<std::string> all;
@@ -91,8 +91,8 @@ double cpu_quota(const std::string& root) {
   return least;
 }
 
-// Bytes that are left below a cgroup's limit. Cached pages of files, which memory.stat counts under two keys that begin
-// with `prefix`, count as free, since Linux drops them on demand; pages of shared memory, such as the arenas', do not.
+// Bytes left below a cgroup's limit. Cached pages of files (in memory.stat, active_file and inactive_file behind
+// `prefix`) count as free, since Linux drops them on demand; pages of shared memory, such as the arenas', do not.
 size_t left_below(const std::string& folder, const char* limit_name, const char* used_name, const std::string& prefix) {
   const size_t limit = read_number(folder + limit_name);
   size_t used = read_number(folder + used_name), bytes = 0;

@@ -1,6 +1,6 @@
 // The start of the engine's threads, how their owners are deleted, and how threads sleep on a futex.
 //
-// Thread-safety: concerns the calling thread alone. Failure: none.
+// Thread-safety: any thread. Failure: InvalidUsage if no thread can be started.
 #pragma once
 
 #include <atomic>

@@ -34,7 +34,7 @@ enum class Kind : uint16_t {
 
 inline constexpr uint64_t kNobody = ~uint64_t{0};  // the rank that has sent the message is not known
 
-// `group`, `lane`, `place` and `epoch` are the same on all ranks for the same operation; see Work::Place.
+// In events of an operation, `group`, `lane`, `place` and `epoch` identify it, alike on all ranks: see Work::Place.
 struct Event {
   Kind kind;
   int64_t begin = 0, end = 0;  // now()

@@ -21,7 +21,7 @@ namespace {
 
 using Shared = std::shared_ptr<shm::Region>;
 
-// Memory that one rank of a host makes, and gives to the others. The others make empty memory, and drop it soon.
+// Passes one rank's memory to the others of its host. These make empty memory, as each must give a descriptor to all.
 struct MemoryExchange {
   explicit MemoryExchange(size_t bytes) : own(shm::Region::create(bytes)) {}
 

@@ -57,8 +57,8 @@ int count_helpers() {
   return count;
 }
 
-// Returns how many threads of this process might call the engine: all that Python knows, without some that certainly do
-// not. kUnknownCallers on a thread that Python does not know.
+// Returns how many threads might call the engine, for the deadlock detector: all that Python knows, without helpers and
+// idle workers. kUnknownCallers on a thread that Python does not know.
 int count_python_threads() {
   if (PyGILState_GetThisThreadState() == nullptr) return kUnknownCallers;
   py::gil_scoped_acquire gil;

@@ -17,7 +17,7 @@ namespace syncengine {
 
 namespace {
 
-// Closes a transport in Python by `close`, whose errors nobody gets; then drops `owner`.
+// Closes a transport in Python by `close`, whose errors go to sys.unraisablehook only; then drops `owner`.
 template <class Close>
 void close_and_drop(py::object& owner, const Close& close) {
   py::gil_scoped_acquire gil;

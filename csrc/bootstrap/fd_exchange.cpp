@@ -150,7 +150,7 @@ constexpr int kPollMs = 50, kRetryMs = 5;
 
 class LocalRendezvous {
  public:
-  // `places` holds the points of the peers and of this rank, by rank; `own` is the descriptor to hand out.
+  // `places` has, by rank, the names and secrets of the peers' sockets and this rank's; `own` is what to hand out.
   LocalRendezvous(int rank, std::map<int, RendezvousPoint> places, int own, const ParentFd& listener, RankNames names)
       : rank_(rank), own_(own), names_(std::move(names)), places_(std::move(places)), listener_(listener) {
     for (const auto& [peer, place] : places_) {
@@ -171,7 +171,7 @@ class LocalRendezvous {
     if (unreachable_.empty() && lost_.empty()) return;
     std::map<int, std::string> processes;
     for (const auto& [peer, call] : calls_) processes[peer] = FdExchange::process_of(places_.at(peer).name);
-    // A rank that fails breaks off with all peers, so dead ranks are blamed, not those that noticed the death first.
+    // Dead ranks are named before ranks that broke off: these may have failed since they noticed the death first.
     if (const auto dead = ended(processes); !dead.empty())
       throw Error(ErrorKind::PeerLost, names_.all(dead) + " died while the ranks connected");
     if (unreachable_.empty())

@@ -63,7 +63,7 @@ struct Greeting {
 };
 
 // Returns the error for the peers of `who` when `thrown` ends its init(): an Error about other ranks (no InvalidUsage)
-// as it is, others as Aborted with their text. If `thrown` is null or unknown, `who` is said to have left.
+// as it is, others as Aborted with their text. If `thrown` is null or no std::exception, `who` is said to have left.
 Error for_peers(const std::string& who, const std::exception_ptr& thrown);
 
 class FdExchange {

@@ -18,7 +18,7 @@ std::string host_key(const std::string& host_id);
 inline constexpr size_t kMostHostKey = 160;
 inline constexpr size_t kMostHostId = 64;
 
-// The part of a host key that identifies the machine's network, and the part that identifies the machine.
+// Return parts of a host key: network_of() the machine and its network namespace, machine_of() the machine alone.
 std::string network_of(const std::string& key);
 std::string machine_of(const std::string& key);
 

@@ -135,7 +135,8 @@ void TorchBackend::setTimeout(std::chrono::milliseconds timeout) {
   options_->timeout = timeout;
 }
 
-// Returns the limit of a wait; nothing if the communicator's own timeout, which acts without any wait, is no longer.
+// Returns the time after which a wait for a call fails the communicator; nothing if the communicator's own timeout,
+// which acts without any wait, is as short or shorter.
 std::optional<Duration> TorchBackend::at_most(std::chrono::milliseconds timeout) const {
   std::chrono::milliseconds group(timeout_ms_.load(std::memory_order_relaxed));
   if (timeout == ::c10d::kUnsetTimeout || timeout == kNoTimeout) timeout = group;
@@ -213,7 +214,7 @@ void TorchBackend::monitoredBarrier(const ::c10d::BarrierOptions& options, bool)
 TorchWorkPtr TorchBackend::meet(const char* name, std::function<std::string()> describe,
                                 std::chrono::milliseconds timeout, bool async) {
   Call call = begin(name, {});
-  // A barrier waits by itself, even in a block of coalesced calls.
+  // A barrier never joins coalesced calls: it waits here, or returns a work of its own.
   if (call.coalesced) coalescing_.give(std::move(call.coalesced));
   call.add({.collective = Collective::Barrier, .describe = std::move(describe)});
   return start(std::move(call), {::c10d::OpType::BARRIER, timeout, async});

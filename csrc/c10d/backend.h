@@ -82,7 +82,7 @@ inline void require_same_dtype(const char* call, const at::Tensor& a, const at::
          c10::toString(a.scalar_type()));
 }
 
-// `whole` must have `times` as many elements.
+// `whole` must have `times` as many elements as `part`, and the same dtype.
 inline void require_parts(const char* call, const at::Tensor& whole, const at::Tensor& part, int times) {
   require_same_dtype(call, whole, part);
   if (whole.numel() == part.numel() * times) return;
@@ -189,7 +189,7 @@ class TorchBackend final : public ::c10d::Backend {
 
  private:
   // Says when a call is counted in the sequence number, which must be the same on all ranks. Only calls that are
-  // counted AtStart, which are collectives without messages, take CUDA tensors.
+  // counted AtStart take CUDA tensors: all collectives but gather, scatter and all-to-all.
   enum class Counted {
     Never,    // for the program's own messages
     AtStart,  // not if it is refused: the engine matches calls that start, so a rank may repeat it

@@ -14,7 +14,7 @@ namespace syncengine {
 Call::Call(Call&&) noexcept = default;
 Call::~Call() = default;
 
-// Whether the tensor's elements are in order in its memory, with no negation or conjugation still to be applied.
+// Whether the tensor's own memory will do: in an order that the call takes, with no negation or conjugation to apply.
 bool Call::is_plain(const at::Tensor& tensor) const {
   return (kind_.any_order ? tensor.is_non_overlapping_and_dense() : tensor.is_contiguous()) && !tensor.is_conj() &&
          !tensor.is_neg();
@@ -71,7 +71,7 @@ void Call::require_dense(const at::Tensor& tensor, Use use) {
   extents_.push_back(extent);
 }
 
-// Keeps the memory of a tensor into which a result is put at the end. Throws if none can be put there.
+// Keeps the memory of a tensor alive for deliver(), which puts a result into it. Throws if that is impossible.
 void Call::keep_target(const at::Tensor& target) {
   require_dense(target, Use::Writes);
   if (at::has_internal_overlap(target) == at::MemOverlap::Yes)

@@ -35,14 +35,14 @@ template <class... Parts>
 
 struct Coalesced;
 
-// The tensors that a kind of call takes, and how it orders its reads and writes.
+// The tensors that a kind of call takes, and how its reads and writes are ordered with those of other calls.
 struct CallKind {
   bool cuda = true;  // false: on the CPU alone
   // A collective waits for earlier calls on the same memory. A message of the program's own does not, since those calls
   // may be waiting for that message.
   bool follows_order = true;
   bool by_messages = false;  // messages move its elements, in any order
-  // A dense tensor may have its elements in any order in memory: the order is the same on all ranks.
+  // Elements of a dense tensor may lie in any order in memory that is the same on all ranks.
   bool any_order = false;
   const char* advice = nullptr;  // for texts: what else to do with tensors of other devices
 };
@@ -62,13 +62,13 @@ class Call {
   // This thread's coalesced calls, or null. This call joins them when it starts, and their work stands for it, too.
   std::unique_ptr<Coalesced> coalesced;
   c10::Device device() const { return device_.value_or(c10::Device(c10::kCPU)); }
-  // The memory that operations and deliveries use.
+  // The storages that operations and deliver() use; they stay alive until the call has ended.
   at::ArrayRef<c10::Storage> memory() const { return *memory_; }
   // The addresses of the program's CPU tensors, for which later calls wait; none unless CallKind::follows_order.
   at::ArrayRef<Extent> extents() const { return extents_; }
   std::vector<at::Tensor>& results() { return results_; }
 
-  // How a call uses a tensor. Copies: it reads the tensor at once, even if that is plain.
+  // How a call uses a tensor. Copies: it copies the tensor at once, even one whose own memory it could read later.
   enum class Use : uint8_t { Reads, Copies, Writes };
   // Throws for a tensor that can't be read or written, and waits for the calls that this one must follow.
   void require_dense(const at::Tensor& tensor, Use use = Use::Reads);
@@ -84,8 +84,8 @@ class Call {
     return !apart_.empty() && std::find(apart_.begin(), apart_.end(), target.unsafeGetTensorImpl()) != apart_.end();
   }
 
-  // Append a tensor's elements, row by row, to `spans`: its own memory, or a copy if they lie in another order or with
-  // gaps. deliver() puts what was written to a copy into the tensor. read() and write() return the tensor or its copy.
+  // Append a tensor's elements, row by row unless any_order, to `spans`: its memory, or a copy if they lie otherwise
+  // or with gaps. deliver() puts a written copy into the tensor. read() and write() return the tensor or its copy.
   at::Tensor read(const at::Tensor& tensor, SpanList& spans);
   at::Tensor write(const at::Tensor& tensor, SpanList& spans);
   void update(const at::Tensor& tensor, SpanList& spans);

@@ -64,7 +64,7 @@ TorchWorkPtr TorchBackend::endCoalescing() {
   return c10::make_intrusive<TorchWork>(std::move(origin), std::move(call), std::move(coalesced->works));
 }
 
-// Takes this thread's coalesced calls, unless the block that made them has raised: torch does not report that end.
+// Takes this thread's coalesced calls; drops them if their block has raised, which torch does not report.
 std::unique_ptr<Coalesced> TorchBackend::take_coalesced() {
   auto coalesced = coalescing_.take();
   if (coalesced && coalesced->body && has_ended(coalesced->body)) coalesced.reset();

@@ -35,14 +35,14 @@ void add_broadcast(Call& call, const at::Tensor& tensor, int root, const at::Ten
 }
 
 // Adds a reduction by BAND, BOR or BXOR: an all-gather of all ranks' tensors, whose bits each rank then combines in
-// `target`. In a reduce-scatter, `target` is another tensor than `tensor`.
+// `target`. In a reduce-scatter, `target` is another tensor than `tensor`, and gets only this rank's part.
 void add_all_reduce_of_bits(Call& call, const TorchBackend& group, const at::Tensor& tensor, const at::Tensor& target,
                             const ::c10d::ReduceOp& op, int root = kNoRoot) {
   auto shape = tensor.sizes().vec();
   shape.insert(shape.begin(), group.getSize());
   at::Tensor parts = at::empty(shape, tensor.options().memory_format(at::MemoryFormat::Contiguous));
   Operation operation = call.moving(Collective::AllGather, tensor.scalar_type());
-  // The hash keeps the operation from matching an all_gather, or a combination of other bits.
+  // The hash differs from an all_gather's, from another operator's, and between all-reduce and reduce-scatter.
   operation.layout_hash += 1000 * (1 + static_cast<uint64_t>(op.op_)) + (tensor.is_same(target) ? 0 : 500);
   operation.root = root;
   operation.describe = [name = call.name(), root] {
@@ -132,7 +132,7 @@ TorchWorkPtr TorchBackend::allreduce(Tensors& tensors, const ::c10d::AllreduceOp
   return start(std::move(call), {OpType::ALLREDUCE, options.timeout, options.asyncOp, tensors});
 }
 
-// Reduces neighboring tensors of one dtype in one operation.
+// Reduces tensors that follow each other in the list and have one dtype in one operation.
 TorchWorkPtr TorchBackend::allreduce_coalesced(Tensors& tensors, const ::c10d::AllreduceCoalescedOptions& options) {
   Call call = begin("all_reduce_coalesced", tensors);
   require_some(call.name(), tensors);

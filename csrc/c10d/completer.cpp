@@ -30,8 +30,7 @@ void Completer::add(c10::intrusive_ptr<TorchWork> work) {
   work->complete_future();  // the communicator is closed
 }
 
-// Wakes or starts another thread for the works if nobody has the turn, or if its holder runs callbacks. Called under
-// the lock.
+// Wakes or starts another thread for works that are left, unless one waits for them already. Called under the lock.
 void Completer::call_another() {
   if (works_.empty() || (holder_ != std::thread::id() && turn_ends_ == kNever)) return;
   if (idle_ > 0) return changed_.notify_one();
@@ -64,8 +63,8 @@ void Completer::stop() {
   }
 }
 
-// Waits for the next work to complete, and takes it: the first one, or with AsEnded one that has ended or is past its
-// deadline. The engine's own thread makes progress with works for which no thread waits (Engine::thread_main).
+// Takes the next work and waits for its end: AsAdded the first one; AsEnded any that has ended or is past its deadline.
+// The engine's own thread makes progress with works for which no thread waits (Engine::thread_main).
 c10::intrusive_ptr<TorchWork> Completer::next(Lock& lock) {
   auto chosen = works_.begin();
   auto is_due = [](const auto& work) { return work->ended() || work->is_late(); };

@@ -35,7 +35,7 @@ constexpr std::chrono::hours kForEver(24 * 365 * 30);  // the engine has deadlin
 
 }  // namespace
 
-// The packets that have ended, of all peers.
+// The sent, received and failed packets of all peers, until step() returns them.
 struct TorchPacketTransport::Ends {
   void add(End end) {
     std::lock_guard lock(mutex);

@@ -18,7 +18,7 @@ namespace syncengine {
 
 class TorchPacketTransport final : public packets::PacketTransport {
  public:
-  // `ranks` gives, for each rank of the job, its rank in the group. Nobody else uses `tag` there.
+  // `ranks` gives, for each rank of the new communicator, its rank in the group. Nobody else uses `tag` there.
   TorchPacketTransport(c10::intrusive_ptr<::c10d::ProcessGroup> group, std::vector<int> ranks, int tag,
                        std::function<void()> closed);
   ~TorchPacketTransport() override;

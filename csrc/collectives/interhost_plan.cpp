@@ -12,10 +12,10 @@ namespace {
 // The size in bytes from which on the chain is quicker than the exchange. `partial`: the bytes of the chain's running
 // sum for each byte of the tensor.
 //
-// Times are counted in chunks that the busiest host sends. The exchange takes `exchange` for each chunk. The chain
-// takes `first`, until the first chunk has passed all hosts, and `chain` for each further chunk. All of that is in
-// proportion to bytes, so the speed of the links cancels out. Latency is not counted: it matters for small tensors, and
-// with more than two hosts the chain has more hops.
+// The unit of time is that in which a host sends one chunk's bytes. The exchange takes the busiest host `exchange` for
+// each chunk. The chain takes `first`, until the first chunk has passed all hosts and come back, and the busiest host
+// `chain` for each further chunk. All of that is in proportion to bytes, so the speed of the links cancels out. Latency
+// is not counted: it matters for small tensors, and with more than two hosts the chain has more hops.
 size_t chain_from(const Placement& placement, size_t chunk_bytes, double partial) {
   const double hosts = placement.hosts(), ranks = placement.stripes;
   const double exchange = (ranks + 1) * (hosts - 1) / hosts, chain = hosts == 2 ? partial : partial + 1;
@@ -90,8 +90,8 @@ struct ReductionPlanner {
     return {step, {.receives = {result(handlers[home])}, .act = Act::Spread}};
   }
 
-  // The running sum goes through the hosts in their order, which is the order of ranks only if the placement is
-  // contiguous.
+  // The running sum goes through the hosts in their order. In a contiguous placement that is the order of ranks; in any
+  // other the chain is never chosen.
   std::vector<InterhostStep> chain() const {
     const int me = placement.host, last = placement.hosts() - 1;
     InterhostStep forth{.staged = true, .act = me == last ? Act::FoldResult : Act::FoldPartial};

@@ -30,7 +30,7 @@ const char* name(ByMessages what);
 enum class Numerics : uint8_t {
   RankOrder,  // ((g0 + g1) + g2) + ..., 16-bit floats in float32, scaled and rounded once at the end
   Ring,       // Gloo's ring order per chunk, rounded at every hop
-  Fast,       // each host's sum, rounded, then these in the order of hosts; RankOrder on one host
+  Fast,       // hosts' sums, rounded where they are sent, in the order of hosts; RankOrder on one host
   Tree,       // the binary tree over `leaves`, of which each rank has a node (order.h), rounded at every hop
 };
 const char* name(Numerics numerics);  // as in init(): "rank_order"
@@ -69,8 +69,8 @@ struct Nonfinite {
   std::shared_ptr<bool> anywhere = {};
   uint64_t* on_device = nullptr;
   uint64_t begin = 0;  // the number of the operation's first element
-  // If this operation is a part of a larger one: where the bytes of its input, a slot, come from in that one's input.
-  // Bytes between the parts are padding.
+  // If this operation is a piece of a larger one: which bytes of that one's input (`user`) lie where in this one's
+  // (`slot`). Bytes between the parts are padding.
   std::vector<Copy> parts = {};
 
   void note(int word, uint64_t element, Kind kind) const {

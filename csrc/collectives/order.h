@@ -27,8 +27,7 @@ void ring_order(int chunk, int world, std::vector<int>& order);
 // leaves of node r.
 struct TreeCut {
   std::vector<uint32_t> begins;  // the first leaf of each rank, then the number of all leaves
-  // How to add the nodes on a stack: for each node, push it, then replace the top two entries by their sum this many
-  // times.
+  // By node: how many times the top two entries of a stack are replaced by their sum when the node has been pushed.
   std::vector<uint8_t> merges;
 };
 // Throws InvalidUsage if there are fewer leaves than ranks.

@@ -14,7 +14,7 @@ void plan_one_shot(const Chunk& chunk, ChunkPlan& plan) {
 
 // Plans an all-reduce. Step 0: stage what others reduce. Step 1: reduce the own slice, from the own tensor and the
 // peers' slots, into both. Step 2: pull the other slices out of the own slot. On the direct path tensors serve as
-// slots: nothing is staged or pulled, two passes over memory in all.
+// slots: nothing is staged or pulled, so each byte of a tensor is read once and written once.
 //
 // Slots stay in the cache. The owner of a slice pushes the result into the peers' slots: a core is three times faster
 // at writing a line that it has just read than at reading a line of its own that a peer has read meanwhile.

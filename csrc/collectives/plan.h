@@ -63,8 +63,8 @@ struct ChunkPlan {
 // all-gather's input).
 size_t block_bytes(const Operation& operation);
 
-// Bytes of the block that one chunk covers, for slots of `slot_bytes` (staged paths) or pieces of `direct_bytes` a
-// rank.
+// Returns how many bytes of the block one chunk covers: what a slot of `slot_bytes` has room for, or on the direct path
+// what gives each rank `direct_bytes` of work.
 size_t chunk_bytes(Collective collective, Path path, int world, size_t slot_bytes, size_t direct_bytes);
 
 // [first, second) of `rank`'s slice of `length` bytes; boundaries lie on cache lines.

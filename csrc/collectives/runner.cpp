@@ -140,7 +140,7 @@ bool Runner::reduce(const Operation& operation, const ChunkPlan& plan, const std
   });
 }
 
-// Reduces one run in order_; `offset` is the run's offset in the step.
+// Reduces one run, adding the ranks' contributions as order_ says; `offset` is the run's offset in the step.
 void Runner::reduce_run(const Operation& operation, const Reduce& step, size_t offset, const Run& run) {
   for (int i = 0; i < world_; ++i) {
     const int rank = order_[i];

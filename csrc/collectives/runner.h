@@ -50,8 +50,7 @@ class Runner {
   std::vector<Base>& bases() { return bases_; }
 
   void stage(const Operation& operation, const ChunkPlan& plan);
-  // `stop` is called between pieces of at most 256 KiB. Once it returns true, reduce() and pull() stop and return
-  // false.
+  // reduce() and pull() call `stop` between pieces of at most 256 KiB. Once it returns true, they return false.
   bool reduce(const Operation& operation, const ChunkPlan& plan, const std::function<bool()>& stop);
   bool pull(const Operation& operation, const ChunkPlan& plan, const std::function<bool()>& stop);
 

@@ -33,7 +33,7 @@ struct ReduceArgs {
   Gate gate;
 };
 
-// A sum that is about to be made, and the words of Nonfinite in which the kernel notes who brings NaN or infinity.
+// Arguments of the kernel that, before a sum is made, notes in Nonfinite's words which ranks bring NaN or infinity.
 struct NoteArgs {
   ReduceArgs sum;
   int8_t ranks[kMaxRanks];    // the rank of each source
@@ -58,7 +58,7 @@ struct alignas(16) [[gnu::may_alias]] Pack {
   uint32_t words[4];
 };
 
-// Accesses to words of the control page from kernels.
+// Read and write a word of Control, on the device or in threads that stand in for it in tests.
 SYNCENGINE_BOTH uint32_t get_word(const uint32_t* word) {
 #ifdef __CUDA_ARCH__
   return *static_cast<const volatile uint32_t*>(word);
@@ -130,7 +130,7 @@ SYNCENGINE_BOTH typename Element::Stored finish(typename Element::Value value, d
   return Element::narrow(value);
 }
 
-// Reduces a 16-byte vector of each source. load() comes first: of all `kSources` at once, or if 0, of the first alone.
+// Reduces a 16-byte vector of each source. load() comes first: it loads all `kSources` vectors, or if 0, only one.
 template <class Element, class Op, kernels::Rounding kRounding, int kSources, class Args>
 struct PackReduction {
   using Stored = typename Element::Stored;
@@ -239,7 +239,7 @@ SYNCENGINE_BOTH void poison_share(const ReduceArgs& args, size_t element_bytes, 
     poison_bytes(out<unsigned char>(args, d), args.count * element_bytes, thread, threads);
 }
 
-// Copies this thread's share from source(offset): each 16 bytes lie there in one run, aligned if the first ones are.
+// Copies this thread's share. source(offset) is an address; each 16 bytes are contiguous, and aligned if the first are.
 template <class Source>
 SYNCENGINE_BOTH void copy_from(void* destination, const Source& source, size_t bytes, size_t thread, size_t threads) {
   const size_t vectors = bytes && is_packed(source(0)) && is_packed(destination) ? bytes / sizeof(Pack) : 0;
@@ -284,7 +284,7 @@ void visit_element(ReduceOp op, kernels::Rounding rounding, int sources, Visit&&
   using kernels::Rounding;
   if (op == ReduceOp::Min) return visit.template operator()<E, kernels::MinElement, Rounding::Once, 0>();
   if (op == ReduceOp::Max) return visit.template operator()<E, kernels::MaxElement, Rounding::Once, 0>();
-  // Wider dtypes are rounded at each addition in either mode.
+  // Wider dtypes are rounded at each addition in either mode, and need no instance for EveryHop.
   if constexpr (E::kFloating && sizeof(typename E::Stored) == 2)
     if (rounding == Rounding::EveryHop) return visit_arithmetic<E, Rounding::EveryHop>(op, sources, visit);
   visit_arithmetic<E, Rounding::Once>(op, sources, visit);

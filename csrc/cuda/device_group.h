@@ -28,7 +28,7 @@ class DeviceGroup {
   virtual ~DeviceGroup() = default;
 
   // Queues the operation on `stream`, a cudaStream_t of this device. Never waits for peers: the stream does. Spans are
-  // device memory, and there are no flags. May be captured into a graph.
+  // device memory, and Operation::flags is null. May be captured into a graph.
   virtual void run(const Operation& operation, void* stream);
 
   // Allocates device memory that all peers' kernels reach, if they can: collectives on it copy nothing. On one host,
@@ -38,8 +38,8 @@ class DeviceGroup {
   // hosts, the memory is this rank's alone.
   virtual std::shared_ptr<void> allocate(size_t bytes, const std::function<void()>& interrupted);
 
-  // Words in which operations of this group may note values that are not finite, for host and device. The same words
-  // in each call, since a stream may still write them when nobody looks at them any more.
+  // Returns words in which operations of this group may note NaN and infinity, at the host's and the device's address:
+  // the same in each call, since a stream may still write them when nobody looks at them any more.
   virtual Nonfinite words_for_nonfinite();
 
   std::map<std::string, uint64_t> counters() const {

@@ -8,9 +8,9 @@
 //
 // The kernel counts calls in device memory, so a replayed graph goes on where the last call was. Slots and marks take
 // turns: a peer writes those of call c + 2 only after this rank's first mark of c + 1, which this rank writes when it
-// is done with c. Each call cuts the slots anew, so all blocks are always in the same call, including those that a
-// small call does without. Behind a call that has failed this rank writes no slot and no mark any more: it does not
-// wait, and a peer may still read what it has staged.
+// is done with c. Each call gives a block another part of the slots, so all blocks must count the same calls, even
+// those that a small call does without. Behind a call that has failed this rank writes no slot and no mark any more: it
+// does not wait, and a peer may still read what it has staged.
 //
 // Ownership: none. Aliasing: input and output are the same or do not overlap. Failure: as in body.h.
 #pragma once
@@ -115,7 +115,7 @@ struct BlockMeeting {
 };
 
 // Describes the reduction of a run of the slots, in place of ReduceArgs, whose lists on every thread's stack would cost
-// the device hundreds of megabytes, and a wait for all of it when the first such kernel starts.
+// hundreds of megabytes of the device, and make it finish all its work before the first such kernel starts.
 struct SlotsReduction {
   const InKernelArgs& call;
   uint32_t half;  // which of the two halves of the slots

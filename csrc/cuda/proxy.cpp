@@ -35,8 +35,8 @@ ProxyPiece part_of_blocks(bool gathers, size_t block, size_t begin, size_t bytes
   return {.in = blocks, .out = own, .input_bytes = all, .output = all, .output_bytes = bytes};
 }
 
-// The piece with the same part of each of the ring's slices, side by side. The piece is a ring of its own, summed in
-// the same orders. Past the end of a slice, it holds whatever its memory held before.
+// The piece with the same part of each of the ring's slices, side by side: a ring of its own, summed in the same
+// orders. Behind the end of a slice it has old bytes of the slot, which are summed, too, but copied to no tensor.
 ProxyPiece ring_part(size_t total, size_t slice, size_t begin, size_t bytes, size_t world) {
   ProxyPiece piece{.input_bytes = world * bytes, .output_bytes = world * bytes};
   for (size_t rank = 0; rank < world; ++rank) {

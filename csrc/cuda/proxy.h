@@ -1,7 +1,7 @@
 // Carries out collectives for a stream on the CPU's engine, between hosts, where devices can't reach each other.
 //
 // The stream copies a piece of a tensor into pinned memory, posts it, waits for the piece's word and copies the result
-// back. A thread gives posted pieces to a communicator of its own, in the order of posts, all that there are at a time.
+// back. A thread submits all posted pieces, in the order of posts, to its own communicator, then awaits the oldest.
 //
 // The proxy knows no device: it touches only memory and words.
 //

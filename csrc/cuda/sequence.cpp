@@ -119,8 +119,8 @@ struct Sequence {
     steps.reduce(reduction, args);
   }
 
-  // Adds two at a time, contributions or sums, and puts the result in place of the left one: until this slice is
-  // reduced, nobody but the rank that owns it reads it there. An input that is not the output, too, stays as it is.
+  // Adds two contributions or sums at a time, and overwrites the left one, which only this rank reads until the slice
+  // is reduced. If the left one is this rank's input, and not its output, too, the sum goes to the output instead.
   void reduce_tree(const kernels::Reduction& reduction, const ReduceArgs& all, const Run& run) {
     const std::vector<uint8_t>& merges = tree.of(operation.leaves, site.world);
     std::vector<void*> sums;
@@ -147,8 +147,8 @@ struct Sequence {
     Copies copies(steps, gate());
     for (const Pull& step : plan.pull) {
       operation.output.for_each(step.user, step.bytes, [&](std::byte* memory, size_t offset, size_t bytes) {
-        // Peers' spans have the same lengths as this rank's, so what is contiguous here is contiguous there. An
-        // all-gather's input is cut otherwise than its output, however.
+        // Peers' spans have the same lengths as this rank's, so a run of this tensor is one run of theirs. But an
+        // all-gather's input has other spans than its output, so that a run here may be several there.
         if (!direct()) return copies.add(memory, at(step.peer, step.slot + offset), bytes);
         route.memories[step.peer].for_each(step.slot + offset, bytes,
                                            [&](std::byte* source, size_t skip, size_t length) {

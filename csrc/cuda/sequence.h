@@ -63,7 +63,7 @@ class Copies {
   bool any_ = false;
 };
 
-// One rank's place in its group, its words, and all ranks' slots and areas, at the addresses that its kernels use.
+// One rank's place in its group, its words, and all ranks' slots and InKernelAreas, at the addresses for its kernels.
 struct Site {
   int rank = 0, world = 1;
   Control* control = nullptr;        // this rank's
@@ -78,7 +78,7 @@ struct MemoryRoute {
   uint64_t place = 0;                   // direct only: identifies that memory; must agree between ranks
 };
 
-// A hash of what must agree between ranks, which they compare before they use a byte: with kArrived, never kReleased.
+// Hashes what must agree between ranks, before they use a byte. The hash has the bit kArrived, and is never kReleased.
 uint32_t fingerprint(const Operation& operation, Path path, uint64_t place);
 
 // Whether one kernel can do this all-reduce: by one shot on Path::OneShot, by two on Path::Staged.

@@ -77,8 +77,8 @@ struct BFloat16 : Half<Isa> {
   SYNCENGINE_INLINE static Value widen(Stored x) { return Conversions::from_bfloat16(x); }
   SYNCENGINE_INLINE static Stored narrow(Value x) { return Conversions::to_bfloat16(x); }
 
-  // A result that becomes NaN or infinite has the greatest bits, apart from the sign. The check looks at the bits of
-  // the float32 values, so the conversion needs no check for NaN of its own.
+  // A float32 value becomes NaN or infinite as bfloat16 if its bits, without the sign, exceed a limit. So a look at the
+  // greatest bits of a block is enough, and the conversion needs no check for NaN of its own.
   template <int kVectors>
   SYNCENGINE_INLINE static bool narrow_finite(const Value (&x)[kVectors], Stored (&narrowed)[kVectors]) {
     using Words = Vector<uint32_t, Isa::kVectorBytes>;
@@ -149,7 +149,7 @@ struct Loop {
     return run_any(operands);
   }
 
-  // run_any() and run_two() are not inlined (fp_state.h). Copied operands stay in registers, as no store changes them.
+  // run_any() and run_two() are not inlined (fp_state.h). Operands by value stay in registers: no store changes them.
   [[gnu::noinline]] static size_t run_any(const Operands operands) { return run_blocks(operands); }
 
   // Two ranks in place are the commonest case, about a sixth faster in the cache with all four pointers in registers.

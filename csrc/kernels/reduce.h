@@ -27,11 +27,11 @@ struct Reduction {
   ReduceOp op;  // Avg adds like Sum; the caller sets `scale`
   Rounding rounding = Rounding::Once;
   double scale = 1.0;  // factor on the result, in float32 (float64: in float64); floating dtypes only
-  // For sums of floating dtypes only: stops before the first block of kBlockBytes in which a result is NaN or infinite.
+  // For sums of floating dtypes only: stops before the first block (at most kBlockBytes) with a NaN or infinite result.
   bool stops_at_nonfinite = false;
   // For floating sums with EveryHop: the sources are added on a stack. `merges` says for each source how many times the
-  // two sums at the top become one after it has been pushed; in the end one is left. At most kMaxTreeDepth others may
-  // lie below a sum. Null: sources are added one after the other.
+  // two sums at the top become one after it has been pushed; in the end one is left. After the merges of a source, at
+  // most kMaxTreeDepth sums lie below the top one. Null: sources are added one after the other.
   const uint8_t* merges = nullptr;
 };
 

@@ -40,7 +40,7 @@ Reducer::~Reducer() {
   std::lock_guard lock(mutex_);
   try {
     if (life().phase() == Phase::Syncing) {
-      // The collector of Python may have come late: .grad may be another step's by now, or another wrapper's.
+      // Python may collect the reducer late: a .grad that is another step's or another wrapper's by now is left alone.
       {
         const pybind11::gil_scoped_acquire gil;
         for (Gradient& gradient : model_->parameters.gradients()) gradient.abandon();
@@ -49,7 +49,7 @@ Reducer::~Reducer() {
               Where::Backward, /*keeps=*/true);
     }
   } catch (...) {
-    // The peers learn of it by their deadline.
+    // The backward could not be given up, so the peers wait for its gradients until their deadline.
   }
   model_->parameters.unhook(*this);
 }
@@ -240,13 +240,13 @@ void Reducer::finalize() {
     lose(error.what(), /*keeps=*/false);
     throw;
   } catch (...) {
-    // Operations may still be under way. The error is the communicator's, or a hook's, or is about a gradient that
-    // can't be reduced or can't take its average.
+    // Operations may still be under way, so the step is given up. The error is the communicator's, or a hook's, or is
+    // about a gradient that can't be reduced or can't take its average.
     std::lock_guard lock(mutex_);
     give_up(text_for_peers());
     throw;
   }
-  // Averages are in .grad on all ranks, and all ranks come here, so each may handle an error by itself.
+  // Averages are in .grad, and `nonfinite` is the same on all ranks: no peer is told. A hook may raise on one alone.
   if (!nonfinite.empty()) say_nonfinite(nonfinite, *model_);
   try {
     if (!written.empty()) model_->parameters.run_user_hooks(written);
@@ -273,7 +273,7 @@ void Reducer::give_up(const std::string& text, Where where, bool keeps) {
       begin_backward();
     }
   } catch (const std::exception&) {
-    // The forwards contradict each other, or memory is short, which does not matter any more.
+    // The step can't begin (forwards contradict each other, or memory is short), but it is lost in any case.
   }
   switch (life().tell(Facts{*this})) {
     case Lifecycle::Tell::Nobody: break;

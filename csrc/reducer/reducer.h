@@ -48,8 +48,8 @@ class Reducer final : public AutogradListener, public std::enable_shared_from_th
   // backward, since parameters were frozen, unfrozen or changed within it.
   bool follow_parameters();
   // Called when a forward has ended. `outputs` need be complete only to find unused parameters. `began`: when it began,
-  // if known. Returns their leaves that are no parameters of the model, as one may have replaced a parameter; none if
-  // the outputs reach the whole plan, or nobody looks for unused parameters and the last backward brought gradients.
+  // if known. If the outputs don't reach all of the plan's parameters, returns other leaves that they reach, since one
+  // may have replaced a parameter; but only if it looks for unused ones, or the last backward brought no gradient.
   std::vector<at::Tensor> prepare_for_backward(const std::vector<at::Tensor>& outputs, const NodeNumber& began);
   // Called instead if the forward's backward will not average: .grad keeps its gradients for a later one that will.
   void prepare_for_local_backward(const std::vector<at::Tensor>& outputs, const NodeNumber& began) {
@@ -73,9 +73,9 @@ class Reducer final : public AutogradListener, public std::enable_shared_from_th
 
   // --- Settings
 
-  // Reserves the model's slots, and returns the first one. Collective, once, before the first plan; without the lock,
-  // since nobody reads slots before that. Blocks. `copy_of` is the first slot of the model that this one is a copy of,
-  // if any, the same on all ranks. Throws InvalidUsage on all ranks if there are no slots left.
+  // Reserves a slot for each operation that a step may announce, and returns the first one. Collective, once, before
+  // the first plan; without the lock, since nobody reads slots before that. Blocks. `copy_of` is the first slot of the
+  // model that this one is a copy of, if any, the same on all ranks. Throws InvalidUsage on all ranks if none are left.
   uint64_t reserve_slots(std::optional<uint64_t> copy_of);
   // Makes `buckets` the model's BucketPlan. Throws InvalidUsage in the middle of a backward, or without slots.
   void install_plan(const std::vector<std::vector<size_t>>& buckets, bool provisional);
@@ -164,7 +164,7 @@ class Reducer final : public AutogradListener, public std::enable_shared_from_th
   // Whether the gradient of parameter `index` belongs to a backward that this model averages. The first such gradient
   // begins it. Throws Error if the gradient must not come now.
   bool takes(size_t index);
-  // Notes that the coming backward may be that of the last forward, which has ended or raised.
+  // Notes that the next backward may come from the last forward, which has ended, or raised with all parameters frozen.
   void expect_backward();
   // Refuses a second backward through a forward. `lost` says why the first was given up, if it was.
   [[noreturn]] void refuse_backward(const std::string& lost);

@@ -73,7 +73,7 @@ void Reducer::watch_this_backward() {
   if (!tasks_.watch()) return;
   queue_backward_end(shared_from_this(), model_->record.statistics.backwards + (life().phase() == Phase::Armed),
                      life().forwards());
-  // If outputs have hooks, on_output() watches the outermost task. Otherwise a task around this one may be unknown.
+  // Hooks on outputs watch the outermost task. Without them it may be unknown: the task around is looked at later.
   if (!life().outputs_hooked()) tell_of_outer_task(weak_from_this(), /*is_ours=*/true);
 }
 
@@ -170,7 +170,7 @@ void Reducer::on_outer_task(bool inner_is_ours) noexcept {
       case Lifecycle::Outer::Fail: return fail_at_task_end(consumed_text(names(), model_->outcome.why_lost()));
     }
   } catch (...) {
-    // A destructor runs here because of the error that ended the inner task, and must not throw another.
+    // A destructor runs here, since the inner task has ended, and must not throw.
   }
 }
 

@@ -74,7 +74,7 @@ class BucketPlan {
   // Whether a covered parameter has the size and the dtype that it had when the plan was made.
   bool fits(size_t parameter, const Footprint& now) const { return places_[parameter].footprint == now; }
 
-  // Whether this plan covers, in their present size and dtype, all parameters of `other` that still require gradients.
+  // Whether this plan covers, in present size and dtype, all of `other` that require gradients, and so can replace it.
   bool contains(const BucketPlan& other, auto&& sees) const {
     return std::all_of(other.covered_.begin(), other.covered_.end(),
                        [&](size_t i) { return !sees.is_trained(i) || (covers(i) && fits(i, sees.footprint(i))); });
@@ -111,7 +111,7 @@ class CurrentPlan {
   bool covers(size_t parameter) const { return plan_ && plan_->covers(parameter); }
   bool all_frozen() const { return plan_ && plan_->buckets().empty(); }
 
-  // While all parameters are frozen: the last plan before they were; null if there was none.
+  // While all parameters are frozen: the last plan before, for gradients of older graphs; null if there was none.
   const std::shared_ptr<const BucketPlan>& before_frozen() const { return before_frozen_; }
 
   void install(std::shared_ptr<const BucketPlan> plan) {
@@ -124,7 +124,8 @@ class CurrentPlan {
     used_ = wanted_ = false;
     covers_.reset();
   }
-  // Returns the plan for a backward that begins. `shows_order`: it brings gradients in the order of later backwards.
+  // Returns the plan for a backward that begins. `shows_order`: its gradients come in the order of later backwards, as
+  // they do unless it observes a static graph.
   std::shared_ptr<const BucketPlan> use(bool shows_order) {
     used_ = shows_order;
     return plan_;
@@ -156,7 +157,8 @@ class CurrentPlan {
 // look-ups, and no allocation.
 class Filling {
  public:
-  // With `votes`, the last bucket that is not sparse is the vote, which is announced when this rank's backward has run.
+  // With `votes`, the last bucket that is not sparse is the vote. It is announced when this rank's backward has run; if
+  // it is reduced, all ranks get the averages of the step.
   Filling(std::shared_ptr<const BucketPlan> plan, bool votes) : plan_(std::move(plan)) {
     buckets_.reserve(plan_->buckets().size());
     for (const auto& layout : plan_->buckets()) {

@@ -65,12 +65,12 @@ class Forwards {
   }
 
   // Merges what each forward says into `all`. With `looks_for_unused`, also marks parameters that the backward reaches
-  // otherwise. Called in the backward's first graph task. Throws InvalidUsage if two forwards say different weights.
+  // without an output. Called in its first graph task. Throws InvalidUsage if two forwards say different weights.
   void tell(Forward& all, const ModelNames& names, bool looks_for_unused, auto&& sees) const {
     auto told = alive();
     auto same = [&](const auto& forward) { return forward->weighting == told[0]->weighting; };
     if (told.size() > 1 && (looks_for_unused || !std::all_of(told.begin(), told.end(), same))) {
-      // A forward that was dropped, though something still holds its graph, has no part in this backward.
+      // Leaves out forwards that are not in this task: they were dropped, though something still holds their graphs.
       const auto last = told.back();
       std::erase_if(told, [&](const auto& forward) { return !sees.is_in_this_task(*forward); });
       if (told.empty()) told.push_back(last);

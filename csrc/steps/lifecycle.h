@@ -67,7 +67,7 @@ enum class Attribution : uint8_t {
 };
 
 // Decides to which backward a gradient of `parameter` belongs. Asks `sees` nothing in Local, Syncing and Finalizing,
-// and otherwise only what still matters: the last question is expensive.
+// and otherwise only what still matters: the last question, runs_forwards_graph(), walks the task's nodes.
 constexpr Attribution attribute(const Standing& here, size_t parameter, auto&& sees) {
   switch (here.phase) {
     case Phase::Local: return Attribution::Local;
@@ -124,8 +124,8 @@ class Lifecycle {
     Local,       // its backward is this rank's own
     Arm,         // its backward averages; the end of a refused step comes before
   };
-  // Counts the forward, and returns what follows. A graph task that began before this count can't lose a step any more,
-  // so this is called when all tasks of earlier forwards have ended.
+  // Counts the forward, and returns what follows. The caller has waited for all tasks of earlier forwards: if one
+  // fails after this count, a step that waits for gradients is not given up any more, see task_failed().
   Begin begin_forward(bool synchronize, Sees auto&& sees) {
     if (!sees.in_task()) ++forwards_;
     if (phase_ == Phase::Syncing) return Begin::Unfinished;
@@ -172,7 +172,7 @@ class Lifecycle {
     return attribute({phase_, claimed_, is_ending(), outputs_hooked_}, parameter, sees);
   }
   void backward_begins() { phase_ = Phase::Syncing; }
-  // Counts a step that has buckets or a vote of its own, so that all ranks announce or refuse something of it.
+  // Counts a step in which all ranks announce or refuse something: it has buckets, or is only a vote.
   void step_begins() { ++step_; }
 
   enum class End : uint8_t {
@@ -186,7 +186,7 @@ class Lifecycle {
     if (phase_ == Phase::Armed) claimed_ = false;
     if (phase_ == Phase::Consumed) return lost_ ? End::Lost : End::Join;
     if (phase_ != Phase::Syncing) return End::Wait;
-    // All hooks have fired only when the outermost task ends. A hook on an output, if there is one, runs in that task.
+    // All hooks have fired only when the outermost task ends. A hook on an output runs there, and makes that task ours.
     const bool observed = sees.observes() && !sees.in_our_task() && (outputs_hooked_ || sees.is_outermost());
     if (!sees.collected_all() && !observed) return End::Wait;
     phase_ = Phase::Finalizing;
@@ -195,7 +195,7 @@ class Lifecycle {
   // Notes that this rank has no batch, and has brought substitutes for all gradients.
   void shadow_waits() { phase_ = Phase::Finalizing; }
 
-  // The loss by a graph task that was dropped before its end. The task is known by the number of its backward, and by
+  // The consequences of a graph task's being dropped before its end. It is known by the number of its backward, and by
   // how many forwards there had been when it began: later forwards and their gradients are left alone.
   struct TaskLoss {
     bool step, averages, keeps;  // raised(Backward) follows; raised(BehindAverages) does; .grad stays
@@ -206,10 +206,10 @@ class Lifecycle {
     return {!is_later && awaits(), ended_well, is_later};
   }
   enum class Outer : uint8_t { Leave, Watch, Fail };
-  // Called when an inner graph task has ended on this thread, about the task around it. `ours`: the inner task took
+  // Decides, when an inner graph task has ended on this thread, about the task around it. `ours`: the inner one took
   // part in the backward; otherwise its gradients belonged, as far as was known then, to no forward of this model.
   Outer outer_task(bool ours, Sees auto&& sees) const {
-    // If the average has been delivered, the task around may be one that only happens to run a backward inside.
+    // When averages have been delivered, the task around may just happen to run a backward inside: its nodes tell.
     if (ours) return phase_ == Phase::Syncing || sees.runs_forwards_nodes() ? Outer::Watch : Outer::Leave;
     const bool spent = phase_ == Phase::Consumed && !sees.in_our_task() && sees.runs_forwards_graph();
     return spent ? Outer::Fail : Outer::Leave;

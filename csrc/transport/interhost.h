@@ -31,7 +31,7 @@ class Interhost {
   // The most bytes of one transfer. Callers cut larger data into several, so that it can be reduced while it arrives,
   // and so that several connections share it.
   static constexpr size_t kMaxTransfer = size_t{1} << 20;
-  // The most bytes of a transfer that is sent whether or not its receive is posted.
+  // The most bytes of a transfer that may be sent before its receive is posted.
   static constexpr size_t kMaxUnasked = size_t{16} << 10;
   static constexpr size_t kMaxMessage = size_t{64} << 10;
 
@@ -42,7 +42,7 @@ class Interhost {
     bool ended() const { return state() != State::Posted; }
     const Error& error() const { return *error_; }  // valid once state() == Failed
 
-    // Called by implementations, to end the transfer.
+    // Implementations of Interhost call these to end the transfer.
     void finish() { state_.store(State::Done, std::memory_order_release); }  // release: the bytes before the state
     void fail(const Error& error) {
       error_ = error;

@@ -1,7 +1,7 @@
 """One collective of one size: its memory, its call, and its right result.
 
-Bandwidths are by the formulas of nccl-tests (doc/PERFORMANCE.md there): algbw = size / time; busbw = algbw times the
-part of the bytes that the busiest link carries.
+Bandwidths are by the formulas of nccl-tests (doc/PERFORMANCE.md there): algbw = size / time; busbw = algbw times a
+factor by collective, so that it compares with the speed of a link at any number of ranks.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def bus_factor(name: str, ranks: int) -> float:
 
 @dataclass(frozen=True)
 class Shape:
-    """The size of a collective: `count` elements; in a tensor with a part for each rank, that many in each part."""
+    """A collective and its size: tensors of `count` elements, or of a part with `count` elements for each rank."""
 
     name: str
     ranks: int
@@ -123,7 +123,7 @@ class Case:
         self._run(self.output, self.input)
 
     def fill(self, turn: int) -> None:
-        """Writes this rank's input, and into the output values that are certainly no result."""
+        """Writes this rank's input; fills the output with one value, so that it is wrong if nothing writes to it."""
         shape = self.shape
         self.output.fill_(77)
         pattern = values(self.rank, shape.ranks, turn, shape.dtype, shape.op)

@@ -16,7 +16,7 @@ SPARE_DESCRIPTORS = 64  # for what else a program opens
 
 @dataclass(frozen=True)
 class Finding:
-    """A finding: `fatal` if training can't run, `warning` if not as intended, or slowly, `note` if good to know."""
+    """A finding: `fatal` if training can't run, `warning` if it is slow or not as intended, `note` if good to know."""
 
     name: str
     severity: str
@@ -26,7 +26,7 @@ class Finding:
 
 
 def grouped(everyone: Sequence[Facts], key: Callable[[Facts], Any]) -> dict[Any, list[int]]:
-    """Ranks by the key of their facts, in the order of ranks. Ranks whose key is None are left out."""
+    """Maps each value of `key(facts)` to the ranks that have it, in rank order. Ranks with None are left out."""
     groups: dict[Any, list[int]] = defaultdict(list)
     for facts in everyone:
         if (value := key(facts)) is not None:
@@ -46,7 +46,7 @@ def by_host(everyone: Sequence[Facts]) -> list[list[Facts]]:
 
 
 def find_all(everyone: Sequence[Facts], also: Iterable[Finding] = ()) -> list[Finding]:
-    """All findings, the worst first; `also`, on missing ranks, come behind equally bad ones, which may say why."""
+    """All findings, the worst first. `also`, about missing ranks, follow equally bad ones, which may be the cause."""
     found = [*(finding for check in _CHECKS for finding in check(everyone)), *also]
     return sorted(found, key=lambda finding: (FATAL, WARNING, NOTE).index(finding.severity))
 
@@ -163,8 +163,8 @@ def _memory(everyone: Sequence[Facts]) -> Iterator[Finding]:
 def needed_descriptors(facts: Facts, everyone: Sequence[Facts]) -> int:
     """The number of descriptors that this rank opens to connect with the others, as csrc/ counts them.
 
-    Each rank of its host takes 3. Over TCP each rank of another host takes `sockets` + 1, and all of them together 3
-    more. Ranks that did not come count as ranks of other hosts, since too few descriptors may be why they did not come.
+    Each other rank of its host takes 3. Over TCP each rank of another host takes `sockets` + 1, and these together take
+    3 more. Missing ranks count as ranks of other hosts, since too few descriptors may be why they did not come.
     """
     here = sum(host_of(other) == host_of(facts) for other in everyone) - 1
     there: int = facts["world_size"] - 1 - here
@@ -213,7 +213,7 @@ def _hosts(everyone: Sequence[Facts]) -> Iterator[Finding]:
         yield Finding("no secret", NOTE, ranks, text, remedy)
 
 
-# Parts of the facts of a rank that may be missing, each with its name in the report and its key.
+# Parts of a rank's facts that may be missing: the name in the report, the part's key, and in it the key of the error.
 _PARTS = (
     ("versions", "versions", "error"),
     ("entry point", "entry_point", "error"),

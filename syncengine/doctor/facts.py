@@ -23,7 +23,7 @@ Facts = dict[str, Any]
 PROBE_BYTES = 1 << 20
 OTHER_PROJECT = "the distribution syncengine"
 _SHOWN = ("TORCH_DEVICE_BACKEND_", "OMP_", "MKL_NUM_", "GLOO_SOCKET_", "NCCL_SOCKET_", "MASTER_")
-# Variables that are read, beside those of Config.
+# Variables that something other than Config reads: the report must not call them unknown.
 _OTHER_VARIABLES = ("SYNCENGINE_ISA", "SYNCENGINE_HOST_ID", "SYNCENGINE_PATCH")
 
 
@@ -86,7 +86,7 @@ def _versions() -> dict[str, str]:
     for package in ("syncengine-torch", "torch", "numpy", "mpi4py", "syncengine"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
-    # On the package index the name `syncengine` belongs to another project, which also installs a folder of that name.
+    # The package index's `syncengine` is another project that installs the same folder: its version has its own key.
     names = {"syncengine-torch": "syncengine", "syncengine": OTHER_PROJECT}
     return {names.get(package, package): version for package, version in found.items()}
 

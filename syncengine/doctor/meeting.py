@@ -12,7 +12,7 @@ _LEAVE_TIMEOUT = 5.0
 
 
 class Gathered(NamedTuple):
-    """The values that ranks have sent (`words`), by rank; this rank's is among them."""
+    """The values (`words`) by rank: this rank's own, and those of the ranks that came."""
 
     words: dict[int, Any]
     error: str  # why others' are missing, or ""

@@ -29,7 +29,7 @@ def examine_instead(error: Exception) -> None:
 
 
 def _arguments_of_command(program: str, command: list[str]) -> list[str] | None:
-    """The words behind `syncengine` in a command such as `python -m syncengine doctor`, or by pip's script."""
+    """The words behind `syncengine` in `python -m syncengine doctor` or in a call of pip's script; otherwise None."""
     if program == "-m" or Path(program).name == "syncengine":
         for i, word in enumerate(command[1:], 1):
             if Path(word).name == "syncengine":

@@ -16,7 +16,7 @@ SECONDS = 1.0
 _TIMED_BYTES = 4 << 20
 _REPEATS = 20
 
-# Small and large tensors, aligned and not, in both kinds of memory: (collective, dtype, op, elements of a part, shared)
+# Small and large tensors, aligned and not: (collective, dtype, op, elements of a rank's part, whether in shared memory)
 _CASES = (
     ("all_reduce", torch.float32, "sum", 1, False),
     ("all_reduce", torch.float32, "avg", 257, False),

@@ -90,7 +90,7 @@ def _gradient(call: Call, *gradients: torch.Tensor) -> list[torch.Tensor]:
 def reducing(
     stream: Calls, call: Call, tensors: Tensors, part: Callable[[torch.Tensor], torch.Tensor] | None = None
 ) -> Plan:
-    """Plans the reduction of tensors, those of one dtype and device together. `part` takes this rank's part of each."""
+    """Plans to reduce tensors, those of one dtype and device together. `part` cuts this rank's part from a result."""
     stream.check(call.kind, tensors)
     op = call.reduction()
     alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
@@ -134,7 +134,7 @@ def reducing(
 
 
 def _together(tensors: Tensors, in_place: bool) -> torch.Tensor:
-    """The tensors one after the other in one tensor, which may be written. A single tensor keeps its shape."""
+    """A flat copy of tensors, to be written. One alone keeps its shape, and `in_place` its memory if contiguous."""
     if len(tensors) > 1:
         return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
     values = tensors[0].detach()

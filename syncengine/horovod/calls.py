@@ -1,4 +1,4 @@
-"""The stream of the collectives that a script calls, and what a rank that has joined does for each of them."""
+"""The stream (see streams.py) of a script's collectives, and what a rank that has called join() does for each."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -29,7 +29,7 @@ class Calls(Stream):
 
     @cached_property
     def backend(self) -> Any:  # torch does not declare what it offers
-        """The stream's communicator with c10d's interface, for alltoall. The backend closes it when it goes."""
+        """A c10d backend over the stream's communicator, for alltoall. Freeing the backend closes the communicator."""
         return Backend(self.communicator)
 
     def root(self, call: str, root_rank: int) -> int:

@@ -1,8 +1,8 @@
 """Horovod's elastic training: a function that is run again when ranks have died or come.
 
-When ranks have died, the others go back to the last commit; when ranks come, all go on from the present state. A commit
-counts as a step of `syncengine.elastic`, which connects the ranks anew: all ranks finish a commit, or make it again,
-and a rank that is one commit behind gets that commit from another rank.
+When ranks have died, the others go back to the last commit; when ranks come, all go on from the present state.
+`syncengine.elastic` connects the ranks anew; commits are its steps. A commit that one of the living ranks has finished
+counts for all, and the ranks that lack it get it from that rank; one that none of them has finished is made again.
 """
 
 import copy
@@ -34,7 +34,7 @@ _State = TypeVar("_State", bound="TorchState")
 
 
 class HostsUpdatedInterrupt(RuntimeError):
-    """Another process joins. `commit` and `check_host_updates` raise this on all ranks, for `run` to catch."""
+    """Another process waits to join. `commit` and `check_host_updates` raise this on all ranks, for `run` to catch."""
 
     def __init__(self, skip_sync: bool = False) -> None:
         super().__init__("another rank joins: all go on from here with it")
@@ -213,7 +213,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begins an epoch, with all of its samples unused. Call it at the end of the epoch before."""
+        """Begins an epoch, all samples unused. Call it at the end of the one before: a rerun must not begin it anew."""
         self.epoch, self.processed_num = epoch, 0
         self.reset()
 

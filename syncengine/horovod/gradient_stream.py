@@ -89,7 +89,7 @@ class GradientStream(Stream):
         self._fixed = self._grouped
 
     def _buckets(self, order: Sequence[int]) -> Buckets:
-        """Buckets for gradients that become ready in `order`: each is closed at 1 MiB; a large one goes alone."""
+        """Buckets for gradients in `order` of readiness, closed at 1 MiB. A gradient of 256 KiB or more goes alone."""
         return assign(order, self._like, [MIB], [tensor.nbytes >= LARGE for tensor in self._like])
 
     def announce(self, kind: str = "step", what: str = "") -> Operation:

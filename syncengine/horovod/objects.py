@@ -153,7 +153,7 @@ def from_bytes(data: bytes | bytearray) -> Any:
 
 
 def load_in_place(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Loads a state dict, and keeps the groups and the state, which schedulers and the wrapped optimizer hold, too."""
+    """Loads a state dict into the same groups and state, which schedulers and the wrapped optimizer hold, too."""
     groups, state = optimizer.param_groups, optimizer.state
     optimizer.load_state_dict(state_dict)
     for group, loaded in zip(groups, optimizer.param_groups, strict=True):

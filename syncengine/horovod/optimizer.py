@@ -64,7 +64,7 @@ def DistributedOptimizer(
     - `num_groups`, `groups`: the number of buckets, or the parameters of each; by default buckets follow from sizes.
     - `sparse_as_dense`: sparse gradients travel as dense ones; without it they are gathered, from the second step on
       and where there are no groups. They stay sparse for the optimizer.
-    - `process_set`: the ranks over which gradients are averaged. Other ranks get back the optimizer that they gave.
+    - `process_set`: the ranks over which gradients are averaged. Other ranks get an optimizer that reduces nothing.
 
     Raises Mismatch on all ranks, naming the parameter, where names, dtypes, shapes or arguments differ between ranks.
     """

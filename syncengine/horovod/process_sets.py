@@ -102,7 +102,7 @@ def stream_of(process_set: object, call: str = "") -> Calls:
 def refusing(process_set: object, call: str, name: str | None = None) -> Iterator[Calls]:
     """A context in which this rank prepares a call on the set's stream. If it raises before the call, all ranks do.
 
-    Errors that only this rank can know, such as that it is not in the set, are raised on this rank alone.
+    A rank that is not in the set, or has not added it, has no stream of it: the error is raised on this rank alone.
     """
     with stream_of(process_set if isinstance(process_set, ProcessSet) else None, call).refusing(call, name):
         yield stream_of(process_set, call)

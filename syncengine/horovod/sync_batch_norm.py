@@ -53,7 +53,7 @@ class SyncBatchNorm(engine.SyncBatchNorm):
 
     @not_compiled
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalizes the input: in training on the CPU by all ranks' samples, otherwise as torch.nn.SyncBatchNorm."""
+        """Normalizes by all ranks' samples in training on the CPU, else as torch does: on CUDA by torch.distributed."""
         if not self.training or self.process_group is not None:
             return super().forward(input)  # type: ignore[no-any-return]
         with refusing(self.process_set, FORWARD):

@@ -42,7 +42,7 @@ class Exchange(Protocol):
         """Raises between calls what a call would raise, if a rank has failed. Does not wait."""
 
     def superseded(self) -> bool:
-        """Whether a rank is known to have opened the next exchange of these ranks. Does not wait."""
+        """Whether a rank is known to have left this exchange, as it has opened the ranks' next one. Does not wait."""
 
 
 def find_launch(environ: Mapping[str, str] = os.environ) -> Launch:

@@ -44,8 +44,8 @@ class BucketPlanner:
     ) -> "BucketPlanner":
         """Makes a planner with the user's caps on the size of buckets, or with caps of its own.
 
-        `in_cache`: the processor that has made the gradients reduces them where they lie. `between_hosts`: they cross a
-        network, which is idle until the first bucket is full.
+        `in_cache`: the processor that made the gradients reduces them where they lie, best in small buckets.
+        `between_hosts`: they cross a network, idle until the first bucket is full, so a small model gets smaller ones.
         """
         if bucket_cap_mb_list:
             caps = tuple(int(cap * MIB) for cap in bucket_cap_mb_list)

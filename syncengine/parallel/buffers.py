@@ -112,7 +112,7 @@ def named_state(model: Model, buffers: Buffers | None) -> list[tuple[str, torch.
 
 
 def choose_buffer_sync(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:
-    """Whether buffers are copied at forwards, and at construction, as in DDP since 2.13."""
+    """Returns whether buffers are copied at forwards, and whether at construction, by DDP's arguments since 2.13."""
     if broadcast_buffers is not None:
         warnings.warn(
             "`broadcast_buffers` is deprecated. Use `forward_sync_buffers` instead, which still copies rank 0's "

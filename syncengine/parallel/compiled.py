@@ -66,7 +66,7 @@ def call_module(wrapper: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -
     active, around = _thread.active, DistributedDataParallel._active_ddp_module
     if around is None or hasattr(around, "_reduces"):
         # torch keeps the active DDP in one attribute for all threads: a Parallel in it may be another thread's, and
-        # would stay there for ever if this thread put it back at the end.
+        # would stay for ever if this thread put it back at the end. So this thread puts back its own, or None.
         around = active
     if wrapper.reducer.reduces:
         _thread.active = DistributedDataParallel._active_ddp_module = wrapper

@@ -55,7 +55,7 @@ class KeptBuffers:
         return next((name for name, buffer, stamp in self._not_copied if _stamp(buffer) != stamp), "")
 
     def put_back(self) -> None:
-        """Puts all buffers back into their modules, with the values that they had; without a copy, as they are now."""
+        """Puts all buffers back into their modules: with the copied values; those without a copy as they are now."""
         for path, module, (named, not_saved) in self._kept:
             own = {key: _written(b, self._value_of(b)) for key, b in named.items()}
             _give(path, module, own, not_saved, self._ignored)

@@ -108,7 +108,7 @@ def _add_runtime(model: ForTools, strings: dict[str, str], numbers: dict[str, in
 
 
 def _times(steps: Any) -> dict[str, int]:
-    """Times in ns of steps with a forward and a bucket: means; the last one's, with begin and end since the epoch."""
+    """Times in ns of steps with a forward and a bucket: means; the last step's, with begin and end since the epoch."""
     steps = steps[(steps["forward"] != 0) & (steps["comm"] != 0)]
     if not len(steps):
         return {}

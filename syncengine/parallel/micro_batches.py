@@ -265,7 +265,7 @@ def _order(loader: DataLoader[Any], seed: int, epoch: int) -> list[list[int]]:
 
 
 class _SeededDataset:
-    """Seeds the generators by the micro-batch before it fetches samples: augmentation does not depend on the rank."""
+    """A dataset that seeds the generators by the micro-batch before it fetches: augmentation is alike on any rank."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset

@@ -82,7 +82,7 @@ class MixedPrecision:
             self._calls.pop()
 
     def _put_back(self, of: list[nn.Module] | None = None) -> None:
-        """Puts the parameters back; with ``of``, a recomputation's calls, only if these have not ended already."""
+        """Puts the parameters back; with ``of``, the calls of a recomputation, only if it has not ended already."""
         if of is not None and of is not self._calls:
             return
         for parameters, name, parameter in self._hidden:

@@ -36,7 +36,7 @@ class Model:
 
 @dataclass
 class Switches:
-    """Switches that tools set between steps, by DDP's names. A copy of the model has the same, but for no_sync()'s."""
+    """Switches that tools set between steps, by DDP's names. A copy keeps all but no_sync()'s and micro-batches'."""
 
     forward_sync_buffers: bool
     require_backward_grad_sync: bool = True  # the next forward's backward averages

@@ -43,7 +43,7 @@ def _follow_registrations() -> None:
 class Newcomers:
     """Finds the newcomers of one model. Warns of one at its first gradient, as a copy that is only kept is harmless.
 
-    A parameter that replaces another is a newcomer, too; it is an error only if the other was trained and is missed.
+    A parameter that replaces another is a newcomer, too; ``Steps`` raises only if a forward misses a trained old one.
     """
 
     def __init__(self, model: Model, ignored: Collection[str]) -> None:
@@ -55,7 +55,7 @@ class Newcomers:
         self._forwards = 0  # forwards until the next walk: some come unregistered, or train later
 
     def look(self, wrapper: Any) -> None:
-        """Looks for newcomers in ``wrapper``, a ``Parallel``, before its forward; it may have parameters of its own."""
+        """Looks for newcomers before a forward of ``wrapper``, a ``Parallel``; parameters of its own count, too."""
         self._forwards -= 1
         if self._seen != _registrations or self._forwards <= 0:
             self._seen = _registrations

@@ -93,7 +93,7 @@ class Step:
         return micro_batch, self._batches._fetch(self.number, micro_batch)
 
     def _finish(self) -> None:
-        """Adds the gradients of a micro-batch, or refuses it."""
+        """Adds a micro-batch's gradients to the sums; refuses one that has brought none, or changed parameters, say."""
         brought = self._reducer.end_step() if self._completes else self._sums.take(self._merges[self._begun - 1])
         which = f"micro-batch {self._micro_batch}"
         if self._versions != [p._version for p in self._trained]:

@@ -67,7 +67,7 @@ class Planning:
         self._install(self.planner.rebuilt(order), provisional=False)
 
     def reserve_slots(self) -> int:
-        """Agrees with all ranks on buckets' slots, once; for a copy at its first plan, as one rank alone may copy."""
+        """Agrees with all ranks, once, on slots for buckets. A copy does at its first plan: one rank alone may copy."""
         try:
             return self.reducer.reserve_slots(self.number)
         except InvalidUsage:  # on all ranks, as there is no room: models may be garbage that holds slots
@@ -80,10 +80,10 @@ class Planning:
         self.plan = plan
 
     def _agree_on_order(self, trainable: list[int], current: Round | None) -> list[int]:
-        """Takes over rank 0's order of gradients: as they came in its last backward, then those that did not come.
+        """Takes over one rank's order of gradients: as they came in its last backward, then those that did not come.
 
-        Returns the part of it that is trainable on that rank. In a join context the order is that of the first rank
-        that has a batch, but rank 0's if plans follow DDP's.
+        Returns the part of it that is trainable on that rank. This is rank 0, but in a join context the first rank that
+        has a batch, unless plans follow DDP's.
         """
         communicator = self.model.communicator
         source = 0 if current is None or self.planner.follows_ddp else current.training[0]

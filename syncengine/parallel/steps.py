@@ -89,7 +89,7 @@ class Steps:
         if not synchronize:
             reducer.prepare_for_local_backward(tensors, began)
             return output
-        # No plan is made in a join context, since ranks without a batch would not know of it.
+        # After a forward in a join context no plan is made, since ranks without a batch would not know of it.
         if reducer.follow_parameters() and not joinable._join_config.enable:
             self.planning.renew()
         if uneven.weight is not None:
@@ -135,7 +135,7 @@ class Steps:
             _undecided.note(self)
 
     def _check_not_replaced(self, leaves: list[torch.Tensor]) -> None:
-        """Raises ``InvalidUsage``, here and on all ranks, if one of ``leaves`` has replaced a parameter."""
+        """Raises ``InvalidUsage`` if one of ``leaves`` has replaced a parameter; the other ranks raise ``Aborted``."""
         if not any(isinstance(leaf, torch.nn.Parameter) for leaf in leaves):
             return
         current = dict(self.model.module.named_parameters(remove_duplicate=False))
@@ -167,7 +167,7 @@ class Steps:
 
 
 class _Undecided:
-    """Modules of which this rank has refused a forward: the others decide whether ``.grad`` stays what it was before.
+    """Modules of which this rank has refused a forward that raised: all ranks decide whether ``.grad`` stays as it was.
 
     This rank waits for that decision before an optimizer of torch's steps, so that none steps on this rank alone. This
     object holds a module's reducer as long as the module lives, as the module may be wrapped anew meanwhile.
@@ -178,13 +178,13 @@ class _Undecided:
         self.hook: RemovableHandle | None = None
 
     def note(self, steps: Steps) -> None:
-        """Notes a module whose forward has raised, if the other ranks have to decide about its gradients."""
+        """Notes a module whose forward has raised, if all ranks have yet to decide whether its ``.grad`` stays."""
         if steps.reducer.is_undecided():
             self._reducers[steps.model.module] = steps.reducer
             self.hook = self.hook or register_optimizer_step_pre_hook(self._before_step)
 
     def decide(self, module: torch.nn.Module) -> None:
-        """Waits, before a forward of ``module``, for the others' decision about one that this rank refused, if any."""
+        """Waits, before a forward of ``module``, for all ranks' decision on any that this rank has refused before."""
         if reducer := self._reducers.pop(module, None):
             reducer.decide()
         if self.hook and not self._reducers:

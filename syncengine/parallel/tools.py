@@ -93,7 +93,7 @@ class ForTools(DistributedDataParallel, metaclass=_Kind):
     bucket_bytes_cap_list = _of("_planning", "bucket_bytes_cap_list")
     bucket_bytes_cap_default = _of("_planning", "bucket_bytes_cap_default")
     _has_rebuilt_buckets = _of("_planning", "has_rebuilt")
-    # By a text about the micro-batches: the step begun last, and the one when elastic() called its function anew.
+    # The number of the step begun last, by a text on its micro-batches: now; when elastic() called its function anew.
     _begun_steps: dict[str, int]
     _left_steps: dict[str, int]
     _module_parameters = _of("_model", "parameters")

@@ -57,7 +57,7 @@ class UnevenInputs:
             self.average_with(weights.wait())
 
     def tell_joined(self, joinable: Joinable, synchronize: bool, plans: bool, sends_buffers: bool) -> Round:
-        """Tells ranks without a batch of this forward of ``joinable`` and its backward. Returns the round."""
+        """Announces this forward of ``joinable``, and its backward, to ranks without a batch. Returns the round."""
         communicator = self.model.communicator
         notify_torch_join(joinable, communicator)
         weight = -1.0
@@ -96,8 +96,8 @@ class UnevenInputs:
     def average_with(self, weights: list[float]) -> None:
         """Makes the next backward average with these weights, by rank.
 
-        This rank's gradient gets a factor of at most 1, so nothing overflows that did not before. With equal weights
-        the factor is 1, and the divisor the number of ranks, exactly.
+        This rank's gradient gets a factor of at most 1, so nothing overflows that did not before; with a hook, of at
+        most the number of ranks. With equal weights the factor is 1, and the divisor the number of ranks, exactly.
         """
         communicator = self.model.communicator
         total, largest = math.fsum(weights), max(weights)

@@ -1,4 +1,4 @@
-"""All ``Parallel``s of this process, and the optimizers, a layer above, that are told of their forwards."""
+"""All ``Parallel``s of this process. Sharded optimizers, a layer above, register to be told of their forwards."""
 
 import weakref
 from collections.abc import Callable

@@ -30,7 +30,7 @@ class Step:
 
 
 def steps_of(trace: Trace) -> tuple[str, dict[int, dict[int, Step]]]:
-    """The model with most steps, and its steps that all ranks have recorded: by number and rank."""
+    """The model with most steps; and those that all ranks have recorded, less the first of many: by number and rank."""
     counts = Counter(event.text for event in trace.events if event.kind == Kind.STEP)
     model = max(counts, key=lambda text: counts[text], default="")
     found = {rank: _steps(of_rank.events, model) for rank, of_rank in trace.ranks.items()}

@@ -1,4 +1,4 @@
-"""Claims: notes of the parameters in shared memory, which keep other code from writing to them."""
+"""Claims: notes of the parameters in shared memory, with which hooks keep other code from writing to these."""
 
 import functools
 import gc

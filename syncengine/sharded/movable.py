@@ -67,7 +67,7 @@ def _belongs_to_others(one: Named, mapped: Sequence[range]) -> str:
 
 
 def _mapped_for_others() -> list[range]:
-    """Addresses at which this process writes to files or memory of other processes, but for syncengine's own."""
+    """Addresses of this process's mappings that other processes or files share, but for syncengine's own."""
     found = []
     for line in Path("/proc/self/maps").read_text(errors="replace").splitlines():
         addresses, access, rest = line.split(maxsplit=2)

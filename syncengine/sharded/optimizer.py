@@ -237,7 +237,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         return self._sharing.written()
 
     def _refuse(self, problem: str) -> NoReturn:
-        """Raises on all ranks, since the others wait in the forward."""
+        """Raises the problem here and on all other ranks, since these wait for this one in the forward."""
         sharing = self._sharing
         assert sharing.host is not None
         text = f"{sharing.host.name(sharing.host.rank)}: {problem}"

@@ -54,7 +54,7 @@ class SharedState:
         self._memories = memories
         self._own: list[CommonMemory] = []
         self._left = 0  # free bytes in the last one
-        # Whether the class makes the state in its constructor; most classes make it in steps.
+        # Whether the class makes the state in its constructor, so only once; most classes make it in steps.
         self._is_made_once = any(shard.optimizer.state[piece.tensor] for piece in shard.pieces)
         self._note_whole()
 
@@ -240,7 +240,7 @@ class SharedState:
                 whole[key] = _NUMBERS[entry.kind](entry.common.item()) if entry.kind in _NUMBERS else None
 
     def note_update(self) -> None:
-        """Notes an update by all ranks. Takes over numbers in the state of parameters that other ranks update."""
+        """Notes an update by all ranks. Reads numbers in the state anew, since other ranks have changed some."""
         if self._numbers:
             self._show(self._numbers)
             self._note_whole()

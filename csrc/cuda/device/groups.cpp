@@ -21,7 +21,7 @@ bool fakes_arrivals() {
   return fakes;
 }
 
-// Half of the staging memory: room for one chunk, large since each costs two exchanges. Not measured on a GPU yet.
+// Half of the staging memory: room for one chunk, large since each costs up to two exchanges. Not measured on a GPU.
 constexpr size_t kSlotBytes = 16 << 20;
 constexpr auto kPatience = std::chrono::seconds(2);
 
@@ -128,7 +128,7 @@ void PeerGroup::prepare_staging(const std::function<void()>& interrupted) {
   }
   site_.slots = peer_staging_->bases;
   // A kernel that waits would keep a shared device from the peer that it waits for, until its time slice is over.
-  // A test that forces another way than OneShot wants none of these kernels.
+  // A test that forces another Algorithm than OneShot gets none of these kernels.
   const Algorithm algorithm = communicator_->options().algorithm;
   if (algorithm != Algorithm::OneShot && (algorithm != Algorithm::Auto || peer_staging_->take_turns)) return;
   if (fakes_arrivals()) return;

@@ -33,13 +33,13 @@ CUstreamBatchMemOpParams wait_for_word(const uint32_t* word);
 void check(cudaError_t status, const char* what);
 inline void check(CUresult status, const char* what) { check(static_cast<cudaError_t>(status), what); }  // same numbers
 
-// Makes the current device load every kernel, once a device. Otherwise the first launch of a kernel may synchronize the
-// device, and so wait for streams that wait for peers.
+// Makes the current device load every kernel that it has not loaded. Otherwise the first launch of a kernel may
+// synchronize the device, and so wait for streams that wait for peers.
 void load_kernels();
 
 class StreamSteps final : public Steps {
  public:
-  // `controls` has each rank's words, at the device's addresses; kernels alone need none.
+  // `controls` has each rank's words, at the device's addresses. Only exchange() needs them.
   explicit StreamSteps(cudaStream_t stream, int rank = 0, const std::vector<Control*>* controls = nullptr)
       : stream_(stream), rank_(rank), controls_(controls) {}
 

@@ -60,17 +60,17 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   virtual std::shared_ptr<Work> receive(Message message) = 0;
 
   // Announces an all-reduce, such as that of a gradient bucket. Ranks match it by slot and step, so each rank may
-  // announce its buckets in any order. `index` counts the slots of `slots`, from 0, and `step` the steps, which all
-  // ranks count alike, from 1. Never blocks.
+  // announce its buckets in any order. `index` is the number of the slot in `slots`, from 0; `step` is the number of
+  // the step, from 1, which all ranks count alike. Never blocks.
   virtual std::shared_ptr<Work> announce(std::shared_ptr<const Slots> slots, size_t index, uint64_t step,
                                          Operation operation) = 0;
-  // Refuses a step for all ranks: this rank announces nothing more of it but its end. Operations that this rank has not
-  // announced fail with StepRefused and this `text`; operations that all ranks have announced run. If a rank has all
-  // results of the step and has gone on to a later one, or if this rank ends before the step has, the communicator
-  // fails with that text. Never blocks.
+  // Refuses a step for all ranks: this rank announces nothing more of it but its end, by end_refused(). Operations that
+  // this rank has not announced fail on the others with StepRefused and this `text`; those that all ranks have
+  // announced run. If a rank has all results of the step and has gone on to a later one, or if this rank leaves or dies
+  // before the step's end has run, the communicator fails with that text. Never blocks.
   virtual void refuse(const std::shared_ptr<const Slots>& slots, uint64_t step, const std::string& text) = 0;
   // Announces the end of a refused step. Each rank calls this once, when it has refused the step or met StepRefused,
-  // and waits for the work before it announces anything of a later step. `how` becomes its maximum over all ranks.
+  // and waits for the work before it announces anything of a later step. Each rank's `how` becomes the maximum of all.
   std::shared_ptr<Work> end_refused(std::shared_ptr<const Slots> slots, uint64_t step, std::shared_ptr<uint8_t> how) {
     Operation operation{.dtype = DType::UInt8, .op = ReduceOp::Max, .numerics = numerics()};
     operation.input = operation.output = {how.get(), sizeof(*how)};
@@ -85,8 +85,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
                                                      const std::function<void()>& interrupted = {}) = 0;
 
   // Waits until `work` has ended, and rethrows its error. `interrupted`, if given, is called about every 50 ms and may
-  // throw, which aborts the communicator. Work that is past the communicator's timeout, or has not ended after
-  // `at_most`, fails with Timeout.
+  // throw, which aborts the communicator. The communicator fails with Timeout if its oldest work is past its timeout,
+  // or if `work` has not ended `at_most` after this call.
   virtual void wait(const std::shared_ptr<Work>& work, const std::function<void()>& interrupted = {},
                     std::optional<Duration> at_most = {}) = 0;
 
@@ -94,11 +94,11 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // Aborting or closing the communicator of the whole job does the same to all that came of it by split().
   virtual void abort(ErrorKind kind, const std::string& text) = 0;
   virtual void throw_if_failed() const = 0;
-  // Checks the peers, then throws if the communicator failed: for ranks that wait for something else than its work.
+  // Checks the peers, then throws if the communicator failed: for ranks that wait for something other than its work.
   virtual void check_peers() { throw_if_failed(); }
-  // Members, except this one, whose processes are known to have ended, in whatever way, by their ranks in the job.
-  // Processes of this machine are checked; those of other machines are known by the transport between hosts. May be
-  // called once the communicator has failed or was closed.
+  // Returns the members, except this one, whose processes are known to have ended, in whatever way, by their ranks in
+  // the job. Processes of this machine are checked; those of other machines are known by the transport between hosts.
+  // Works even after the communicator has failed or was closed.
   virtual std::vector<int> ended() { return {}; }
 
   // Collective over this communicator. Every rank names the group it will be in (ranks of this communicator, including
@@ -108,15 +108,15 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 
   // Makes a new communicator of the members that are left after a failure, in their order; this one has failed from
   // then on. Collective over those that are left, who need not have noticed the failure. Members that have not come
-  // after `patience` are left out. Blocks. Several members may die meanwhile. Throws Aborted on a member that was left
-  // out. `without` has a bit for each member that nobody waits for, whether it lives or not; it is the same on all that
-  // come.
+  // when nothing has changed for `patience` are left out. Blocks. Several members may die meanwhile. Throws Aborted on
+  // a member that was left out. `without` has a bit for each member that nobody waits for, whether it lives or not; it
+  // is the same on all that come.
   virtual std::shared_ptr<Communicator> shrink(Duration patience, const std::function<void()>& interrupted = {},
                                                uint64_t without = 0) = 0;
 
-  // Allocates memory that all local peers can read and write in place. The deleter of the pointer frees it at any time.
+  // Allocates memory that all local peers can read and write in place; dropping the pointer frees it, at any time.
   virtual std::shared_ptr<void> allocate(size_t bytes) = 0;
-  // The pool of memory for gradients, which is never destroyed; null if they may lie wherever torch puts them.
+  // Returns the pool for gradients, which is never destroyed; null if these may lie wherever torch puts them.
   virtual shm::Pool* gradient_pool() { return nullptr; }
 
   // Counters of this rank's work so far: operations, bytes by path, sleeps. Used by tests and for tuning.
@@ -124,7 +124,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 
   // Leaves in good order; peers that still wait for this rank get PeerLost. Idempotent; later calls throw InvalidUsage.
   virtual void close() = 0;
-  // Whether this rank has closed this communicator, or the job's, from which it was split. False for a single rank.
+  // Whether this rank has closed this communicator, or the job's, from which it was split. With one rank: always false.
   virtual bool is_closed() const { return false; }
 };
 

@@ -42,8 +42,8 @@ std::shared_ptr<const Slots> EngineCommunicator::reserve_slots(size_t count,
   if (describe)
     for (char c : describe()) hash = mix(hash, static_cast<unsigned char>(c));
   count += Slots::kBehind;
-  // Other ranks may soon announce the new slots. These lie below this limit on all ranks: no first gap begins behind
-  // the end of all slots that were ever taken, and that end is the same on all ranks.
+  // Other ranks may soon announce the new slots, so messages about them are valid from now on. These slots lie below
+  // this limit: no first gap begins behind the end of all slots ever taken, and that end is the same on all ranks.
   engine_->locked([&] { membership_.expect_slots(slots_->end() + count); });
   auto ends = std::make_shared<std::array<int64_t, 3>>();  // the last gap named; the first, negated; a step
   uint64_t from = 0;
@@ -89,7 +89,7 @@ void EngineCommunicator::wait(const std::shared_ptr<Work>& work, const std::func
     if (deadline.passed() && !work->ended()) {
       sync_point("giving up");
       engine_->locked([&] {
-        // Another thread may have ended the work meanwhile.
+        // If another thread has ended the work meanwhile, this is no timeout.
         if (!work->ended())
           membership_.fail(ErrorKind::Timeout, membership_.what_is_pending() + ": wait(timeout=...) gave up");
       });

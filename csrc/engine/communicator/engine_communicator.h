@@ -1,5 +1,5 @@
-// A communicator that the engine moves: among the members on this host through their shared memory, and to members on
-// other hosts, if there are any, through its interhost part.
+// A communicator of several ranks. The engine moves its data: among the members on this host through their shared
+// memory, and to members on other hosts, if there are any, through its interhost part.
 #pragma once
 
 #include <atomic>

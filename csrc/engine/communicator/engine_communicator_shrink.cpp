@@ -16,8 +16,8 @@ namespace {
 
 constexpr std::chrono::microseconds kLook{200};  // between two looks
 
-// Collects everything that succeed() looks at, except for how long nothing has changed. Writes the lists of members
-// that other hosts have told into memory that this host's members share.
+// Collects everything by which succeed() decides who goes on, except for how long nothing has changed. Writes the lists
+// of members that other hosts have told into memory that this host's members share.
 Outlook look_around(Engine& engine, const Members& members, uint64_t without) {
   const Placement& placement = members.placement;
   const Group& group = members.group;
@@ -27,7 +27,7 @@ Outlook look_around(Engine& engine, const Members& members, uint64_t without) {
     sees.hosts.push_back(0);
     for (int member : on_host) sees.hosts.back() |= uint64_t{1} << member;
   }
-  // The host's word is read before its members' state, so the compare-and-swap fails if the word changes afterwards.
+  // The host's decision (`word`) is read before its members' state: if it changes later, the compare-and-swap fails.
   sees.own.word = shared.word.load(std::memory_order_acquire);  // acquire: what its writer had seen; likewise below
   sees.own.members = shared.members.load(std::memory_order_acquire);
   engine.locked([&] {
@@ -48,7 +48,7 @@ Outlook look_around(Engine& engine, const Members& members, uint64_t without) {
   return sees;
 }
 
-// Returns the members that are left. Throws if this rank is not one of them.
+// Takes part in the agreement on which members are left, and returns them. Throws if this rank is not one of them.
 uint64_t await_decision(Engine& engine, const Members& members, Duration patience,
                         const std::function<void()>& interrupted, uint64_t without) {
   auto& shared = members.group.block(0).succession;
@@ -114,7 +114,7 @@ std::shared_ptr<Communicator> EngineCommunicator::shrink(Duration patience, cons
     throw Error(ErrorKind::InvalidUsage,
                 "shrink: the communicator was closed, or has been shrunk before: shrink the one that came of it");
   const uint64_t number = members_.interhost ? members_.interhost->number_of_next() : 0;
-  // All pending operations end here, and on all members, before any member may go on.
+  // All pending operations fail here, and on all members that are left, before any of these may go on.
   engine_->locked([&] { membership_.fail(ErrorKind::Aborted, members_.name() + " shrinks the communicator"); });
   auto expected = members_.interhost ? members_.interhost->expect_group() : nullptr;
   const uint64_t offset = engine_->arena()->allocate_group(sizeof(shm::GroupBlock));

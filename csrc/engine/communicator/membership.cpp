@@ -100,7 +100,7 @@ Membership::Membership(Engine& engine, const Members& members, Submissions& subm
       members_(members),
       group_(members.group),
       submissions_(submissions),
-      // A rank that shares its host waits for other ranks there, too, so it can't sleep in the loop that moves bytes.
+      // A rank that shares its host waits for ranks there, too, so it can't sleep in the loop that serves other hosts.
       io_loop_(members.interhost && engine.locals().size() == 1 ? members.interhost->io_loop() : nullptr),
       origin_(origin),
       traffic_(group_, members.placement, members.global_ranks, engine.options().algorithm, engine.lock().trash(),
@@ -163,7 +163,7 @@ void Membership::lose_direct_memory(const Error& cause) {
   }
 }
 
-// A peer that has failed said why before its connection ended, so its messages are heard first.
+// At PeerLost, messages that have come are heard first: the peer may have said why, before its connection ended.
 void Membership::fail(ErrorKind kind, const std::string& text) {
   if (members_.interhost && kind == ErrorKind::PeerLost && !ended_) members_.interhost->hear_all();
   Error error(kind, text);
@@ -187,7 +187,7 @@ void Membership::leave() {
 }
 
 // Ends this rank's part; later calls do nothing. Peers are told before this rank's own callers are. At a failure,
-// tensors that must be severed (ArenaRange::apart) are, before their owners touch them.
+// tensors are severed from peers that might still use them (ArenaRange::apart) before the owners touch them.
 void Membership::end(shm::Standing standing, const Error& for_peers, const Error& raised_here) {
   if (ended_) return;
   if (members_.interhost) members_.interhost->end(standing, for_peers, traffic_);

@@ -1,4 +1,4 @@
-// A communicator on one rank, below its interface: the Members, and the Membership that the engine moves until the end.
+// The parts of a communicator on one rank: its Members, and the Membership, which the engine moves until it ends.
 #pragma once
 
 #include <atomic>
@@ -13,8 +13,8 @@
 
 namespace syncengine {
 
-// Writes a rank's last words in a communicator, for its peers; a long text is cut. Called by the rank that owns
-// `end_record`, after it has written `ended`. A record that is written stays, since peers may be reading it.
+// Tells the peers in a communicator how and why a rank has ended; a long text is cut. Called by the rank that owns
+// `end_record`, after it has written `ended` there. A second call does nothing, since peers may be reading the record.
 inline void write_end_record(shm::EndRecord& end_record, shm::Standing standing, ErrorKind kind,
                              const std::string& text) {
   if (end_record.standing.load(std::memory_order_relaxed) != static_cast<uint32_t>(shm::Standing::Member)) return;
@@ -38,8 +38,8 @@ struct Members {
                       std::vector<uint64_t> offsets, std::unique_ptr<hosts::InterhostMembers> interhost,
                       uint64_t trace_id = 0);
   // Returns the Members of a new communicator. `chosen` is the mask of its members, with this rank; `offset_of` gives
-  // the offset of the new GroupBlock of a member on this host. `number` is the new communicator's between hosts, and
-  // `splits` counts the splits so far: both are the same on all members.
+  // the offset of the new GroupBlock of a member on this host. `number` names the new communicator in messages between
+  // hosts, and `splits` counts the splits so far: both are the same on all members.
   Members select(Engine& engine, uint64_t chosen, const std::function<uint64_t(int member)>& offset_of, uint64_t number,
                  uint64_t splits) const;
   std::string name() const { return group.name(group.rank); }  // of this rank, for texts

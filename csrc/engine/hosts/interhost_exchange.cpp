@@ -20,7 +20,7 @@ constexpr size_t kBlockBytes = 256 << 10;  // of Scratch
 constexpr size_t kInterhostSlots = 8;
 constexpr size_t kInterhostSlotBytes = 128 << 10;
 static_assert(kInterhostSlots * kInterhostSlotBytes == shm::kSlots * shm::kSlotBytes);
-// Sizes for placements in which each rank is alone on its host, so that no rank needs slots.
+// Cell sizes for placements in which each rank is alone on its host, so that no rank needs staging slots.
 constexpr size_t kCellBytes = 256 << 10, kLeastCellBytes = 32 << 10;
 constexpr int kCellsInTurn = 512;
 constexpr size_t kScratchBytes = 2 << 20;  // of a chunk of reduce-scatter
@@ -227,8 +227,9 @@ bool InterhostExchange::all_ended(const InFlightChunk& chunk, const InFlightChun
 }
 
 // Whether these sends, or receives, may be posted. No byte is used before both ranks are known to mean the same
-// operation: small data is sent unasked, but received only when that is known; larger data is sent only then. It waits
-// for the receive anyway, which also tells the sender of the operation, so nobody waits longer.
+// operation. Small data is sent at once, but its receive is posted only when that is known. A receive of larger data is
+// posted at once, but its send only when that is known: the send waits for the receive anyway, and the receiver has
+// told of its operation before, so nobody waits longer.
 bool InterhostExchange::may_move(const InFlightChunk& chunk, size_t cell, const std::vector<Envelope>& envelopes,
                                  bool sends) {
   return std::all_of(envelopes.begin(), envelopes.end(), [&](const Envelope& envelope) {

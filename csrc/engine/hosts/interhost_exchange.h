@@ -24,7 +24,7 @@ namespace syncengine::hosts {
 // operation, it tells its counterparts. Merges the operations' flags between hosts in the same way.
 //
 // A rank compares its operations with those of its host's ranks in shared memory, and with its counterparts' by
-// message: so with those of all ranks, before a byte of theirs is used.
+// message: so, through these, with those of all ranks, before a byte of theirs is used.
 //
 // Ownership: its lane's. Thread-safety: under the engine's progress lock. Failure: hear() throws PeerLost for messages
 // that no peer should send, compare() throws Mismatch.

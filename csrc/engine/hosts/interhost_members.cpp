@@ -59,7 +59,7 @@ void InterhostMembers::hear(int peer, const std::string& message) {
   const Limits limits{.members = bits(links_.placement.size),
                       .hosts = bits(links_.placement.hosts()),
                       .slots = schedule_->expected_slots()};
-  // Some kinds of message are a head that is followed by more bytes.
+  // Messages of some kinds are a struct with more bytes behind it: head_of() and behind() return these two parts.
   const std::string_view bytes = message;
   const auto head_of = [&](size_t size) { return bytes.substr(0, size); };
   const auto behind = [&](size_t size) { return std::string(bytes.substr(std::min(size, bytes.size()))); };
@@ -188,8 +188,8 @@ void InterhostMembers::look_around(Outlook& sees) {
     if (interhost().end_of(peer) != Interhost::End::Unknown) sees.ended |= uint64_t{1} << member;
   }
   hear_all();  // after it was checked who is gone: all messages of those have come
-  // All members of a host tell that host's one verdict, though some tell an older state of it, so the words are merged.
-  // A decided word is complete, and replaces what was merged.
+  // All members of a host tell that host's one verdict, though some tell an older state of it, so the masks of hosts in
+  // `word` are merged. A decided word is complete, and replaces what was merged.
   for (const auto& [member, verdict] : verdicts_) {
     const int host = placement.host_of[member];
     auto& [members, word] = sees.others[host];

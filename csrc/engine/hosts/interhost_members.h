@@ -23,9 +23,9 @@
 
 namespace syncengine::hosts {
 
-// The order of announced operations over hosts. The first rank of each host tells the job's first rank when all ranks
-// of its host have announced an operation. The job's first rank fixes the order and tells the first ranks of the hosts,
-// which write it to their hosts' logs.
+// The order of announced operations over hosts. The first rank of each host tells the communicator's first rank when
+// all ranks of its host have announced an operation. The communicator's first rank fixes the order and tells the first
+// ranks of the hosts, which write it to their hosts' logs.
 //
 // Ownership, thread-safety: as Schedule. Failure: hear() throws PeerLost for messages that no peer should send.
 
@@ -48,14 +48,14 @@ class InterhostSchedule final : public Schedule {
   bool append_ready() override;  // by the first rank of a host
   bool report();
   bool order();
-  // Returns the leaders whose hosts have not reported the operation as ready. Called by the job's leader.
+  // Returns the leaders whose hosts have not reported the operation as ready. Called by the communicator's first rank.
   uint64_t unready(const AnnouncedOperation& waiting) const;
 
   const Links& links_;
-  // By slot and leader of a host: the last step in which all ranks of the host have announced it. Only the job's leader
-  // knows this of other hosts.
+  // By slot and leader of a host: the last step in which all ranks of the host have announced it. Only the
+  // communicator's first rank knows this of other hosts.
   std::map<uint64_t, std::map<int, uint64_t>> ready_;
-  std::map<uint64_t, uint64_t> ordered_;  // at the job's leader, by slot: the last step in which it was scheduled
+  std::map<uint64_t, uint64_t> ordered_;  // at the first rank, by slot: the last step in which it was scheduled
   std::deque<uint64_t> next_;             // slots in their order, which are not in the log yet
 
   // The last refusal of a model's step by a member of another host; see Refused.
@@ -91,8 +91,8 @@ class InterhostRoute final : public MessageRoute {
   uint64_t interhost_bytes() const override { return interhost_bytes_; }
 
   MessageTally tally(int member) const { return peers_.at(member).ended; }
-  // Whether a post can't end without the member. If the member has left, `theirs` counts the messages that had ended
-  // there by then: posts of these do not need it, since their bytes still come.
+  // Whether a post of this rank can't end without the member. If the member has left, `theirs` counts its messages with
+  // this rank that had ended by then: their posts here do not need it, since their bytes still come.
   bool waits_for(const Messenger& messenger, int member, const MessageTally& theirs = {}) const;
   uint64_t remote_blocking_ranks(const Messenger& messenger) const;  // members whose next step is needed
 
@@ -162,7 +162,7 @@ class InterhostMembers {
   // latter case, tells other hosts which members of this host have kept this rank waiting for long.
   std::optional<Error> check(const Traffic& traffic);
   // Tells members on other hosts how this rank ends. Afterwards nothing from another host touches this rank's memory,
-  // and until forget() only the messages for look_around() are heard.
+  // and until forget() only the messages of shrink() are heard, for look_around().
   void end(shm::Standing standing, const Error& for_peers, const Traffic& traffic);
   void forget() { links_.network->forget(links_.group); }
   // A part of shrink(): tells members on other hosts this host's verdict, if it has changed. Puts into `sees` the
@@ -174,7 +174,7 @@ class InterhostMembers {
   // Members, on any host, that hold up the operation or message that has waited longest.
   uint64_t blocking_ranks(const Traffic& traffic) const;
 
-  // May be called without any lock.
+  // io_loop() and interhost() may be called without any lock.
   IoLoop* io_loop() const { return links_.network.get(); }
   Interhost& interhost() const { return links_.network->interhost(); }
 
@@ -183,8 +183,8 @@ class InterhostMembers {
   // A part of split(): takes a number for a communicator that this rank founds, as its first member. Takes the progress
   // lock, as does expect_group().
   uint64_t take_number();
-  // A part of shrink(): the number of the one communicator that may follow, the same on all members. Throws
-  // InvalidUsage if none may.
+  // A part of shrink(): the number of the one communicator that may follow this one, the same on all members. Throws
+  // InvalidUsage if no number is left, after too many shrinks.
   uint64_t number_of_next() const;
   // Returns an object to keep until the new communicator exists: messages for it from quicker members are stored.
   std::shared_ptr<void> expect_group() const;

@@ -7,12 +7,12 @@
 namespace syncengine::hosts {
 
 void InterhostSchedule::hear(int member, const Checked<Ready>& ready) {
-  if (!links_.leads_job() || links_.leader(links_.placement.host_of[member]) != member)
+  if (!links_.leads_all() || links_.leader(links_.placement.host_of[member]) != member)
     throw Error(ErrorKind::PeerLost, links_.name(member) + " announced a bucket to the wrong rank");
   ready_[ready->slot][member] = ready->step;
 }
 
-// Throws PeerLost if more slots would wait for their turn than there are, since each slot gets one turn at a time.
+// Hears from rank 0 which slot runs next. Throws PeerLost if more would wait than exist: each gets one turn at a time.
 void InterhostSchedule::hear(int member, const Checked<Scheduled>& scheduled) {
   if (!links_.leads_host() || member != 0 || next_.size() >= expected_slots())
     throw Error(ErrorKind::PeerLost, links_.name(member) + " scheduled a bucket out of turn");
@@ -72,7 +72,7 @@ std::string InterhostSchedule::remote_refusal_of(int member) const {
 
 bool InterhostSchedule::append_ready() {
   bool moved = report();
-  if (links_.leads_job()) moved |= order();
+  if (links_.leads_all()) moved |= order();
   shm::ScheduleLog& log = group_.own().schedule;
   for (; !next_.empty() && has_room(); next_.pop_front(), moved = true) {
     uint64_t length = log.length.load(std::memory_order_relaxed);  // relaxed: its only writer
@@ -90,7 +90,7 @@ bool InterhostSchedule::report() {
     if (reported >= waiting.step || late(waiting.item.key, waiting.step, false)) continue;
     reported = waiting.step;
     moved = true;
-    if (!links_.leads_job()) links_.tell(0, Ready{.slot = waiting.item.key, .step = waiting.step});
+    if (!links_.leads_all()) links_.tell(0, Ready{.slot = waiting.item.key, .step = waiting.step});
   }
   return moved;
 }
@@ -125,7 +125,7 @@ uint64_t InterhostSchedule::unready(const AnnouncedOperation& waiting) const {
 
 uint64_t InterhostSchedule::remote_blocking_ranks() const {
   if (waiting_.empty() || late(waiting_.front().item.key, waiting_.front().step, false)) return 0;
-  if (!links_.leads_job()) return links_.leads_host() ? 1 : 0;
+  if (!links_.leads_all()) return links_.leads_host() ? 1 : 0;
   return unready(waiting_.front()) & ~uint64_t{1};
 }
 
@@ -136,7 +136,7 @@ InterhostRoute::InterhostRoute(const Links& links) : links_(links) {
 void InterhostRoute::hear(int member, const Checked<Announced>& announced, const std::string& content) {
   PeerMail& peer = peers_.at(member);
   const bool whole = announced->bytes <= kShortBytes;
-  // Numbers must not repeat: two transfers with one number would be confused.
+  // A peer must not repeat a message's number: the transfers of two messages with one number would be confused.
   const bool is_next = announced->number == (whole ? 0 : peer.numbered++);
   if (!is_next || content.size() != (whole ? announced->bytes : 0) ||
       peer.heard + peer.headers.size() - peer.told >= kWindow)

@@ -56,7 +56,7 @@ struct Flags {
   bool is_sound(const Limits&) const { return lane < shm::kLanes; }
 };
 
-// Tells the job's leader that all ranks of the sender's host have announced the slot in this step.
+// Tells the communicator's first rank that all ranks of the sender's host have announced the slot in this step.
 struct Ready {
   static constexpr Kind kKind = Kind::Ready;
   Head head;
@@ -64,7 +64,7 @@ struct Ready {
   bool is_sound(const Limits& limits) const { return slot < limits.slots; }
 };
 
-// Tells the leader of a host which operation runs next. Sent by the job's leader.
+// Tells the leader of a host which operation runs next. Sent by the communicator's first rank.
 struct Scheduled {
   static constexpr Kind kKind = Kind::Scheduled;
   Head head;
@@ -90,7 +90,7 @@ struct Late {
   bool is_sound(const Limits& limits) const { return (members & ~limits.members) == 0; }
 };
 
-// Counts the messages with one member that have ended, without short ones, whose content comes with the header.
+// Counts the messages with one member that have ended, except short ones, whose content comes with the header.
 struct MessageTally {
   uint64_t sent = 0, received = 0;
 };
@@ -120,7 +120,7 @@ struct Announced {
   bool is_sound(const Limits&) const { return true; }
 };
 
-// Says how many announcements of the receiver's messages the sender has taken in so far, which makes room for more.
+// Says how many of the receiver's announcements the sender has taken in so far, which lets the receiver announce more.
 struct Heard {
   static constexpr Kind kKind = Kind::Heard;
   Head head;
@@ -171,7 +171,7 @@ struct Links {
   // The first rank of each host speaks for the host about the order of announced operations.
   int leader(int host) const { return placement.members[host].front(); }
   bool leads_host() const { return leader(placement.host) == placement.rank; }
-  bool leads_job() const { return placement.rank == 0; }
+  bool leads_all() const { return placement.rank == 0; }
 
   template <class Message>
   void tell(int member, const Message& message) const {

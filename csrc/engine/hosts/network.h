@@ -1,4 +1,4 @@
-// One process's connections to the ranks of other hosts: which thread moves the bytes, and which communicator gets a
+// One engine's connections to the ranks of other hosts: which thread moves the bytes, and which communicator gets a
 // message.
 //
 // Ownership: the communicators that reach over hosts share a network; a network keeps the engine. Thread-safety: all
@@ -56,7 +56,7 @@ class Network final : public IoLoop, private Progressable {
   const std::shared_ptr<Engine>& engine() const { return engine_; }
   Interhost& interhost() { return *interhost_; }
 
-  // A number for a new communicator whose first member is this rank, `rank` of the job; kTooMany if none is left.
+  // Returns a number for a new communicator that this rank, `rank` of the job, founds; kTooMany if none is left.
   uint32_t take_number(int rank);
   // expect() is called before a communicator is made of which this rank may be a member, and expect_no_more() after
   // that: messages that come for it in between are kept until enroll().

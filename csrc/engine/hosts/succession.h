@@ -42,12 +42,12 @@ struct Outlook {
   HostVerdict own;                  // `word` was read before `members`, and both before all else
   std::vector<HostVerdict> others;  // of each host: its last verdict told; the own entry is unused
   uint64_t arrived = 0;             // of this host
-  // Members that will never come: on this host those that have died or left, on others those that can't be reached any
-  // more. `ended` are those of them that hold no communicator of the job, since their processes have ended or shut
-  // down. Members that nobody waits for in shrink() count as both. A member that is gone may have arrived before.
+  // `gone`: members that will never come; on this host those that have died or left, on others those that can't be
+  // reached any more. `ended`: those of them that hold no communicator of the job, since their processes have ended or
+  // shut down. Members that nobody waits for in shrink() count as both. A member that is gone may have arrived before.
   uint64_t gone = 0, ended = 0;
-  // `impatient`: nothing has changed for so long that a member of this host may be left out. `tired`: for so long that
-  // another host may be left out, whose members have first waited for each other.
+  // `impatient`: nothing has changed for so long that a member of this host may be left out. `tired`: for longer still,
+  // so that another host may be left out, whose members have first waited for each other.
   bool impatient = false, tired = false;
   bool operator==(const Outlook&) const = default;
 };

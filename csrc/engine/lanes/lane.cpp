@@ -182,7 +182,7 @@ bool Lane::find_peers_spans(uint64_t operation, Active& active) {
   return true;
 }
 
-// Fills plan_ and the runner's bases for the chunk at `cursor`, and returns the chunk's bytes.
+// Plans the chunk at `cursor` into plan_, points the runner at all ranks' memory for it, and returns its size in bytes.
 size_t Lane::prepare(const Active& active, const Cursor& cursor) {
   const Operation& operation = active.item.operation;
   size_t block = block_bytes(operation);
@@ -284,7 +284,7 @@ bool Lane::retire() {
   return true;
 }
 
-// Includes operations whose path is not chosen yet: their published offsets are known to the peers all the same.
+// Includes memory of operations whose path is not chosen yet: peers know its published offsets all the same.
 void Lane::add_direct_memory(std::vector<ArenaRange>& ranges) const {
   for (const Active& active : state_.active) {
     bool direct = active.in_arena && (!active.path_known || active.path == Path::Direct);

@@ -73,7 +73,7 @@ uint64_t LaneSteps::reduce_blockers(bool all) const {
   return state.behind(&shm::LaneProgress::staged, state.reduced.total + 1, all);
 }
 
-// Members that have not opened the operation, or not read the last chunk of the slot that the next chunk takes.
+// Members that hold up staging: they have not opened the operation, or not read what the next chunk's slot holds.
 uint64_t LaneSteps::stage_blockers(bool all) const {
   const LaneState::Active& active = state.at(state.staged.operation);
   if (!active.path_known) return state.behind(&shm::LaneProgress::opened, state.staged.operation + 1, all);

@@ -147,7 +147,7 @@ struct LaneSteps {
   }
 
   // Return the members for whom a phase's next step waits, one bit per group rank: all of them if `all`, else one; none
-  // if the step may be made. This rank's own bit means that envelopes still leave its memory.
+  // if the step may be made. This rank's own bit means that its memory is still being sent to other hosts.
   uint64_t retire_blockers(bool all) const;
   uint64_t pull_blockers(bool all) const;
   uint64_t reduce_blockers(bool all) const;

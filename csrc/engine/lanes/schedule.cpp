@@ -70,7 +70,8 @@ uint64_t Schedule::refusals() const {
   return count;
 }
 
-// Does nothing unless a step was refused since the last call, or an operation announced since while refusals stand.
+// Fails operations that never run. Looks for these only after a new refusal, or, from the first refusal on, a new
+// operation.
 bool Schedule::drop_refused() {
   if (waiting_.empty()) return false;
   const uint64_t count = refusals();
@@ -178,7 +179,7 @@ bool Schedule::take_scheduled() {
   return moved;
 }
 
-// Drops the rest of the step: nothing of it runs after its end.
+// Notes that the step's end is scheduled, and fails the rest of the step here: nothing of it runs after its end.
 void Schedule::end_step(const AnnouncedOperation& end) {
   const auto& slots = end.item.slots;
   ends_[slots->first()].taken = end.step;

@@ -2,7 +2,7 @@
 // drops those that some rank will not announce.
 //
 // Rank 0 of the group appends an operation to a log when all ranks have announced it; every rank runs the log in order.
-// So no rank waits for one particular bucket, and no two ranks ever hold staging memory for different ones.
+// So no rank waits for one particular bucket, and no two ranks ever use one staging slot for different ones.
 //
 // Announced operations belong to steps of a model, which all members count alike (slots.h). A member that can't go on
 // with a step stores the step's number as `refused`, after all of its announcements of that step, and announces nothing
@@ -46,14 +46,14 @@ class Schedule {
   Schedule(const Group& group, Lane& lane) : group_(group), lane_(lane) {}
   virtual ~Schedule() = default;
 
-  // Publishes that this rank has announced slot `item.key`, in the step that the place of its work names.
+  // Queues the operation, and publishes that this rank has announced slot `item.key` in step `item.work->place.epoch`.
   void announce(Lane::Item item);
-  // Notes that this rank announces nothing more of this step but its end.
+  // Publishes that this rank refuses the step, and why: it announces nothing more of this step but its end.
   virtual void refuse(const Slots& slots, uint64_t step, const std::string& text);
   // The member's reason for the last step that it has refused, or empty if that step has ended.
   std::string refusal_of(int member) const;
-  // Returns the reason of a refused step, until that has ended on all ranks: this rank's own reason if it has refused
-  // the step, else that of a peer whose refusal has failed an operation here. Empty if there is no such step.
+  // Returns the reason of a refused step, until that step's end has run: this rank's own reason if it has refused the
+  // step, else that of a peer whose refusal has failed an operation here. Empty if there is no such step.
   std::string refusal_met() const;
   bool advance();
   // Lets members announce slots below `count`. Called before the first of them can have reserved such a slot.

@@ -12,7 +12,7 @@
 namespace syncengine {
 
 // A run of announcement slots, held for one model. The model's own slots come first. The last ones serve steps that a
-// rank refuses: one for the operation that ends such a step, and words that only the refusing member writes.
+// rank refuses: one for the operation that ends such a step, and words where that rank stores the step and the reason.
 class Slots {
  public:
   static constexpr size_t kTextWords = 126;
@@ -47,7 +47,7 @@ class SlotTable : public std::enable_shared_from_this<SlotTable> {
     std::lock_guard lock(mutex_);
     return end_;
   }
-  // Takes a run of slots; null if some of them are held. `base`: see Slots.
+  // Takes a run of slots; null if some of them are held. The holder's first step gets the number `base` + 1.
   std::shared_ptr<const Slots> take(uint64_t first, size_t count, uint64_t base = 0);
 
  private:

@@ -63,7 +63,7 @@ bool MailboxRoute::has_room(int destination) const {
   return announced - inbox(destination, group_.rank).heard.load(std::memory_order_acquire) < shm::kHeaders;
 }
 
-// Whether serve() would find anything to do.
+// Whether serve() would find anything to do: the receiver wants a message, and there is room to stage a piece.
 bool MailboxRoute::can_serve(int destination) const {
   const shm::InboxWords& box = inbox(destination, group_.rank);
   if (box.wanted.load(std::memory_order_acquire) == outgoing_[destination].served) return false;  // acquire: the number
@@ -169,7 +169,7 @@ bool MailboxRoute::fetch_staged(int source, StagedTransfer& transfer, Messenger&
   return moved;
 }
 
-// Converts a mask of ranks of the communicator into a mask of members of the group.
+// Converts a mask of ranks of the communicator into a mask of members of the group: its ranks on this host.
 uint64_t MailboxRoute::among_members(uint64_t ranks) const {
   uint64_t members = 0;
   for (int member = 0; member < group_.size; ++member) members |= (ranks >> ranks_[member] & 1) << member;

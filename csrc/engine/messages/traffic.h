@@ -109,7 +109,7 @@ inline uint64_t renumbered(uint64_t locals, const std::vector<int>& numbers) {
 
 class Traffic {
  public:
-  // The parts that a communicator over several hosts brings along, made by hosts/interhost_members.h.
+  // The parts that only a communicator over several hosts has, made by InterhostMembers::make_parts().
   struct Parts {
     Lane::MakeExchange exchange = {};
     std::function<std::unique_ptr<Schedule>(const Group& locals, Lane& lane)> schedule = {};
@@ -142,7 +142,7 @@ class Traffic {
   const Messenger& messenger() const { return messenger_; }
 
  private:
-  // Bytes of one pass, which limit how long a submitter or another lane waits for the lock.
+  // About how many bytes a lane moves in a pass: limits how long a thread that wants the lock, or another lane, waits.
   static constexpr size_t kBudget = 1 << 20;
 
   Lane user_lane_, scheduled_lane_;

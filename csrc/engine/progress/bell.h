@@ -1,5 +1,5 @@
 // Lets the threads of a rank sleep, and peers wake them: one shared futex word a rank, and a mask of the peers whose
-// next step the sleepers need. A publisher that nobody waits for pays only a load per peer.
+// next step the sleepers need. A publisher that nobody waits for pays only a fence, and a load per peer.
 //
 // Thread-safety: any thread; listen() and stop_listening() under the engine's progress lock. Ownership: the arenas
 // outlive it. Failure: none; sleeps may return early.
@@ -32,7 +32,7 @@ class Bell {
       if (interest >> local_rank_ & 1 && doorbell != &own_) ring(*doorbell);
     }
   }
-  // Wakes all sleeping threads, whichever ranks they wait for.
+  // Wakes all sleeping threads of this host's ranks, whichever ranks they wait for.
   void ring_all() const {
     for (auto* doorbell : doorbells_) ring(*doorbell);
   }

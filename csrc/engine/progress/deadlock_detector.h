@@ -36,7 +36,7 @@ class DeadlockDetector {
   uint64_t search();
 
   // One link of a chain of waits: `rank` waits for `next`. The chain begins at this rank, stays within `stuck`, and
-  // ends where a rank comes again.
+  // ends when it comes back to one of its ranks.
   struct Link {
     int rank;
     Wait wait;

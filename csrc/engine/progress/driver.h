@@ -82,7 +82,7 @@ class Driver {
     return ThreadAct::End;
   }
 
-  // The own thread calls `has_work`, while other threads run.
+  // `has_work` says whether there is work to drive; the own thread calls it while other threads run.
   Driver(Kind kind, std::function<bool()> has_work) : kind_(kind), has_work_(std::move(has_work)) {}
 
   // Methods for threads of the program, which call them in the orders that progress_driver_test.cpp walks.

@@ -55,7 +55,7 @@ bool Engine::pass() {
     moved = progressables_.advance();
     if (moved) wake_io_loop();
   }
-  // Another thread of this rank may sleep for what this pass has done, or with an interest that this pass has changed.
+  // A thread of this rank may sleep for what this pass has done, or with an interest that it has changed: wake it.
   if (moved && bell_->anybody_listens()) bell_->ring_self();
   return moved;
 }

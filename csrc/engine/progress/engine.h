@@ -3,7 +3,7 @@
 // Progress is made by whichever thread has time. A thread that waits drives the loop itself; the engine's thread drives
 // it while asynchronous work is outstanding and nobody waits. If the ranks' own threads take all cores, the engine's
 // thread leaves the work to them as long as they come by now and then: they have the data in their caches, and need no
-// switch. All protocol state is touched under one lock, held for one bounded pass.
+// switch. All protocol state is touched under one lock, held for a bounded number of passes.
 //
 // Ownership: communicators share it; it owns the arenas' mappings and joins its thread when the last one goes.
 // Thread-safety: any thread. Failure: wait() rethrows the work's error. All calls of a forked child throw
@@ -37,7 +37,7 @@
 
 namespace syncengine {
 
-// The lock of an engine's state, held for one bounded pass. Two things are put off until it is free: lines for stderr,
+// The lock of an engine's state, held for a bounded number of passes. Put off until it is free are lines for stderr,
 // and dropping what ended operations held, since dropping a tensor's last reference may wait for Python's lock.
 //
 // Thread-safety: any thread; trash() and log() by the one that holds it. Failure: none.
@@ -80,7 +80,7 @@ class ProgressLock {
   std::atomic<int> droppers_{0};
 };
 
-// An object that the engine's loop moves. Calls come under the progress lock unless a comment says otherwise.
+// An object that the engine's loop advances, such as a Membership. Calls come under the progress lock unless noted.
 class Progressable {
  public:
   virtual ~Progressable() = default;
@@ -172,7 +172,7 @@ class Sleepers {
 
 class Engine : public std::enable_shared_from_this<Engine> {
  public:
-  // At most `most_watchers` ranks will share this host.
+  // At most `most_watchers` ranks will share this host, and watch whether this process lives.
   Engine(std::shared_ptr<shm::Arena> arena, int most_watchers, Options options, CountCallers count_callers = {});
   ~Engine();
   // Destroys `engine`. Any thread may call this, even the engine's own.
@@ -205,7 +205,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Called by the thread that moves bytes: does what new bytes allow, in the place of threads that sleep. Returns
   // whether anything was done.
   bool progress();
-  // Drives the engine's loop until `work` of `owner` has ended. `gives_up`: `interrupted` will end the wait some time.
+  // Drives the loop until `work` of `owner` has ended. `gives_up`: `interrupted` will end the wait: it's no deadlock.
   void wait(const Work& work, Progressable& owner, const std::function<void()>& interrupted, bool gives_up);
 
   Work::Tally& tally() { return tally_; }

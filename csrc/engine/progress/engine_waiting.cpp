@@ -68,8 +68,8 @@ void Engine::rest(Duration at_most, const std::function<bool()>& over, IoLoop* i
   uint32_t ticket = 0;
   bool moved = false;
   {
-    // One critical section: a thread that changes what this one waits for does so either before, and is seen, or after,
-    // and rings.
+    // Listening and looking are one critical section: a thread that changes what this one waits for does so either
+    // before, and is seen, or after, and rings.
     std::lock_guard lock(lock_);
     ticket = bell_->listen(progressables_.interest());
     moved = progressables_.advance();
@@ -92,8 +92,8 @@ void Engine::rest(Duration at_most, const std::function<bool()>& over, IoLoop* i
   if (moved && bell_->anybody_listens()) bell_->ring_self();
 }
 
-// Lets this thread move the bytes between hosts, until `work` has ended or for a tick. Then it gives way to others,
-// since it looks around and may wait for Python's lock. Returns false if another thread moves the bytes.
+// Lets this thread move the bytes between hosts, until `work` has ended or for 50 ms. Then it gives way to others,
+// since it checks peers and may wait for Python's lock. Returns false if another thread moves the bytes.
 bool Engine::drive_io(const Work& work, IoLoop& io_loop, const std::function<bool()>& spin_again) {
   if (!io_loop.claim()) return false;
   struct Claim {
@@ -138,7 +138,7 @@ void Engine::wait(const Work& work, Progressable& owner, const std::function<voi
       if (leave() && io_loop) io_loop->notify();
     }
   } waiter(*this, {work, owner, gives_up}, owner.io_loop());
-  // While this thread may wait for Python's lock, which other code may hold for long, the own thread drives.
+  // While this thread may wait for Python's lock, which other code may hold for long, the engine's own thread drives.
   struct Aside {
     Waiter& waiter;
     explicit Aside(Waiter& w) : waiter(w) { waiter.leave(); }
@@ -207,8 +207,8 @@ void Engine::check_health() {
 
 void Sleepers::publish() {
   std::vector<DeadlockDetector::Wait> waits;
-  // All threads that may make calls wait here if none has counted more than wait here now. The last one counted while
-  // all others waited, and since then nobody was left to start another thread.
+  // If no thread here has counted more threads that may make calls than wait here now, all such threads wait here: the
+  // last one counted while all others waited, so nobody was left to start another thread.
   bool everybody = true;
   for (const Thread* thread : threads_) {
     waits.push_back(thread->owner.wait_of(thread->work));

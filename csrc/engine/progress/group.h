@@ -40,7 +40,7 @@ class LocalRanks {
   shm::PeerArena* peer(int rank) const { return peers_[rank].get(); }
   int in_job(int rank) const { return names_[rank]; }
   std::string name(int rank) const { return "rank " + std::to_string(names_[rank]); }
-  // Pointers to one part of the header of each rank's arena, by local rank.
+  // Returns pointers to the same part of each rank's arena header, by local rank.
   template <class Part>
   std::vector<Part*> each(Part shm::ArenaHeader::* part) const {
     std::vector<Part*> parts;
@@ -93,7 +93,7 @@ struct Group {
   shm::GroupBlock& own() const { return *blocks[rank]; }
   std::string name(int member) const { return "rank " + std::to_string(global_ranks[member]); }
 
-  // Whether a member has failed, and its end record `concerns` the caller. Then what the caller has read of that
+  // Whether a member has failed and `concerns` returns true for its end record. Then what the caller has read of that
   // member's memory may already have been changed. Called after the reading.
   template <class Concerns>
   bool any_failed(const Concerns& concerns) const {

@@ -1,4 +1,4 @@
-// Settings of an engine. They are the same on every rank of a job, which is checked when ranks connect.
+// Settings of an engine. `numerics` (compared when ranks connect) and the algorithms are the same on all ranks.
 #pragma once
 
 #include <cstddef>

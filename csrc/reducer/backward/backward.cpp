@@ -15,17 +15,17 @@ void Backward::begin() {
   if (auto plan = forwards.plan(model_.plan.shared(), model_.parameters); plan != model_.plan.shared()) {
     model_.install(std::move(plan));
   }
-  // The first iteration of a static graph does not show the order in which gradients become ready.
+  // A backward that observes a static graph collects all gradients at its end: it does not show when they become ready.
   const auto plan = model_.plan.use(/*shows_order=*/!usage.observes());
   if (!plan->buckets().empty()) model_.life.step_begins();
   model_.record.begin_backward(model_.parameters.size(), plan->buckets().size());
   if (usage.observes()) usage.static_graph()->begin_observation();
   if (model_.flat) {
-    // Installs the plan again if there was no memory for its buckets the last time.
+    // Lays out flat memory for the plan now, if that failed when the plan was installed (the device was full, say).
     if (model_.flat->buckets() != plan->buckets().size()) model_.route->install(*plan);
     model_.flat->begin();
   }
-  // No bucket is the vote if it may be skipped, or if a device reduces it: no host waits for that.
+  // The host waits for the vote: the last bucket, unless ranks may skip that, a device reduces it, or a hook gets it.
   const bool on_hosts = !model_.flat && model_.route->can_be_refused();
   begun_.emplace(plan, on_hosts && !model_.options.skip_all_reduce_unused_params);
   if (!model_.options.nonfinite.empty()) {

@@ -1,9 +1,9 @@
 // One synchronized backward of a model: from the first forward that it may come from until its averages are in .grad,
 // or until it is given up. None of its state is left for the next one.
 //
-// The last bucket is the *vote*: it is announced when this rank's whole backward has run, and waited for first. A rank
-// that can't go on refuses the step instead (Outcome::refuse), so the vote never runs, and all ranks lose the step. If
-// the vote runs, every rank has announced everything.
+// The *vote*, the last bucket or an operation of its own, is announced when this rank's whole backward has run, and
+// waited for first. A rank that can't go on refuses the step instead (Outcome::refuse), so the vote never runs, and all
+// ranks lose the step. If the vote runs, every rank has announced everything.
 //
 // Ownership: the reducer's; operations in flight hold the memory that they work on. Thread-safety: the reducer's lock,
 // except for Route::finish(). Failure: throws what the communicator throws; StepRefused if a rank has refused the step.
@@ -46,8 +46,8 @@ class Backward {
   // Collects substitutes for the gradients of unused parameters: .grad as it was, or zeros. Throws InvalidUsage if a
   // parameter that is in no bucket has a gradient from an earlier backward that was not synchronized.
   void collect_missing();
-  // Collects all gradients at the end of the backward that observes a static graph. Later backwards will bring them in
-  // another order, so the order is not noted.
+  // Collects all gradients, by index, at the end of the backward that observes a static graph. The order is not noted:
+  // later backwards collect each gradient as soon as its hook has fired for the last time.
   void collect_observed();
   void collect_absent();  // substitutes for all gradients: this rank has no batch
 

@@ -55,7 +55,7 @@ struct Model {
   // Parts that live as long as a forward, and a backward.
   std::shared_ptr<Forward> forward;    // has begun, and not ended
   std::shared_ptr<Backward> backward;  // the one that comes next, or runs
-  // The step that this rank's last micro-batch completes, as long as that runs.
+  // The step of micro-batches while this rank's last one runs: from complete_step() until end_step() or drop_step().
   std::optional<TreeStep> step;
   // The number of backwards that have begun through outputs of this model, averaged or this rank's own.
   uint64_t backwards = 0;
@@ -89,8 +89,8 @@ struct Model {
     if (plan.before_frozen()) install(plan.before_frozen());
   }
   // Whether a rank that raises can refuse the step, so that all ranks lose it and go on. It can't if peers wait for
-  // anything but buckets that each rank announces, or if all parameters are frozen; on a device also if a rank may not
-  // know which buckets the others skip.
+  // anything but buckets that each rank announces (SyncBatchNorm, a communication hook), or for nothing since all
+  // parameters are frozen; on a device also if a rank may not know which buckets the others skip.
   bool can_refuse() const {
     if (options.waits_in_between || (flat && options.skip_all_reduce_unused_params)) return false;
     return plan && !plan.all_frozen() && route->can_be_refused();
@@ -106,7 +106,7 @@ struct Model {
   std::shared_ptr<Work> vote(std::shared_ptr<std::vector<Word>> words = std::make_shared<std::vector<Word>>(1)) const {
     return announce(averaging.vote_slot(), std::move(words), "the last of a step");
   }
-  // Drops what a backward has collected, or was to collect: .grad stays as it is, or becomes None. Needs the GIL.
+  // Drops collected gradients; unless `keeps`, also makes .grad None wherever an average was to come. Needs the GIL.
   void let_go_of_gradients(bool keeps);
 
   // Lets the graph task on this thread, which brings gradients, allocate them in the pool.

@@ -1,5 +1,5 @@
-// The end of a model's last step on this rank, in words, and what is left to do about a step that some rank has refused
-// (docs/errors.md). The Lifecycle decides what follows from it.
+// Texts about how a model's last step has ended on this rank, and what is left to do about a step that some rank has
+// refused (docs/errors.md). The Lifecycle decides what follows from that.
 //
 // Ownership: the model's; operations in flight hold the memory that they work on. Thread-safety: the reducer's lock,
 // but await_end() releases it while it waits. Failure: the communicator's error.
@@ -38,7 +38,7 @@ class Outcome {
     not_averaged = "the last backward was given up (" + text + ")";
   }
   // Tells the peers that this rank refuses the step, and announces its end. `raised_in_forward`: .grad is as it was
-  // before, until all ranks have ended the step. Does nothing if the communicator has failed: then no peer waits.
+  // before, and stays if no rank has lost its own. Does nothing if the communicator has failed: then no peer waits.
   void refuse(const std::string& text, bool raised_in_forward) {
     try {
       averaging_.communicator->refuse(averaging_.slots, life_.step(), said_by(averaging_.rank(), text));

@@ -1,4 +1,4 @@
-// Gradients of one dtype that are reduced together, in the memory where they lie: a bucket has no memory of its own.
+// Gradients of one dtype that are reduced together: on CPUs, where that is possible, in the memory where they lie.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -56,7 +56,7 @@ class SmallGradients {
   std::vector<Piece> pieces_;
 };
 
-// The memory of a bucket's operation. If the step was refused, the engine may use it for longer than the bucket exists.
+// Holds the memory that a bucket's operation works on, for longer than the bucket exists if the step was refused.
 struct BucketMemory {
   std::vector<at::Tensor> gradients;  // in the layout's order, those in `small` left out
   SmallGradients small;

@@ -51,7 +51,7 @@ class BucketLane {
   virtual void wait() = 0;
 };
 
-// Words of Nonfinite in host memory, for `world` ranks.
+// Makes the words for Nonfinite in host memory: one for each of `world` ranks, and one for sums that overflow.
 inline Nonfinite host_words_for_nonfinite(int world) {
   return {.words = std::shared_ptr<uint64_t[]>(new uint64_t[world + 1])};
 }

@@ -64,7 +64,7 @@ void Gradient::note(const at::Tensor& incoming, bool kept) {
   if (!grad.defined()) return;
   const bool took_over = grad.layout() == c10::kStrided && shares_storage(grad, incoming);
   took_over_ |= took_over;
-  // Another tensor may still read the memory that .grad holds.
+  // Others must still see this gradient (`kept`), or may read its memory: no average may be written there yet.
   shared_ |= kept || (took_over && is_shared(grad, incoming));
 }
 

@@ -2,7 +2,7 @@
 //
 // The average may be written while backward still runs only into memory that nobody else can read: with `x @ w +
 // pos.view(..)`, pos.grad is the tensor from which w.grad is still to be computed. So the memory of .grad is used if
-// autograd alone holds it, and a private tensor otherwise, which becomes .grad's memory at the end.
+// autograd alone holds it, and a private tensor otherwise, which becomes .grad's memory at the end, or is copied there.
 //
 // Ownership: holds the parameter, and the memory between collect() and deliver() or discard(). Thread-safety: none.
 // Failure: throws Error(InvalidUsage) naming the parameter for a gradient that can't be reduced.
@@ -58,7 +58,7 @@ class Gradient {
   // Puts the average, which is in data(), into .grad, and returns true. `used` is false if no rank had a gradient: then
   // .grad stays as it is, as does that of a rank without a batch.
   bool deliver(bool used);
-  // Makes .grad None, since the average will never be complete.
+  // Makes .grad None, since the average will never be complete; but not if this rank had no batch.
   void discard() {
     if (source_ != Source::Absent) parameter_.mutable_grad().reset();
     forget();
@@ -72,7 +72,7 @@ class Gradient {
   // Drops the collected memory. Makes .grad None if it still is that memory, in which peers may have begun to reduce.
   void abandon();
 
-  // keep() remembers .grad's memory; is_kept() tells whether .grad still has it.
+  // keep() remembers .grad's memory; is_kept() returns whether .grad still has it, and so would lie in DDP's bucket.
   void keep() {
     const at::Tensor& grad = parameter_.grad();
     if (grad.defined() && grad.has_storage()) kept_ = grad.storage().getWeakStorageImpl();

@@ -10,7 +10,7 @@ namespace {
 
 constexpr int kWrongGuesses = 3;  // after so many, the graph is taken to change each time
 
-// This flag has no destructor, since memory is released even after this thread's other variables are destroyed.
+// Whether `in_use` may have grants. A bool has no destructor: memory is released even after `in_use` is destroyed.
 thread_local bool any_in_use = false;
 
 // The grants of a thread, which may be of several models, or of tasks within tasks.

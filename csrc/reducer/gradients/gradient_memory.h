@@ -66,7 +66,7 @@ class Grant {
   bool covers(size_t bytes) const { return habits_->sizes.count(bytes) > 0; }
   // Allocates a size that the grant covers; null if torch's own memory is to be used.
   void* allocate(size_t bytes);
-  // Notes that a block goes back to its pool. The block may be another grant's.
+  // Notes that a block was a temporary, since it goes back to its pool. Ignores blocks that are not this grant's.
   void notice_release(void* block);
 
   bool is_valid() const { return valid_.load(std::memory_order_acquire); }
@@ -91,7 +91,7 @@ class Grant {
   std::unordered_map<void*, std::pair<size_t, size_t>> being_learned_;  // by block: size, and place in the course
 };
 
-// Replaces torch's allocator, once. Called on any thread, while no other thread allocates tensors for the first time.
+// Replaces torch's allocator, once, on any thread, while no other allocates its first tensor: torch takes no lock.
 void install_pool_allocator();
 
 // Makes the calling thread use the grant, until it is revoked.

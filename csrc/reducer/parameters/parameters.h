@@ -36,7 +36,7 @@ class Parameters {
   const at::Tensor& tensor(size_t index) const { return gradients_[index].parameter(); }
   const Accumulators& accumulators() const { return accumulators_; }
 
-  // The parameters as they are now, for BucketPlan and Forwards.
+  // Facts about the parameters as they are now. BucketPlan and Forwards ask for them, as their `sees`.
   Footprint footprint(size_t index) const {
     return {tensor(index).nbytes(), static_cast<int>(tensor(index).scalar_type())};
   }

@@ -116,7 +116,7 @@ class InPlaceRoute final : public Route {
     };
   }
 
-  // Small gradients that follow one another are one span.
+  // Adds a bucket's memory to `spans`. Small gradients that follow one another in the bucket are one span of its block.
   void add_spans(Bucket& bucket, SpanList& spans) {
     const BucketLayout& layout = *bucket.layout;
     const bool is_ring = model_.averaging.communicator->numerics() == Numerics::Ring;

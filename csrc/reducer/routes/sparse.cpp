@@ -85,7 +85,7 @@ void average_sparse(const RouteParts& model, const BackwardBuckets& backward) {
   const std::string& name = plan.buckets()[0]->names->model;
   const auto& tree = backward.tree;
   const auto merges = tree ? cut_tree(tree->total, size).merges : std::vector<uint8_t>();
-  // DDP's way: gradients are divided first, and summed in their dtype.
+  // DDP's way: gradients are divided first.
   const bool ring = !tree && communicator.numerics() == Numerics::Ring;
   std::vector<at::Tensor> own;
   at::Tensor counts = at::empty({static_cast<int64_t>(gradients.size())}, at::kLong);

@@ -73,7 +73,7 @@ class GraphTasks {
   // Whether runs_forwards_nodes() has not judged the task on this thread yet, as it does once for each.
   bool is_new() const { return judged_ != current(); }
   // Whether one of the last forwards made a node of this thread's task, or the node that runs now: a task's first node
-  // is known only while it runs. No forward makes nodes of a reentrant checkpoint's graph, whatever is around it.
+  // is known only while it runs. False for a reentrant checkpoint's inner task, whose nodes backward has made.
   bool runs_forwards_nodes() {
     if (!is_new()) return forwards_nodes_;
     judged_ = current();

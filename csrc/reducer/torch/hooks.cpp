@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
+#include <cstring>
 #include <mutex>
 #include <typeinfo>
 #include <utility>
@@ -164,7 +165,7 @@ bool GradientHook::fits(const at::Tensor& parameter) const {
          node_->input_metadata(0).is_same_shape(parameter);
 }
 
-// Detaches the node as torch does when `.data` changes the dtype: a graph or another reducer's hook may hold it.
+// Makes the parameter forget its node, as torch does when `.data` changes dtype: a graph or other hooks may hold it.
 void GradientHook::take_node_from(const at::Tensor& parameter) const {
   if (node_ != torch::autograd::impl::try_get_grad_accumulator(parameter)) return;
   auto* meta = torch::autograd::impl::get_autograd_meta(parameter);

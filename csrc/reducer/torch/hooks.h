@@ -21,7 +21,7 @@ namespace syncengine {
 
 struct Forward;
 
-// The interest of a reducer in the gradients that come now.
+// The kinds of interest that a reducer may have in the gradients that come now. A parameter may have several reducers.
 enum class Interest : uint8_t {
   Claims,    // a backward of its outputs is running
   Averages,  // Claims, or the reducer averages a backward that has begun
@@ -31,7 +31,7 @@ enum class Interest : uint8_t {
 // The interface by which this folder calls the reducer.
 class AutogradListener {
  public:
-  // Whether it has the interest now; asked without a lock.
+  // Whether the reducer has this kind of interest now. Called without the reducer's lock.
   virtual bool has(Interest interest) const = 0;
   // Called when a backward reaches an output of `forward`, which is null if that backward does not average.
   virtual void on_output(Forward* forward) = 0;

@@ -87,7 +87,7 @@ class ElementOrder {
     hash_ = mix_strides(0, parameter);
   }
 
-  // A hash of this order, which ranks compare since each copies a model by itself. 0 for that of a contiguous tensor.
+  // A hash of this order; 0 if contiguous. Ranks compare it, as it may differ where each has copied a model by itself.
   uint64_t hash() const { return hash_; }
 
   // The elements of `flat`, as many as `like` has, in this order; in the usual order if `like` has got other sizes.

@@ -18,7 +18,7 @@ namespace syncengine {
 // Notes the versions of parameters, so that this rank sees which of them somebody has written to since.
 class WatchedWeights {
  public:
-  // Places in memory are noted only here: another thread may move a parameter at any time (by sending it to a process).
+  // Notes places in memory once, so that moved() sees if another thread ever moves one (by sending it to a process).
   explicit WatchedWeights(const std::vector<at::Tensor>& parameters) {
     noted_.reserve(parameters.size());
     for (const auto& parameter : parameters) {

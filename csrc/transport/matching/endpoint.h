@@ -89,7 +89,7 @@ class Endpoint : public SubmissionQueue {
     }
   }
 
-  // Whether heartbeats are to be sent and judged now. Called in each pass.
+  // Whether a heartbeat period is over: heartbeats are to be sent, and silence to be judged. Called in each pass.
   bool is_beat_due() {
     auto now = Clock::now();
     // This process was stopped, or starved of a processor: the peers were not heard because nobody listened.

@@ -107,8 +107,8 @@ struct Frame {
   uint64_t tag = 0;       // Ready, Ask, Eager; Withdrawn: the first
   uint64_t handle = 0;    // Ready, Chunk: names a receive, from 1; Withdrawn: the last tag
   uint32_t offset = 0;    // Chunk: where in the transfer
-  // Ready: bytes of the receive. Credit: bytes given back. Abort: the kind of error. Withdrawn: number of Eagers sent.
-  // Goodbye: 1 if the process ends.
+  // A value whose meaning depends on `kind`. Ready: bytes of the receive. Credit: bytes given back. Abort: the kind of
+  // error. Withdrawn: how many Eagers were sent so far. Goodbye: 1 if the process ends.
   uint32_t size = 0;
 
   bool operator==(const Frame&) const = default;

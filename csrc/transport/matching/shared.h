@@ -1,4 +1,4 @@
-// State that the parts of an endpoint share, touched only under the endpoint's progress lock.
+// State that an endpoint's parts share. Under its progress lock, but for `rank` and `names`, which never change.
 #pragma once
 
 #include <atomic>

@@ -1,6 +1,6 @@
 // The queue between callers and the thread that moves the bytes: posts one way, messages and failures the other.
 //
-// Thread-safety: any thread; one lock, held for a few stores. Failure: InvalidUsage for what is too large.
+// Thread-safety: any thread; one lock, held for a few stores. Failure: InvalidUsage for a post too large or to no peer.
 #pragma once
 
 #include <cstdint>

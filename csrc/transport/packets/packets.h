@@ -23,7 +23,7 @@ class PacketTransport {
  public:
   struct Packet {
     uint64_t id;
-    int peer;  // rank of the job
+    int peer;  // its rank in the new communicator
     bool outgoing;
     std::byte* data;
     size_t bytes;  // never 0

@@ -202,7 +202,7 @@ void Peer::take_data(Arrival& arrival, const std::byte* payload) {
   session_.inbox.end(arrival);
 }
 
-// Gives the peer up: a stream that is no sequence of frames can't be received further.
+// Throws PeerLost and leaves the connection Broken: a stream that is no sequence of frames can't be received further.
 void Peer::throw_out_of_step() {
   session_.life.on(ConnectionLifecycle::Break);
   throw garbage(session_.shared, session_.rank, "something that is no frame of syncengine's");

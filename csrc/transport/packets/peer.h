@@ -68,7 +68,7 @@ class Peer {
   matching::Session& session() { return session_; }
   void withdraw(uint64_t first, uint64_t last, const Error& error) { session_.withdraw(first, last, error); }
 
-  // Posts the packets that may be sent now.
+  // Posts packets for what is to be sent to this peer, while at most kMostOutgoing of them are under way.
   void step();
   // Handles the end of a packet to or from this peer: it has left its memory, has arrived, or has failed by `error`.
   void on_end(uint64_t id, Buffer buffer, const std::string& error);

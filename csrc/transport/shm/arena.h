@@ -1,9 +1,9 @@
 // This rank's shared memory: one sealed memfd without a name, which disappears with the last process that maps it.
 //
 // Ownership: shared_ptr; each Block keeps its arena mapped. Thread-safety: any thread. Aliasing: peers read and write
-// what layout.h says. Failure: throws InvalidUsage with the numbers when memory is short. A forked child maps the arena
-// copy-on-write, as it does a Region, and does not map the peers' arenas; forked() says so. Copies that the child frees
-// go back to the system.
+// what layout.h says. Failure: throws InvalidUsage with the numbers when memory is short. In a forked child forked() is
+// true, the arena is mapped copy-on-write, as a Region is, and the peers' arenas are not mapped. Copies that the child
+// frees go back to the system.
 #pragma once
 
 #include <atomic>
@@ -31,8 +31,8 @@ class PeerArena {
   // The memory at `offset`, a number that came from a peer. Throws InvalidUsage if [offset, offset + bytes) is not
   // inside the arena and behind its header, or if `offset` is no multiple of `alignment`.
   std::byte* at(uint64_t offset, size_t bytes, size_t alignment = 1) const;
-  // Gives the pages of a dead owner's gradients back to the system, for all who map them, once nobody reads them any
-  // more. If the kernel refuses, they go with the last process that maps them.
+  // Gives the pages of a dead owner's gradients back to the system, for all who map them. Called once nobody reads them
+  // any more. If the kernel refuses, they go with the last process that maps them.
   void discard_pool() const;
 
  private:
@@ -59,7 +59,7 @@ class Arena : public std::enable_shared_from_this<Arena> {
   int fd() const { return file_.get(); }
 
   std::byte* at(size_t offset) const { return mapping_.data() + offset; }
-  // The offset of [data, data + bytes) in this arena; -1 if they lie elsewhere, or sever_tensor() has severed any.
+  // The offset of [data, data + bytes) in this arena; -1 if any of them lie elsewhere or are severed (sever_tensor()).
   int64_t offset_of(const void* data, size_t bytes) const;
 
   // Allocates whole pages, after checking how much memory the machine and the cgroup have left.
@@ -69,13 +69,13 @@ class Arena : public std::enable_shared_from_this<Arena> {
   // Gives a communicator's memory back, some time after `is_unused` says that no peer will touch it any more.
   void retire_group(size_t offset, size_t bytes, std::function<bool()> is_unused);
 
-  // Severs [offset, offset + bytes), which lie in one tensor, from the peers: their pages are replaced by a private
-  // copy at the same addresses, so that a rank that was stopped in the middle of a collective can't write into them any
-  // more. Nobody may write to these bytes meanwhile; the rest of the first and last page may be written. If the kernel
+  // Severs [offset, offset + bytes), which lie in one tensor, from the peers: a private copy takes their pages' place,
+  // or inaccessible pages if memory is short, so that a rank that was stopped in the middle of a collective can't write
+  // there any more. Nobody may write to these bytes meanwhile, but to the rest of the first and last page. If Linux
   // refuses, throws Aborted; the rest is then not severed, and throw_if_exposed() throws from then on.
   //
-  // `readers` is the block of a communicator whose members may read these bytes after the tensor is freed, and send
-  // them on to other hosts. The shared pages keep their content until that block is given back. 0 if there is none.
+  // `readers` is the offset of the block of a communicator, or 0. Its members may read these bytes after the tensor is
+  // freed, and send them on to other hosts: the shared pages keep their content until that block is given back.
   void sever_tensor(size_t offset, size_t bytes, size_t readers = 0);
   bool is_severed(size_t offset, size_t bytes = 1) const;  // whether any of these bytes are
 

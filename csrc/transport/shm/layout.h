@@ -135,7 +135,7 @@ struct alignas(64) SuccessionWords {
   // Where this rank's block in the next communicator lies, as soon as the rank takes part in the shrink; kNeverComes
   // when it never will. Written once.
   std::atomic<uint64_t> arrived;
-  // The HostVerdict of this host. Any of its members writes it, into the block of its first member.
+  // This host's decisions so far (HostVerdict). Any of its members writes them, into the block of its first member.
   std::atomic<uint64_t> members, word;
 };
 inline constexpr uint64_t kNeverComes = 1;  // no valid offset of a block

@@ -207,7 +207,7 @@ void Pool::close() {
   last = take_if_over();
 }
 
-// Takes the arena out of the pool if no block is in use and none will be handed out any more.
+// Returns, and drops, the pool's reference to its arena if no block is in use and none will be handed out any more.
 std::shared_ptr<Arena> Pool::take_if_over() {
   if (open_ || live_ > 0) return {};
   extent_.store(nullptr);

@@ -37,7 +37,7 @@ bool MappedFile::is_there() const {
   return fstat(fd_.get(), &status) == 0 && status.st_ino == number_ && status.st_size == bytes_;
 }
 
-// Neither mincore() nor the page map tells which pages exist: both report swapped-out pages as holes.
+// Asks the file where it has data and holes, since mincore() and the page map report swapped-out pages as holes.
 std::vector<Range> MappedFile::pages_in(Range range) const {
   if (!is_there()) return {range};
   std::vector<Range> pages;

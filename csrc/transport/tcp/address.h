@@ -78,8 +78,8 @@ std::string encode(const Address& address);
 // Throws InvalidUsage if the bytes that rank `peer` gave are no address.
 Address decode_address(int peer, const std::string& bytes);
 
-// Throws InvalidUsage if only one of two ranks (`own_rank` and `peer`) has a secret, or if `peer` can't be reached at
-// its address. Settings that must agree have been compared before, with those of all transports.
+// Throws InvalidUsage if only one of two ranks (`own_rank` and `peer`) has a secret, or if their addresses can't reach
+// each other. Settings that must be equal on all ranks have been compared before (syncengine/connect.py).
 void check_fit(int own_rank, const Address& own, int peer, const Address& other);
 
 std::string random_bytes(size_t count);

@@ -23,7 +23,7 @@ namespace syncengine::tcp {
 // An Interhost over TCP: one thread at a time, in step(), moves everything. It sleeps in epoll, and calls from other
 // threads wake it.
 //
-// Locks: as in matching::Endpoint. A pass makes at most one system call each way on each connection.
+// Locks: as in matching::Endpoint. A pass makes at most one system call each way on each data connection.
 
 class Endpoint : public matching::Endpoint<Peer> {
  public:

@@ -1,7 +1,7 @@
-// Finds out whether the process of a lost peer has ended. If so, its host's kernel refuses connections to the port on
-// which the process has listened since before init(), and which a live process keeps open as long as peers may wrongly
-// take it for dead (peer.h). A connection that is accepted proves that the process lives. Any other outcome proves
-// nothing, and the probe tries again.
+// Finds out whether the process of a lost peer has ended. If so, its host's kernel refuses connections to the port at
+// which the process has listened since before others had its address. A live process keeps that port open as long as
+// peers may wrongly take it for dead (peer.h). A connection that is accepted proves that the process lives. Any other
+// outcome proves nothing, and the probe tries again.
 //
 // Ownership: owns its socket. Thread-safety: under the endpoint's progress lock. Failure: never throws.
 #pragma once

@@ -109,7 +109,7 @@ class Rendezvous {
   std::map<int, Sockets> run(Deadline deadline, const std::function<void()>& interrupted);
 
  private:
-  // One side of a connection that is being opened: `client` or `server` is set.
+  // One side of a connection that is being opened: once it is connected, `client` or `server` is set.
   struct Call {
     int peer = -1;
     int connection = 0;
@@ -127,7 +127,7 @@ class Rendezvous {
   bool is_full() const;
   std::list<Call>::iterator oldest_silent();
   bool has_room() { return !is_full() || oldest_silent() != unauthenticated_.end(); }  // for one more caller
-  // advance() and the next three return whether the call has ended. A call that has not goes on, or is tried anew.
+  // advance(), settle(), try_again() and break_off() return whether the call has ended. Else it goes on or starts anew.
   bool advance(Call& call);
   bool settle(Call& call);
   bool try_again(Call& call, const std::string& why);

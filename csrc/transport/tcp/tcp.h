@@ -1,5 +1,5 @@
-// docs/SECURITY.md says what is protected and what is not: ranks are authenticated when they connect; what they send
-// afterwards is neither encrypted nor signed.
+// The transport between hosts over TCP. Ranks are authenticated when they connect; what they send afterwards is neither
+// encrypted nor signed (docs/SECURITY.md).
 #pragma once
 
 #include <functional>
@@ -26,7 +26,7 @@ struct Options {
   int unauthenticated = 64;  // limit of connections without that proof, beside those that are expected
   std::string secret;        // see load_secret()
   RankNames names;           // of the ranks of the job
-  // Identifies the network whose addresses this rank sees, loopback's among them. Ranks that give none are on one.
+  // Identifies the network whose addresses this rank sees, loopback's among them. Ranks that all give "" are on one.
   std::string network;
 };
 

@@ -22,7 +22,7 @@ struct KernelsOf {
   static Kernels find(ReduceOp op, kernels::Rounding rounding, int sources);
 };
 
-// Whether the gate is open. Each block finds out once, and all its threads return the same; block 0 counts progress.
+// Whether the gate is open; all threads of a block call this and get one answer. Block 0 increments Control::progress.
 __device__ __forceinline__ bool enter(const Gate& gate) {
   if (!gate.words) return true;
   if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) count_progress(*gate.control);
