@@ -19,7 +19,7 @@
 #   make gpu         runs the GPU tests and benchmarks with the present Python and torch in 9 minutes; downloads nothing
 #   make gpu-prebuild  builds for that on a machine without a GPU: for Python 3.12, torch 2.11 and sm_90; needs nvcc
 #   make docs        the site of the documentation, in build/site, strictly: no warning, no dead link
-#   make figures     measures the tables of README.md and docs/ anew, on a quiet machine: 68 minutes
+#   make figures     measures the tables of README.md and docs/ anew, on a quiet machine: 69 minutes
 #   make lint        formatters, linters and the type checker, changing nothing
 #   make format      formatters and linters, changing what they can
 #   make clean       removes what was built; `rm -r .venv*` removes the environments too

@@ -1,6 +1,6 @@
 """Measures the tables of README.md and docs/ anew, and fills them: `make figures`.
 
-python -m benchmarks.figures          68 minutes on a quiet machine of two cores
+python -m benchmarks.figures          69 minutes on a quiet machine of two cores
 python -m benchmarks.figures --ages   how old each table is, and measures nothing
 
 Measure on a clean checkout of a commit of main, and commit the results next: other results are refused.

@@ -1,4 +1,4 @@
-"""Ranks that call different things: all of them raise Mismatch within a second, with both sides named."""
+"""Ranks that call different things: all of them raise Mismatch soon, with both sides named."""
 
 import time
 

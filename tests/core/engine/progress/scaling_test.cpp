@@ -17,8 +17,9 @@ constexpr auto kTick = std::chrono::milliseconds(50);  // how often a sleeper lo
 
 }  // namespace
 
-// A rank that waits names one peer at a time whose step it needs, and is not woken by the others: in any random order
-// of the peers the wake-ups of a wait grow like the logarithm of their number. In the worst order each peer rings once.
+// A rank that waits names, for each reason to wait, one peer whose step it needs, and is not woken by the others: in
+// any random order of the peers the wake-ups of a wait grow like the logarithm of their number. In the worst order each
+// peer rings once.
 TEST(wake_ups_of_an_all_reduce_grow_at_most_like_the_ranks) {
   for (const bool in_arena : {false, true})
     for (const size_t bytes : {size_t{512}, size_t{4} << 10, size_t{256} << 10})
