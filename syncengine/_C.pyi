@@ -450,7 +450,7 @@ class MemoryExchange:
     ) -> CommonMemory:
         """The memory that rank `maker` has made. All ranks of the host call it, once.
 
-        `addresses` are by rank, empty for ranks of other hosts. Messages call the ranks by `global_ranks`.
+        `addresses`: each rank's address(), empty for ranks of other hosts. Messages call the ranks by `global_ranks`.
         """
 
 def storage_references(tensor: torch.Tensor) -> int:

@@ -38,7 +38,7 @@ class Steps {
   virtual void in_kernel(const kernels::Reduction& reduction, const InKernelArgs& args) = 0;
 };
 
-// Queues copies as few kernels, all behind the same gate.
+// Queues copies as few kernels. Each kernel first makes the same check of the peers' words, `gate`, if there is one.
 class Copies {
  public:
   explicit Copies(Steps& steps, const Gate& gate = {}) : steps_(steps) { args_.gate = gate; }

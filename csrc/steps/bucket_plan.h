@@ -141,7 +141,7 @@ class CurrentPlan {
   }
   // Whether the plan is provisional, and the order in which gradients become ready is known. The same on all ranks.
   bool knows_order() const { return plan_ && plan_->provisional() && used_; }
-  // The last answer of is_outdated().
+  // The last answer of is_outdated(): whether another plan must be installed.
   bool is_wanted() const { return wanted_; }
 
  private:

@@ -29,7 +29,7 @@ QueueRegistry& queue_registry() {
   return instance;
 }
 
-// The deleter's context for memory of Queue::empty(): what it drops, and the device that is current meanwhile.
+// The context of the deleter of tensors made by Queue::empty(): their memory, and the device on which to drop it.
 struct PeersMemory {
   c10::Device device;
   std::shared_ptr<void> memory;

@@ -98,7 +98,7 @@ class Shape:
 
     @property
     def output_count(self) -> int:
-        """Elements of a rank's output."""
+        """The number of elements of a rank's output."""
         return self.count * (self.ranks if self.name in ("all_gather", "all_to_all") else 1)
 
 

@@ -51,7 +51,7 @@ def grouped_allgather_async(call: Call, tensors: Tensors) -> int:
 
 @taking("name process_set")
 def grouped_allgather(call: Call, tensors: Tensors) -> list[torch.Tensor]:
-    """Concatenates several tensors as `allgather` does."""
+    """Concatenates each of `tensors` over the ranks, as `allgather` does; the result is a list."""
     return _gather_rows(call, tensors)
 
 

@@ -95,7 +95,7 @@ def run_script(
                     places.append(places[name])
                     newest = len(places) - 1
                     running[newest] = start(0, 1, {JOIN: str(newest), INSTEAD: f"{places[name]}/{count}"})
-            # A process that waits to be let in when all ranks have ended waits in vain.
+            # When all ranks have ended, nobody lets in a process that still waits for that: it is ended, too.
             if all(name >= count and not store.check([ticket_of(name)]) for name in running):
                 break
         return 0 if keep_going and 0 in codes else _exit_code(codes)

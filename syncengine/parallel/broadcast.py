@@ -58,7 +58,7 @@ class TensorBroadcast:
 
     @torch.inference_mode()  # in which tensors of every mode may be written
     def __call__(self, tensors: Sequence[torch.Tensor], root: int, layout: str = "") -> None:
-        """Copies rank ``root``'s tensors to all. All ranks call it. Raises ``Mismatch`` if they pass unlike layouts."""
+        """Copies rank ``root``'s tensors to all. All ranks call it. Raises ``Mismatch`` if their ``layout`` differs."""
         is_root = self._communicator.rank == root
         small = [tensors[i] for i in self._small]
         if is_root and small:

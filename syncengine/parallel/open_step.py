@@ -26,7 +26,7 @@ _LEFT = (
 
 
 def refuse(communicator: Communicator, text: str) -> NoReturn:
-    """Raises ``InvalidUsage`` on all ranks, or the error by which the communicator has failed before."""
+    """Raises ``InvalidUsage`` on all ranks, unless the communicator has failed before: then raises its error."""
     if (failure := communicator.exception()) is not None:
         raise failure
     error = InvalidUsage(text)

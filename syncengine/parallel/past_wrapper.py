@@ -26,7 +26,7 @@ class Step:
 
 
 def is_past_wrapper(before: Step | None, now: Step) -> bool:
-    """Whether the second of two steps in a row has a new gradient, which has come without any forward."""
+    """Whether the second of two steps in a row has a new gradient, though no wrapper of the model ran a forward."""
     if before is None or before.forwards != now.forwards:
         return False
     return before.gradient() is not now.gradient() or before.version != now.version

@@ -44,7 +44,7 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Layout:
-        """The layout of ``tensor``."""
+        """The sizes, strides and dtype of ``tensor``."""
         return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
 
     @property

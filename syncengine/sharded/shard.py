@@ -15,7 +15,7 @@ GRAIN = 64  # elements: a vectorized loop over a slice then has the bits of one 
 
 
 class Slice(NamedTuple):
-    """Elements of one parameter, in the order in which they lie in memory."""
+    """A range of one parameter's elements, from ``begin`` to ``end`` in the order in which they lie in memory."""
 
     parameter: int
     begin: int

@@ -29,7 +29,7 @@ _parameters = itemgetter("params")
 
 
 class ParameterRegistry:
-    """Tells shared from unshared parameters. Looks anew when parameter groups have changed."""
+    """Tells parameters in shared memory from all others. Looks anew when parameter groups have changed."""
 
     def __init__(self, blocks: Sequence[Block]) -> None:
         self._blocks = blocks

@@ -10,8 +10,8 @@
 // Hosts then agree on which of them go on. Each host has one word: the hosts without which it goes on, to which members
 // only add, and its own bit once that is decided. Every member tells all members of other hosts each change, before it
 // does anything else. A host decides when all hosts with which it goes on have told the same word, and the others take
-// over its decision. A host ignores hosts without which it goes on, unless they went on without it. So hosts that are
-// left decide alike, whoever dies and whenever. A single host has nothing to agree on: its list is the decision.
+// over its decision. A host ignores hosts without which it goes on, but is fenced if they decide to go on without it.
+// So hosts that are left decide alike, whoever dies and whenever. A single host agrees with nobody: its list decides.
 //
 // A host that can't be reached may live, however its connections have ended. So hosts go on without it only if they
 // have more than half of all members, or half of them with the first one among these, or if its members are known to

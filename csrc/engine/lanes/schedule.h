@@ -87,7 +87,7 @@ class Schedule {
   }
   bool take_scheduled();
 
-  // The number of refusals of all members so far.
+  // The number of steps that members have refused so far, added up over all members.
   virtual uint64_t refusals() const;
   // Returns why a member has refused the step without having announced the operation, or nothing if none has.
   virtual std::optional<std::string> reason_to_drop(const AnnouncedOperation& announced) const;

@@ -31,7 +31,7 @@ class MailboxRoute final : public MessageRoute {
   // members without whom it can't go on, and who have left nothing for it to read.
   uint64_t interest(const Messenger& messenger) const;
   uint64_t missing(const Messenger& messenger) const;
-  // Offsets in this rank's arena of memory for staged messages: kFragmentsBytes each, to be given back with the group.
+  // Offsets in this rank's arena of staging memory: kFragmentsBytes for each receiver, to be given back with the group.
   std::vector<size_t> fragments() const;
   static constexpr size_t kFragmentsBytes = shm::kFragments * shm::kFragmentBytes;
 

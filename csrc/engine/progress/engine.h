@@ -37,8 +37,8 @@
 
 namespace syncengine {
 
-// The lock of an engine's state, held for a bounded number of passes. Put off until it is free are lines for stderr,
-// and dropping what ended operations held, since dropping a tensor's last reference may wait for Python's lock.
+// The lock of an engine's state, held for a bounded number of passes of its progress. unlock() frees it first, and then
+// gives log() to stderr and drops trash(), since dropping a tensor's last reference may wait for Python's lock.
 //
 // Thread-safety: any thread; trash() and log() by the one that holds it. Failure: none.
 

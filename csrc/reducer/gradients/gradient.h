@@ -37,8 +37,8 @@ class Gradient {
   // Whether the memory is a substitute, made by collect_unused().
   bool stands_in() const { return source_ == Source::Unused; }
 
-  // Notes that autograd has accumulated `incoming` in .grad, which may have taken over its memory; perhaps several
-  // times in one backward. `kept`: others look at .grad before backward ends, and must see this rank's own gradient.
+  // Notes that autograd has accumulated `incoming` in .grad, which may have taken over its memory. Called once or more
+  // in a backward. `kept`: others look at .grad before backward ends, and must see this rank's own gradient.
   void note(const at::Tensor& incoming, bool kept);
   // Takes what autograd has left in .grad, when all of it has come.
   void collect(const std::string& name, Statistics& statistics);

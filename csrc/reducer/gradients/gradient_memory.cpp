@@ -13,7 +13,7 @@ constexpr int kWrongGuesses = 3;  // after so many, the graph is taken to change
 // Whether `in_use` may have grants. A bool has no destructor: memory is released even after `in_use` is destroyed.
 thread_local bool any_in_use = false;
 
-// The grants of a thread, which may be of several models, or of tasks within tasks.
+// A thread's Grants, which let it allocate gradients from pools: of several models, perhaps, or tasks within tasks.
 struct GrantsInUse {
   std::vector<std::shared_ptr<Grant>> grants;
   ~GrantsInUse() { any_in_use = false; }
