@@ -286,8 +286,8 @@ def _process(pid: int) -> bytes | None:
 
     The name is b"" if the process has ended or its machine has no name; None if /proc can't tell: no descriptor, say.
     """
-    try:
-        state, *numbers = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    try:  # of the first thread: QEMU's user mode shows a process other numbers of itself than the others see
+        state, *numbers = Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return b""
     except OSError:
