@@ -51,6 +51,7 @@ NOT_BY_USER = {
     "steps/lifecycle_test.cpp": _WALK,
     "transport/shm/": _FREED,
     "handshake_fuzz": "takes minutes",
+    "trace_lets_go_later": "limits its address space, which QEMU does not do",
     "tcp_leaves_no_descriptor_and_starts_no_thread": "counts threads of the process, among which are QEMU's",
 }
 # Files of the core's tests for real kernels.
