@@ -165,10 +165,6 @@ def refusals(rank: int) -> str:
         mixed = nn.Sequential(nn.Linear(24, 24).cuda(), nn.Linear(24, 1))
         with pytest.raises(InvalidUsage, match=r"several devices: parameter 0.weight is on cuda:\d, 1.weight on cpu"):
             syncengine.Parallel(mixed)
-        with pytest.raises(
-            InvalidUsage, match=r"1, a SyncBatchNorm on cuda:\d .* torch\.distributed\.init_process_group"
-        ):
-            syncengine.Parallel(nn.Sequential(nn.Linear(4, 4), nn.SyncBatchNorm(4)).cuda())
         with pytest.raises(InvalidUsage, match="device_ids says device 99"):
             syncengine.Parallel(nn.Linear(1, 1).cuda(), device_ids=[99])
         norm = nn.BatchNorm1d(3).cuda()
@@ -185,3 +181,18 @@ def refusals(rank: int) -> str:
 @marked
 def test_what_is_not_supported_is_refused_by_name():
     assert run_processes(2, refusals) == ["good"] * 2
+
+
+def wraps_a_synchronized_norm(rank: int) -> str:
+    """Torch's layer would normalize by this rank's batch alone, since torch.distributed is not initialized."""
+    syncengine.init(timeout=60.0)
+    text = r"^1, a SyncBatchNorm on cuda:\d exchanges .*: call torch\.distributed\.init_process_group\(\) first$"
+    with pytest.raises(InvalidUsage, match=text):
+        syncengine.Parallel(nn.Sequential(nn.Linear(4, 4), nn.SyncBatchNorm(4)).cuda())
+    syncengine.shutdown()
+    return "good"
+
+
+@marked
+def test_synchronized_norms_without_torch_distributed_are_refused():
+    assert run_processes(2, wraps_a_synchronized_norm) == ["good"] * 2
