@@ -30,7 +30,7 @@ void say_nonfinite(const std::string& text, Model& model) {
   const auto& gradients = model.parameters.gradients();
   auto is_finite = [](const Gradient& each) { return each.parameter().isfinite().any().item<bool>(); };
   if (std::none_of(gradients.begin(), gradients.end(), is_finite))
-    warning += ". No weight of " + model.parameters.model() + " is finite any more: go back to a checkpoint";
+    warning += ". No weight of " + model.parameters.names()->model + " is finite any more: go back to a checkpoint";
   warn(warning);
 }
 
@@ -45,8 +45,8 @@ Reducer::~Reducer() {
         const pybind11::gil_scoped_acquire gil;
         for (Gradient& gradient : model_->parameters.gradients()) gradient.abandon();
       }
-      give_up(model_->parameters.model() + " was destroyed before its backward had brought all gradients",
-              Where::Backward, /*keeps=*/true);
+      give_up(names().model + " was destroyed before its backward had brought all gradients", Where::Backward,
+              /*keeps=*/true);
     }
   } catch (...) {
     // The backward could not be given up, so the peers wait for its gradients until their deadline.
@@ -228,9 +228,9 @@ void Reducer::finalize() {
                      .begin = delivers_from,
                      .end = trace::now(),
                      .epoch = model_->record.statistics.backwards,
-                     .text = trace::text(model_->parameters.model())});
+                     .text = trace::text(names().model)});
     }
-    model_->record.end_backward(model_->parameters.model());
+    model_->record.end_backward(names().model);
     model_->outcome.not_averaged.clear();
     drop_backward();
     life().delivered(model_->record.statistics.backwards);
@@ -260,7 +260,7 @@ void Reducer::finalize() {
 std::string Reducer::unfinished() const {
   std::vector<Awaited> awaited;
   for (size_t i : model_->plan->covered()) awaited.push_back({i, model_->parameters.gradients()[i].collected()});
-  return unfinished_text(names(), awaited, model_->averaging.rank(), model_->usage.is_static());
+  return unfinished_text(names(), awaited, model_->averaging.rank(), model_->usage.static_graph() != nullptr);
 }
 
 void Reducer::give_up(const std::string& text, Where where, bool keeps) {

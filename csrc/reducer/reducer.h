@@ -135,7 +135,7 @@ class Reducer final : public AutogradListener, public std::enable_shared_from_th
     bool in_task() const { return GraphTasks::inside(); }
     bool in_our_task() const { return reducer.tasks_.any(); }
     bool whole_graph() const { return whole_graph_runs(); }
-    bool accumulates() const;
+    bool accumulates() const { return task_accumulates(model().parameters.accumulators()); }
     bool is_outermost() const { return reducer.tasks_.is_outermost(); }
     bool runs_forwards_nodes() const { return reducer.tasks_.runs_forwards_nodes(); }
     bool runs_forwards_graph() const;

@@ -4,20 +4,12 @@
 // inner task may end before later hooks run, or may itself bring the last gradient. So each task that brings gradients
 // gets a callback, and the first callback that finds all gradients collected finalizes. Its task may be an inner one:
 // no outer task reads the .grad that is written then.
-#include <algorithm>
-
 #include "base/error.h"
 #include "reducer/backward/backward.h"
 #include "reducer/reducer.h"
 #include "steps/texts.h"
 
 namespace syncengine {
-
-bool Reducer::Facts::accumulates() const {
-  const auto& nodes = model().parameters.accumulators();
-  return whole_graph_runs() ||
-         std::any_of(nodes.begin(), nodes.end(), [](const auto& node) { return task_accumulates(node.first); });
-}
 
 bool Reducer::Facts::runs_forwards_graph() const {
   if (reducer.tasks_.is_new()) tell_of_outer_task(reducer.weak_from_this(), /*is_ours=*/false);
@@ -89,7 +81,9 @@ bool Reducer::takes(size_t index) {
       model_->parameters.accumulated(index);
       return false;
     case Attribution::First:
-      model_->thaw();
+      // If all parameters were frozen (requires_grad=False) in the last forward, this gradient comes from an older
+      // graph, whose backward uses the bucket plan from before they were frozen.
+      if (const auto& before = model_->plan.before_frozen()) model_->install(before);
       watch_this_backward();
       begin_backward();
       model_->backward->collect_missing();

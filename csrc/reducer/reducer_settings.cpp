@@ -42,7 +42,8 @@ void Reducer::check_hookable() const {
 void Reducer::set_comm_hook(std::unique_ptr<c10d::CommHookInterface> hook) {
   std::lock_guard lock(mutex_);
   check_hookable();
-  model_->install(make_comm_hook_route(model_->for_route(), std::move(hook)));
+  model_->route = make_comm_hook_route(model_->for_route(), std::move(hook));
+  if (model_->plan) model_->route->install(*model_->plan);
   has_hook_ = true;
 }
 
@@ -55,7 +56,7 @@ void Reducer::set_compression(at::ScalarType type, bool divides_first) {
   check_hookable();
   for (size_t i = 0; i < model_->parameters.size(); ++i) {
     if (!model_->parameters.tensor(i).is_complex()) continue;
-    throw Error(ErrorKind::InvalidUsage, "the gradient of " + model_->parameters.name(i) +
+    throw Error(ErrorKind::InvalidUsage, "the gradient of " + names().parameters[i] +
                                              " is complex: it can't be compressed to " + name +
                                              "; use no compressing hook with this model");
   }

@@ -155,7 +155,6 @@ class Usage {
   bool observes() const { return static_graph_ && !static_graph_->observed(); }
   // The static graph of this model; null if its graph may change between iterations.
   StaticGraph* static_graph() { return static_graph_ ? &*static_graph_ : nullptr; }
-  bool is_static() const { return static_graph_.has_value(); }
 
   void note(size_t parameter) { here_[parameter] = true; }
   void forget(size_t parameter) { here_[parameter] = false; }

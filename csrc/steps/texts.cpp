@@ -6,19 +6,6 @@ namespace syncengine {
 
 namespace {
 
-// Lists the parameters without a gradient by name and, as DDP does, by index among those that require a gradient.
-std::string missing_text(const ModelNames& names, const std::vector<Awaited>& awaited, int of) {
-  std::string indices, missing;
-  for (size_t index = 0; index < awaited.size(); ++index) {
-    if (awaited[index].came) continue;
-    indices += " " + std::to_string(index);
-    missing += (missing.empty() ? "" : ", ") + names.parameters[awaited[index].parameter];
-  }
-  const std::string rank = std::to_string(of);
-  return "\nParameter indices which did not receive grad for rank " + rank + ":" + indices +
-         "\nParameters which did not receive grad for rank " + rank + ": " + missing;
-}
-
 std::string of_model(const ModelNames& names, size_t index) { return names.parameters[index] + " of " + names.model; }
 
 }  // namespace
@@ -38,17 +25,23 @@ std::string text_for_peers() {
 }
 
 std::string unfinished_text(const ModelNames& names, const std::vector<Awaited>& awaited, int rank, bool is_static) {
-  if (is_static) {
-    return "Expected to have finished reduction in the prior iteration before starting a new one. This error indicates "
-           "that your training graph has changed in this iteration, e.g., one parameter is used in first iteration, "
-           "but then got unused in the second iteration. this is not compatible with static_graph set to True." +
-           missing_text(names, awaited, rank);
+  // Lists the parameters without a gradient by name and, as DDP does, by index among those that require a gradient.
+  std::string indices, missing;
+  for (size_t index = 0; index < awaited.size(); ++index) {
+    if (awaited[index].came) continue;
+    indices += " " + std::to_string(index);
+    missing += (missing.empty() ? "" : ", ") + names.parameters[awaited[index].parameter];
   }
+  const std::string cause =
+      is_static ? "training graph has changed in this iteration, e.g., one parameter is used in first iteration, but "
+                  "then got unused in the second iteration. this is not compatible with static_graph set to True."
+                : "module has parameters that were not used in producing loss. You can enable unused parameter "
+                  "detection by passing the keyword argument `find_unused_parameters=True` to `syncengine.Parallel`, "
+                  "and by making sure all `forward` function outputs participate in calculating loss.";
+  const std::string of_rank = " which did not receive grad for rank " + std::to_string(rank) + ":";
   return "Expected to have finished reduction in the prior iteration before starting a new one. This error indicates "
-         "that your module has parameters that were not used in producing loss. You can enable unused parameter "
-         "detection by passing the keyword argument `find_unused_parameters=True` to `syncengine.Parallel`, and by "
-         "making sure all `forward` function outputs participate in calculating loss." +
-         missing_text(names, awaited, rank);
+         "that your " +
+         cause + "\nParameter indices" + of_rank + indices + "\nParameters" + of_rank + " " + missing;
 }
 
 std::string removed_text(const ModelNames& names) {

@@ -60,7 +60,7 @@ bool Backward::bring(size_t index, const at::Tensor& incoming) {
   }
   // .grad must keep this rank's gradient if a user's hook sees it, or if another model with this parameter awaits it.
   const bool kept = watched || parameters.another_has(index, Interest::Awaits);
-  const bool is_static = model_.usage.is_static();
+  const bool is_static = model_.usage.static_graph() != nullptr;
   if (is_static && !is_last_fire(index, incoming, kept)) return false;
   auto fits = [&] {
     const at::Tensor& grad = parameter.grad();
@@ -183,7 +183,7 @@ std::string Backward::finish(std::mutex& mutex) {
   if (usage_work_) communicator.wait(usage_work_, raise_pending_signal);
   if (!model_.route->takes_sparse() && !plan().sparse().empty()) average_sparse(model_.for_route(), *begun_);
   for (const TorchFuture& future : std::exchange(futures, {})) {
-    wait_for_future(future, communicator, [this] { return "a buffer hook's future of " + model_.parameters.model(); });
+    wait_for_future(future, communicator, [this] { return "a buffer hook's future of " + names().model; });
   }
   const auto& watch = begun_->watch;
   if (!watch || !watch->has_news()) return "";

@@ -83,7 +83,7 @@ class Backward {
   const BucketPlan& plan() const { return *begun_->plan; }
   Gradient& gradient(size_t index) const { return model_.parameters.gradients()[index]; }
   const ModelNames& names() const { return *model_.parameters.names(); }
-  const std::string& name(size_t index) const { return model_.parameters.name(index); }
+  const std::string& name(size_t index) const { return names().parameters[index]; }
 
   Model& model_;
   Forward told_{};  // told by the forwards that it comes from

@@ -79,15 +79,6 @@ struct Model {
     pooled.install(*plan);
     route->install(*plan);
   }
-  void install(std::unique_ptr<Route> another) {
-    route = std::move(another);
-    if (plan) route->install(*plan);
-  }
-  // Called when a gradient that is to be averaged has come. If all parameters were frozen for the last forward, the
-  // gradient is from another graph, and uses the plan from before.
-  void thaw() {
-    if (plan.before_frozen()) install(plan.before_frozen());
-  }
   // Whether a rank that raises can refuse the step, so that all ranks lose it and go on. It can't if peers wait for
   // anything but buckets that each rank announces (SyncBatchNorm, a communication hook), or for nothing since all
   // parameters are frozen; on a device also if a rank may not know which buckets the others skip.

@@ -66,11 +66,8 @@ class HostMemoryLane final : public BucketLane {
   explicit HostMemoryLane(std::shared_ptr<Communicator> communicator) : communicator_(std::move(communicator)) {}
 
   at::Tensor allocate(size_t bytes) override {
-    auto memory = communicator_->allocate(bytes);
-    void* data = memory.get();
-    return at::from_blob(
-        data, {static_cast<int64_t>(bytes)}, [memory = std::move(memory)](void*) mutable { memory.reset(); },
-        at::kByte);
+    const auto memory = communicator_->allocate(bytes);
+    return at::from_blob(memory.get(), {static_cast<int64_t>(bytes)}, [memory](void*) {}, at::kByte);
   }
   c10::Stream current() const override { return c10::Stream(c10::Stream::DEFAULT, c10::Device(c10::kCPU, -1)); }
   c10::Stream own() const override { return current(); }

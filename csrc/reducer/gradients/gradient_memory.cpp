@@ -1,14 +1,99 @@
 #include "reducer/gradients/gradient_memory.h"
 
+#include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 
+#include <atomic>
+
+#include "reducer/torch/graph_tasks.h"
+#include "reducer/torch/hooks.h"
 #include "transport/shm/pages.h"
 
 namespace syncengine {
 
+// Grants, and an allocator in the place of torch's, put the gradients of a backward into a pool that peers reach.
+//
+// The allocator replaces torch's CPU allocator for good, and passes allocations on to it, except those of a gradient's
+// exact size by threads with a valid grant: a backward's own threads, until it ends. Known temporaries
+// (AllocationHabits) are passed on, too. So the pool has blocks of few sizes, which fit each other's places.
+
 namespace {
 
 constexpr int kWrongGuesses = 3;  // after so many, the graph is taken to change each time
+
+// One backward's permission to allocate gradients from a pool. Thread-safe.
+class Grant {
+ public:
+  // `accumulates`: there were gradients when the backward began.
+  Grant(shm::Pool& pool, std::shared_ptr<AllocationHabits> habits, bool accumulates)
+      : pool_(pool), habits_(std::move(habits)), accumulates_(accumulates) {}
+
+  bool covers(size_t bytes) const { return habits_->sizes.count(bytes) > 0; }
+  // Allocates a size that the grant covers; null if torch's own memory is to be used.
+  void* allocate(size_t bytes) {
+    if (pool_.forked()) return nullptr;  // before the lock, which another thread may have held at the fork
+    std::lock_guard lock(habits_->mutex);
+    auto [position, is_first] = courses_.try_emplace(bytes);
+    Course& course = position->second;
+    if (is_first) {
+      const auto& habit = habits_->habits[bytes];
+      course.known = habit.temporaries[accumulates_];
+      course.learns = !course.known && habit.wrong < kWrongGuesses;
+    }
+    size_t place = course.next++;
+    if (course.known && place < course.known->size() && (*course.known)[place]) return nullptr;
+    void* block = pool_.allocate(bytes);
+    if (course.learns) {
+      course.temporaries.push_back(false);
+      if (block) being_learned_[block] = {bytes, place};
+    }
+    return block;
+  }
+  // Notes that a block was a temporary, since it goes back to its pool. Ignores blocks that are not this grant's.
+  void notice_release(void* block) {
+    if (!is_valid()) return;
+    std::lock_guard lock(habits_->mutex);
+    auto found = being_learned_.find(block);
+    if (found == being_learned_.end()) return;
+    auto [bytes, place] = found->second;
+    courses_[bytes].temporaries[place] = true;
+    being_learned_.erase(found);
+  }
+
+  bool is_valid() const { return valid_.load(std::memory_order_acquire); }
+  void revoke() { valid_.store(false, std::memory_order_release); }  // a late allocation does no harm
+  // Remembers for later backwards which blocks were temporaries. Called after revoke(), if this one has ended well.
+  void learn() {
+    bool any_temporary = false;
+    {
+      std::lock_guard lock(habits_->mutex);
+      for (auto& [bytes, course] : courses_) {
+        if (!course.learns) continue;
+        for (bool temporary : course.temporaries) any_temporary |= temporary;
+        habits_->habits[bytes].temporaries[accumulates_] =
+            std::make_shared<const Temporaries>(std::move(course.temporaries));
+      }
+      courses_.clear();
+    }
+    if (any_temporary) pool_.trim();  // pages of temporaries will not be needed again
+  }
+
+ private:
+  // The allocations of one size in this backward.
+  struct Course {
+    std::shared_ptr<const Temporaries> known;
+    bool learns = false;
+    size_t next = 0;
+    Temporaries temporaries = {};  // if it learns
+  };
+
+  shm::Pool& pool_;
+  const std::shared_ptr<AllocationHabits> habits_;
+  const bool accumulates_;
+  std::atomic<bool> valid_{true};
+  std::unordered_map<size_t, Course> courses_;                          // by size
+  std::unordered_map<void*, std::pair<size_t, size_t>> being_learned_;  // by block: size, and place in the course
+};
 
 // Whether `in_use` may have grants. A bool has no destructor: memory is released even after `in_use` is destroyed.
 thread_local bool any_in_use = false;
@@ -86,70 +171,28 @@ bool took_over_exclusively(const at::Tensor& grad, const at::Tensor& incoming, s
 
 }  // namespace
 
-void AllocationHabits::forget(size_t bytes) {
-  std::lock_guard lock(mutex);
-  Habit& habit = habits[bytes];
-  if (habit.temporaries[0] || habit.temporaries[1]) ++habit.wrong;
-  habit.temporaries = {};
-}
-
-void* Grant::allocate(size_t bytes) {
-  if (pool_.forked()) return nullptr;  // before the lock, which another thread may have held at the fork
-  std::lock_guard lock(habits_->mutex);
-  auto [position, is_first] = courses_.try_emplace(bytes);
-  Course& course = position->second;
-  if (is_first) {
-    const auto& habit = habits_->habits[bytes];
-    course.known = habit.temporaries[accumulates_];
-    course.learns = !course.known && habit.wrong < kWrongGuesses;
-  }
-  size_t place = course.next++;
-  if (course.known && place < course.known->size() && (*course.known)[place]) return nullptr;
-  void* block = pool_.allocate(bytes);
-  if (course.learns) {
-    course.temporaries.push_back(false);
-    if (block) being_learned_[block] = {bytes, place};
-  }
-  return block;
-}
-
-void Grant::notice_release(void* block) {
-  if (!is_valid()) return;
-  std::lock_guard lock(habits_->mutex);
-  auto found = being_learned_.find(block);
-  if (found == being_learned_.end()) return;
-  auto [bytes, place] = found->second;
-  courses_[bytes].temporaries[place] = true;
-  being_learned_.erase(found);
-}
-
-void Grant::learn() {
-  bool any_temporary = false;
-  {
-    std::lock_guard lock(habits_->mutex);
-    for (auto& [bytes, course] : courses_) {
-      if (!course.learns) continue;
-      for (bool temporary : course.temporaries) any_temporary |= temporary;
-      habits_->habits[bytes].temporaries[accumulates_] =
-          std::make_shared<const Temporaries>(std::move(course.temporaries));
-    }
-    courses_.clear();
-  }
-  if (any_temporary) pool_.trim();  // pages of temporaries will not be needed again
-}
-
-void install_pool_allocator() {
+PooledGradients::PooledGradients(shm::Pool* pool) : pool_(pool) {
+  if (!pool_) return;
   static std::once_flag once;
   std::call_once(once, [] {
     previous = c10::GetCPUAllocator();
     auto* allocator = new PoolAllocator;  // never destroyed: memory comes and goes until the process has ended
     c10::SetCPUAllocator(allocator, /*priority=*/255);
   });
+  pool_->join();
 }
 
-void use_grant(const std::shared_ptr<Grant>& grant) {
+void PooledGradients::use_in_this_task(bool accumulates) {
+  if (!pool_ || !habits_ || std::exchange(task_, GraphTasks::current()) == GraphTasks::current()) return;
+  const auto grant = std::make_shared<Grant>(*pool_, habits_, accumulates);
   in_use.grants.push_back(grant);
   any_in_use = true;
+  at_task_end(
+      [grant] {
+        grant->revoke();
+        grant->learn();  // a task that has failed shows nothing
+      },
+      [grant](bool) { grant->revoke(); });
 }
 
 bool shares_storage(const at::TensorBase& a, const at::TensorBase& b) {

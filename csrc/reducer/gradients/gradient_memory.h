@@ -10,10 +10,8 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/Allocator.h>
 
 #include <array>
-#include <atomic>
 #include <cstddef>
 #include <memory>
 #include <mutex>
@@ -23,8 +21,6 @@
 #include <utility>
 #include <vector>
 
-#include "reducer/torch/graph_tasks.h"
-#include "reducer/torch/hooks.h"
 #include "steps/bucket_plan.h"
 #include "steps/record.h"
 #include "transport/shm/pool.h"
@@ -43,59 +39,17 @@ struct AllocationHabits {
   };
 
   const std::unordered_set<size_t> sizes;  // of gradients that belong into the pool
-  std::mutex mutex;                        // guards the members below, and the grants' courses
+  std::mutex mutex;                        // guards the members below, and the courses of a Grant (.cpp)
   std::unordered_map<size_t, Habit> habits;
 
   // Forgets a wrong guess: a gradient of that size did not get a block of the pool.
-  void forget(size_t bytes);
+  void forget(size_t bytes) {
+    std::lock_guard lock(mutex);
+    Habit& habit = habits[bytes];
+    if (habit.temporaries[0] || habit.temporaries[1]) ++habit.wrong;
+    habit.temporaries = {};
+  }
 };
-
-// Grants, and an allocator in the place of torch's, put the gradients of a backward into a pool that peers reach.
-//
-// The allocator replaces torch's CPU allocator for good, and passes allocations on to it, except those of a gradient's
-// exact size by threads with a valid grant: a backward's own threads, until it ends. Known temporaries
-// (AllocationHabits) are passed on, too. So the pool has blocks of few sizes, which fit each other's places.
-
-// One backward's permission to allocate gradients from a pool. Thread-safe.
-class Grant {
- public:
-  // `accumulates`: there were gradients when the backward began.
-  Grant(shm::Pool& pool, std::shared_ptr<AllocationHabits> habits, bool accumulates)
-      : pool_(pool), habits_(std::move(habits)), accumulates_(accumulates) {}
-
-  bool covers(size_t bytes) const { return habits_->sizes.count(bytes) > 0; }
-  // Allocates a size that the grant covers; null if torch's own memory is to be used.
-  void* allocate(size_t bytes);
-  // Notes that a block was a temporary, since it goes back to its pool. Ignores blocks that are not this grant's.
-  void notice_release(void* block);
-
-  bool is_valid() const { return valid_.load(std::memory_order_acquire); }
-  void revoke() { valid_.store(false, std::memory_order_release); }  // a late allocation does no harm
-  // Remembers for later backwards which blocks were temporaries. Called after revoke(), if this one has ended well.
-  void learn();
-
- private:
-  // The allocations of one size in this backward.
-  struct Course {
-    std::shared_ptr<const Temporaries> known;
-    bool learns = false;
-    size_t next = 0;
-    Temporaries temporaries = {};  // if it learns
-  };
-
-  shm::Pool& pool_;
-  const std::shared_ptr<AllocationHabits> habits_;
-  const bool accumulates_;
-  std::atomic<bool> valid_{true};
-  std::unordered_map<size_t, Course> courses_;                          // by size
-  std::unordered_map<void*, std::pair<size_t, size_t>> being_learned_;  // by block: size, and place in the course
-};
-
-// Replaces torch's allocator, once, on any thread, while no other allocates its first tensor: torch takes no lock.
-void install_pool_allocator();
-
-// Makes the calling thread use the grant, until it is revoked.
-void use_grant(const std::shared_ptr<Grant>& grant);
 
 // Memory for a model's large gradients on CPUs, in the communicator's pool as far as that has room. Empty on devices,
 // and if the user wants torch's memory. The pool is the communicator's and lives for ever.
@@ -103,11 +57,9 @@ void use_grant(const std::shared_ptr<Grant>& grant);
 // Thread-safety: the reducer's lock.
 class PooledGradients {
  public:
-  explicit PooledGradients(shm::Pool* pool) : pool_(pool) {
-    if (!pool_) return;
-    install_pool_allocator();
-    pool_->join();
-  }
+  // Replaces torch's CPU allocator, once in a process, if there is a pool. Any thread may do so while no other thread
+  // allocates its first tensor: torch takes no lock.
+  explicit PooledGradients(shm::Pool* pool);
   ~PooledGradients() {
     if (pool_) pool_->leave();
   }
@@ -120,17 +72,7 @@ class PooledGradients {
     habits_ = std::make_shared<AllocationHabits>(plan.pooled_sizes());
   }
   // Puts the gradients of the graph task on this thread into the pool. `accumulates`: there are gradients already.
-  void use_in_this_task(bool accumulates) {
-    if (!pool_ || !habits_ || std::exchange(task_, GraphTasks::current()) == GraphTasks::current()) return;
-    const auto grant = std::make_shared<Grant>(*pool_, habits_, accumulates);
-    use_grant(grant);
-    at_task_end(
-        [grant] {
-          grant->revoke();
-          grant->learn();  // a task that has failed shows nothing
-        },
-        [grant](bool) { grant->revoke(); });
-  }
+  void use_in_this_task(bool accumulates);
   // Notes that a gradient's memory is about to be reduced. Returns the reason if peers can't access it there.
   std::optional<StageReason> note(const void* memory, size_t bytes) {
     if (!pool_) return StageReason::Setting;

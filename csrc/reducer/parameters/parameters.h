@@ -29,10 +29,7 @@ class Parameters {
 
   size_t size() const { return gradients_.size(); }
   const std::shared_ptr<const ModelNames>& names() const { return names_; }
-  const std::string& model() const { return names_->model; }
-  const std::string& name(size_t index) const { return names_->parameters[index]; }
   std::vector<Gradient>& gradients() { return gradients_; }
-  const std::vector<Gradient>& gradients() const { return gradients_; }
   const at::Tensor& tensor(size_t index) const { return gradients_[index].parameter(); }
   const Accumulators& accumulators() const { return accumulators_; }
 

@@ -156,12 +156,13 @@ inline bool whole_graph_runs() {
   const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
   return chosen == nullptr || chosen->empty();
 }
-// Whether the task on this thread adds to .grad the gradient that reaches this AccumulateGrad node.
-inline bool task_accumulates(const torch::autograd::Node* node) {
-  if (whole_graph_runs()) return true;
+// Whether the task on this thread adds to .grad the gradients that reach any of these AccumulateGrad nodes.
+inline bool task_accumulates(const Accumulators& nodes) {
   const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
-  const auto found = chosen->find(const_cast<torch::autograd::Node*>(node));
-  return found != chosen->end() && found->second.needed_;
+  return whole_graph_runs() || std::any_of(nodes.begin(), nodes.end(), [&](const auto& node) {
+           const auto found = chosen->find(const_cast<torch::autograd::Node*>(node.first));
+           return found != chosen->end() && found->second.needed_;
+         });
 }
 
 // Whether the strides of `grad` are those that autograd gives a new gradient of `parameter`.
