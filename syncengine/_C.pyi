@@ -158,7 +158,10 @@ class Communicator:
 
     @property
     def links(self) -> str:
-        """A text that says which algorithm collectives use between hosts. Empty on one host."""
+        """The sizes from which on collectives between hosts go by chain or relay, as a text. Empty on one host.
+
+        An example: "all_reduce by chain from 256 KiB (16-bit never), broadcast by relay never".
+        """
 
     @overload
     def all_reduce(self, tensor: torch.Tensor, op: Op = "sum", async_op: Literal[False] = False) -> None: ...
@@ -254,7 +257,10 @@ class Communicator:
         """Ranks in the job of the members whose processes are known to have ended."""
 
     def close_devices(self) -> None:
-        """Releases a failed communicator's objects for CUDA devices, which would keep the communicator alive."""
+        """Closes a failed communicator's queues on CUDA devices, which would keep the communicator alive.
+
+        Frees their memory: waits for the devices, and a moment for peers that still use it. Not collective.
+        """
 
     def exception(self) -> BaseException | None:
         """The error with which the communicator has failed, and which each later call raises; None if it has not."""

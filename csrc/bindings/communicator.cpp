@@ -200,7 +200,9 @@ void bind_communicator(py::module_& module) {
           "timeout", [](const Communicator& c) { return std::chrono::duration<double>(c.timeout()).count(); },
           "Seconds after which a collective gives up.")
       .def_property_readonly("links", &Communicator::describe_links,
-                             "The ways that collectives take between hosts; empty on one host.")
+                             "The sizes from which on collectives between hosts go by chain or relay, as a text. "
+                             "Empty on one host. An example: \"all_reduce by chain from 256 KiB (16-bit never), "
+                             "broadcast by relay never\".")
       .def(
           "all_reduce",
           [](const Shared& self, const at::Tensor& tensor, const std::string& op, bool async_op) {
@@ -274,7 +276,9 @@ void bind_communicator(py::module_& module) {
            "The ranks in the job of the other members whose processes are known to have ended.")
       .def(
           "close_devices", [](const Communicator& self) { close_devices(&self); },
-          py::call_guard<py::gil_scoped_release>(), "Closes what a failed communicator has on CUDA devices.")
+          py::call_guard<py::gil_scoped_release>(),
+          "Closes a failed communicator's queues on CUDA devices, which would keep the communicator alive, and frees "
+          "their memory. Waits for the devices, and a moment for peers that still use that memory. Not collective.")
       .def(
           "exception", [](const Communicator& self) { return exception_of([&] { self.throw_if_failed(); }); },
           "The error with which the communicator has failed, and which each later call raises, or None.")

@@ -129,21 +129,12 @@ def _cpus(everyone: Sequence[Facts]) -> Iterator[Finding]:
             if count > cpus:
                 bound = cpus < (of_group[0]["cpus"]["of_machine"] or 0)
                 unbind = ", or let them have more CPUs (mpirun --bind-to none, a larger quota)" if bound else ""
-                yield Finding(
-                    "too many ranks",
-                    WARNING,
-                    ranks,
-                    f"{count} ranks {on}",
-                    f"start at most {cpus} there{unbind}",
-                )
+                remedy = f"start at most {cpus} there{unbind}"
+                yield Finding("too many ranks", WARNING, ranks, f"{count} ranks {on}", remedy)
             if threads > best:
-                yield Finding(
-                    "too many threads",
-                    WARNING,
-                    ranks,
-                    f"{_plural(count, 'rank')} with {_plural(threads, 'thread')}{' each' if count > 1 else ''} {on}",
-                    f"set OMP_NUM_THREADS={best}",
-                )
+                each = " each" if count > 1 else ""
+                text = f"{_plural(count, 'rank')} with {_plural(threads, 'thread')}{each} {on}"
+                yield Finding("too many threads", WARNING, ranks, text, f"set OMP_NUM_THREADS={best}")
 
 
 def _memory(everyone: Sequence[Facts]) -> Iterator[Finding]:
@@ -151,26 +142,22 @@ def _memory(everyone: Sequence[Facts]) -> Iterator[Finding]:
         ranks, memory = [facts["rank"] for facts in host], host[0]["memory"]
         available = memory.get("available")
         if available is not None and available < LEAST_MEMORY * len(ranks):
-            yield Finding(
-                "little memory",
-                WARNING,
-                ranks,
-                f"{size_text(available)} of memory are left to {_plural(len(ranks), 'rank')} on {host[0]['host']}",
-                "end what else runs there, raise the limit of the cgroup (of the container), or start fewer ranks",
-            )
+            text = f"{size_text(available)} of memory are left to {_plural(len(ranks), 'rank')} on {host[0]['host']}"
+            remedy = "end what else runs there, raise the limit of the cgroup (of the container), or start fewer ranks"
+            yield Finding("little memory", WARNING, ranks, text, remedy)
 
 
 def needed_descriptors(facts: Facts, everyone: Sequence[Facts]) -> int:
     """The number of descriptors that this rank opens to connect with the others, as csrc/ counts them.
 
-    Each other rank of its host takes 3. Over TCP each rank of another host takes `sockets` + 1, and these together take
-    3 more. Missing ranks count as ranks of other hosts, since too few descriptors may be why they did not come.
+    Each other rank of its host takes 3. Over TCP each rank of another host takes `sockets` + 1, the endpoint 3, and
+    `init` wants 16 to spare. Missing ranks count as ranks of other hosts: too few may be why they did not come.
     """
     here = sum(host_of(other) == host_of(facts) for other in everyone) - 1
     there: int = facts["world_size"] - 1 - here
     settings = facts["settings"]
     over_tcp = there > 0 and settings.get("interhost", "tcp") == "tcp"
-    return 3 * here + ((settings.get("sockets", 4) + 1) * there + 3 if over_tcp else 0)
+    return 3 * here + ((settings.get("sockets", 4) + 1) * there + 3 + 16 if over_tcp else 0)
 
 
 def _descriptors(everyone: Sequence[Facts]) -> Iterator[Finding]:
@@ -192,20 +179,15 @@ def _descriptors(everyone: Sequence[Facts]) -> Iterator[Finding]:
 
 def _hosts(everyone: Sequence[Facts]) -> Iterator[Finding]:
     hosts = by_host(everyone)
-    names = [host[0]["host"] for host in hosts]
-    for name in dict.fromkeys(names):
+    for name in dict.fromkeys(host[0]["host"] for host in hosts):
         apart = [host for host in hosts if host[0]["host"] == name]
         wanted = any("SYNCENGINE_HOST_ID" in facts["variables"] for host in apart for facts in host)
         if len(apart) > 1 and not wanted and all(host_of(host[0])[1] for host in apart):
+            ranks = [facts["rank"] for host in apart for facts in host]
             sides = " and ".join(name_ranks(facts["rank"] for facts in host) for host in apart)
-            yield Finding(
-                "separate hosts",
-                WARNING,
-                [facts["rank"] for host in apart for facts in host],
-                f"{sides} run on {name}, but can't share memory (other containers or network namespaces): TCP connects "
-                "them",
-                "run all ranks of a machine in one container, or give the containers --network=host",
-            )
+            why = "can't share memory (other containers or network namespaces): TCP connects them"
+            remedy = "run all ranks of a machine in one container, or give the containers --network=host"
+            yield Finding("separate hosts", WARNING, ranks, f"{sides} run on {name}, but {why}", remedy)
     ranks = [facts["rank"] for facts in everyone if not facts["settings"].get("has_secret")]
     if len(hosts) > 1 and ranks:
         text = f"{name_ranks(ranks)}: {len(hosts)} hosts, and no secret by which ranks know each other"
@@ -244,13 +226,10 @@ def _deaths(everyone: Sequence[Facts]) -> Iterator[Finding]:
 def _cuda(everyone: Sequence[Facts]) -> Iterator[Finding]:
     lacks = [f["rank"] for f in everyone if f["cuda"].get("devices") and f["extension"].get("has_cuda") is False]
     if lacks:
-        text = (
-            f"{name_ranks(lacks)}: torch sees GPUs, but this syncengine was built without CUDA: it trains on CPUs only"
-        )
+        why = "torch sees GPUs, but this syncengine was built without CUDA: it trains on CPUs only"
         remedy = "build it in a checkout, where nvcc is: pip install --no-build-isolation --force-reinstall --no-deps ."
-        yield Finding("no CUDA", WARNING, lacks, text, remedy)
-    tests = [f["rank"] for f in everyone if f["extension"].get("has_test_hooks")]
-    if tests:
+        yield Finding("no CUDA", WARNING, lacks, f"{name_ranks(lacks)}: {why}", remedy)
+    if tests := [f["rank"] for f in everyone if f["extension"].get("has_test_hooks")]:
         text = f"{name_ranks(tests)}: this build is for syncengine's own tests, with fault injection, and slower"
         yield Finding("test build", NOTE, tests, text, "build without SYNCENGINE_TEST_HOOKS")
 

@@ -68,8 +68,8 @@ def DistributedOptimizer(
 
     Raises Mismatch on all ranks, naming the parameter, where names, dtypes, shapes or arguments differ between ranks.
     """
-    outside = isinstance(process_set, ProcessSet) and not process_set.included()  # not collective there
-    with nullcontext() if outside else refusing(process_set, "DistributedOptimizer") as stream:
+    outside = isinstance(process_set, ProcessSet) and not process_set.included() and process_set.size() is not None
+    with nullcontext() if outside else refusing(process_set, "DistributedOptimizer") as stream:  # collective in the set
         if isinstance(optimizer, Distributed):
             raise InvalidUsage("this optimizer is a DistributedOptimizer already: wrap it once")
         if not isinstance(optimizer, torch.optim.Optimizer):
@@ -167,9 +167,8 @@ class Distributed(torch.optim.Optimizer):
         """Synchronizes, then steps. With a `closure`, synchronizes after each call of it; its loss is not averaged."""
         if self._gradients is not None:
             self._gradients.refuse_superseded()
-        given: tuple[Callable[[], Any], ...] = () if closure is None else (closure,)
         if closure is not None:
-            given = (functools.partial(self._averaged, closure),) if self._should_synchronize else (closure,)
+            closure = functools.partial(self._averaged, closure) if self._should_synchronize else closure
         elif self._should_synchronize:
             if self._synchronized:
                 warnings.warn(
@@ -181,7 +180,7 @@ class Distributed(torch.optim.Optimizer):
         else:
             self.check_idle("optimizer.step() inside skip_synchronize()")
         self._synchronized = False
-        return super().step(*given, **options)
+        return super().step(*([closure] if closure is not None else []), **options)
 
     step.hooked = True  # type: ignore[attr-defined] # the class's own step runs torch's hooks, once
 

@@ -196,11 +196,12 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
 
     def _bind_all(self, in_step: bool = False) -> None:
         self._sharing.is_over(raises=SyncError)
+        any_new = False
         for model in list(watchers.models.values()):
-            if model not in self._sharing.known:
-                del model
-                gc.collect()  # it may be gone but for a cycle, on this rank alone
-                break
+            any_new = any_new or model not in self._sharing.known
+            del model
+        if any_new:
+            gc.collect()  # a model may be gone but for a cycle, on this rank alone: nothing here holds one by now
         for model in list(watchers.models.values()):
             if model not in self._sharing.known:
                 self._bind(model, in_step)

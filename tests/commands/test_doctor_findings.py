@@ -188,7 +188,7 @@ def test_the_worst_comes_first():
 def test_descriptors_that_connecting_takes():
     """As csrc/ counts them."""
     two_hosts = [on("ab"[rank // 2], rank) for rank in range(4)]
-    for count, needed in ((2, 3), (4, 3 + 5 * 2 + 3), (3, 3 + 5 + 3)):
+    for count, needed in ((2, 3), (4, 3 + 5 * 2 + 3 + 16), (3, 3 + 5 + 3 + 16)):
         everyone = together(*two_hosts[:count])
         assert needed_descriptors(everyone[0], everyone) == needed
     by_mpi = together(*(on("ab"[rank // 2], rank, settings={"interhost": "mpi"}) for rank in range(4)))
@@ -198,11 +198,11 @@ def test_descriptors_that_connecting_takes():
 def test_descriptors_of_ranks_that_did_not_come():
     """As those of other hosts; too few may be why."""
     (alone,) = together(facts(0), missing=3)
-    assert needed_descriptors(alone, [alone]) == 5 * 3 + 3
+    assert needed_descriptors(alone, [alone]) == 5 * 3 + 3 + 16
     (few,) = together(facts(0, descriptors={"limit": 20, "open": 3}), missing=1)
     found = find_all([few], [missing_ranks({1}, "rank 1 did not come")])
     assert [(one.name, one.severity) for one in found] == [("file descriptors", FATAL), ("missing ranks", FATAL)]
-    assert found[0].text == "rank 0 on a: ulimit -n is 20; 3 are open, and connecting takes 8"
+    assert found[0].text == "rank 0 on a: ulimit -n is 20; 3 are open, and connecting takes 24"
 
 
 def test_missing_ranks():

@@ -20,8 +20,10 @@ from doctor_ranks import examine, examined, finding
 from marks import mostly_nightly
 from pool import RankPool
 
+import syncengine
 from syncengine import _C
 from syncengine.bench.collectives import Case
+from syncengine.errors import SyncError
 
 CPUS = _C.machine()["available_cores"]
 
@@ -69,8 +71,8 @@ def test_ranks_that_share_one_cpu_are_counted(pool: RankPool):
 
 
 def allow_few_descriptors() -> None:
-    """Ten more than are open."""
-    few = len(list(Path("/proc/self/fd").iterdir())) + 10
+    """Thirty more than are open."""
+    few = len(list(Path("/proc/self/fd").iterdir())) + 30
     resource.setrlimit(resource.RLIMIT_NOFILE, (few, few))
 
 
@@ -80,10 +82,24 @@ def test_too_few_descriptors_to_connect(pool: RankPool):
     report = examined(pool, 2, environs=environs, prepare=allow_few_descriptors)
     found = finding(report, "file descriptors")
     assert found["severity"] == "fatal"
-    assert "connecting takes 20" in found["text"]
+    assert "connecting takes 36" in found["text"]
     assert found["remedy"] == "raise ulimit -n to 1024"
     assert report["status"] == "can't run"
     assert report["self_test"] == {}
+
+
+def error_of_init() -> str:
+    allow_few_descriptors()
+    with pytest.raises(SyncError) as refused:
+        syncengine.init(timeout=120)
+    return str(refused.value)
+
+
+def test_init_demands_the_descriptors_that_the_doctor_counts(pool: RankPool):
+    """The ranks and their settings are those of the test above."""
+    environ = {"SYNCENGINE_SOCKETS": "16"}
+    with pool.spawn_ranks(error_of_init, hosts="ab", settings=None, environ=environ) as ranks:
+        assert all("needs 36 file descriptors besides" in rank.result(120) for rank in ranks)
 
 
 def limit_files() -> None:
@@ -192,7 +208,6 @@ def die_in_the_self_test() -> None:
         self_test._is_over = lambda *_: os._exit(3)
 
 
-@pytest.mark.thorough
 def test_a_rank_that_dies_in_the_self_test(pool: RankPool):
     with pool.spawn_ranks(examine, [], die_in_the_self_test, "--timeout", "4", settings=None) as ranks:
         code, report = ranks[0].result(120)

@@ -69,7 +69,7 @@ def test_descriptors_that_just_suffice():
             (("--compare",), {"GLOO_SOCKET_IFNAME": "nosuch"}, "(GLOO_SOCKET_IFNAME is nosuch): "),
             (("-e", "4096G", "-b", "4096G"), {}, ": give a smaller -e"),
         ],
-        0,
+        1,
     ),
 )
 def test_a_bench_that_cannot_run_is_not_one_with_wrong_results(

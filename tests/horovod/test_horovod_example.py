@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 
-import pytest
 from pool import RankPool
 
 from examples import horovod_mnist
@@ -19,7 +18,6 @@ def alone() -> None:
     horovod_mnist.main()
 
 
-@pytest.mark.thorough
 def test_example_alone(pool: RankPool):
     with pool.spawn_ranks(alone, world=1, settings=None) as ranks:
         ranks[0].result()

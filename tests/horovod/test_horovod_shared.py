@@ -75,7 +75,6 @@ def owned(model: nn.Module, passes: int = 1) -> dict[str, bool]:
     return found
 
 
-@pytest.mark.thorough
 def test_what_a_gradient_owns():
     """Or else the copy would be made always."""
     assert owned(nn.Linear(SIDE, SIDE)) == {"weight": True, "bias": True}

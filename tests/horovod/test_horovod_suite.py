@@ -143,6 +143,9 @@ def test_process_sets(call: str):
     assert even.size() is None
     with pytest.raises(InvalidUsage, match="was not added, or is gone"):
         hvd.allreduce(torch.ones(1), process_set=own)
+    optimizer = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.1)
+    with pytest.raises(InvalidUsage, match="was not added, or is gone"):  # on rank 1, too, which was none of `even`
+        hvd.DistributedOptimizer(optimizer, process_set=even)
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 3
 
 
@@ -229,7 +232,6 @@ def test_memory_of_an_operation_in_place_is_free_once_it_has_failed():
     assert hvd.allreduce_(x.fill_(1), op=hvd.Sum).tolist() == [2.0] * 4
 
 
-@pytest.mark.thorough
 @run_on_ranks(settings=SETTINGS)
 def test_what_is_just_being_begun_has_not_ended():
     """It begins on another thread, once the other rank has come."""

@@ -81,3 +81,21 @@ def test_a_plain_optimizer_may_step_behind_one_that_is_gone():
         torch.optim.SGD(net.parameters(), lr=0.1).step()
     finally:
         gc.enable()
+
+
+@run_on_ranks()
+def test_a_step_binds_no_model_that_is_gone():
+    gc.disable()
+    try:
+        net = nn.Linear(4, 4)
+        model: Any = syncengine.Parallel(net)
+        model.itself = [model]
+        del model
+        if syncengine.rank() == 0:
+            gc.collect()
+        for p in net.parameters():
+            p.grad = torch.ones_like(p)
+        syncengine.ShardedOptimizer(net.parameters(), torch.optim.SGD, lr=0.1).step()
+        assert not net.weight.is_shared()
+    finally:
+        gc.enable()

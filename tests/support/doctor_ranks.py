@@ -38,7 +38,7 @@ def examine(environs: list[dict[str, str]], prepare: Callable[..., Any] | None, 
     from syncengine.__main__ import main
     from syncengine.doctor import meeting, self_test
 
-    self_test.SECONDS, meeting._FAREWELL = 0.02, 0.5  # the pool's ranks meet in a file, which nobody serves
+    self_test.SECONDS, meeting._LEAVE_TIMEOUT = 0.02, 0.5  # the pool's ranks meet in a file, which nobody serves
     os.environ.update(environs[int(os.environ["RANK"])] if environs else {})
     if prepare is not None:
         prepare()
