@@ -99,17 +99,12 @@ def connect(
         names, addresses, unmarked = _agree(exchange, config, bootstrap.address(), known_as)
         hosts = bootstrap.hosts(addresses)
         network = transport = None
+        level = logging.INFO if rank == 0 else logging.DEBUG
         if max(hosts) > 0:
-            logger.log(
-                logging.INFO if rank == 0 else logging.DEBUG,
-                "%d ranks on %d hosts (%s); interhost=%s; numerics=%s%s",
-                len(hosts),
-                max(hosts) + 1,
-                ", ".join(f"{names[hosts.index(host)]}: {hosts.count(host)}" for host in range(max(hosts) + 1)),
-                config.interhost,
-                config.numerics,
-                ": sums per host, so bits depend on which ranks share one" if config.numerics == "fast" else "",
-            )
+            each = ", ".join(f"{names[hosts.index(host)]}: {hosts.count(host)}" for host in range(max(hosts) + 1))
+            met = f"{len(hosts)} ranks on {max(hosts) + 1} hosts ({each})"
+            note = ": sums per host, so bits depend on which ranks share one" if config.numerics == "fast" else ""
+            logger.log(level, "%s; interhost=%s; numerics=%s%s", met, config.interhost, config.numerics, note)
             if config.interhost == "tcp":
                 network = _listen(exchange, config, bootstrap, addresses)
             elif config.interhost == "mpi":
@@ -136,7 +131,7 @@ def connect(
             )
         meet(known_as[rank], max(known_as) + 1, hosts[rank], config.trace, whole=global_ranks is None)
         if communicator.links:
-            logger.log(logging.INFO if rank == 0 else logging.DEBUG, "between hosts: %s", communicator.links)
+            logger.log(level, "between hosts: %s", communicator.links)
         return Connection(communicator, exchange if max(hosts) > 0 else None)
     except BaseException as error:
         exchange.fail(error)  # otherwise the others wait

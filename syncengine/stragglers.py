@@ -1,7 +1,6 @@
 """Finds the rank that is late, by comparing the ranks' own times of the same steps, of a run or of a trace."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, TypedDict
 
 import numpy as np
@@ -33,7 +32,7 @@ class Verdict(TypedDict):
     rank: int
     phase: str
     late_ms: float
-    late_percent: float
+    late_percent: float  # of the steps
 
 
 class Stragglers(TypedDict):
@@ -45,21 +44,14 @@ class Stragglers(TypedDict):
     verdict: Verdict | None
 
 
-@dataclass(frozen=True)
-class Late:
-    """A rank for which the others wait in most of the steps."""
-
-    rank: int
-    phase: str
-    late_ms: float
-    late_percent: float  # of the steps
-
-    def text(self, steps: str, by: str) -> str:
-        """A sentence without its period: in what share of ``steps`` the rank is late, ``by`` how much, and where."""
-        return f"rank {self.rank} is late in {self.late_percent:.0f} % of {steps}, by {by}, {WHERE[self.phase]}"
+def late_text(late: Verdict, steps: str, by: str) -> str:
+    """A sentence without its period: in what share of ``steps`` the rank is late, ``by`` how much, and where."""
+    return f"rank {late['rank']} is late in {late['late_percent']:.0f} % of {steps}, by {by}, {WHERE[late['phase']]}"
 
 
-def compare(times: Any, ranks: Sequence[int], step_ms: float, least: int) -> tuple[dict[int, RankTimes], Late | None]:
+def compare(
+    times: Any, ranks: Sequence[int], step_ms: float, least: int
+) -> tuple[dict[int, RankTimes], Verdict | None]:
     """How late each rank is, and the rank, if any, that is late in over two thirds of the steps of each half.
 
     ``times`` are milliseconds by step, rank and phase; NaN for a rank that has none. A rank is late by its time less
@@ -86,6 +78,6 @@ def compare(times: Any, ranks: Sequence[int], step_ms: float, least: int) -> tup
     half, latest = len(own) // 2, int(late.argmax())
     if len(own) < least or min(is_late[:half, latest].mean(), is_late[half:, latest].mean()) <= 2 / 3:
         return found, None
-    of_latest = found[ranks[latest]]
-    phase = PHASES[int(by_phase[latest].argmax())]
-    return found, Late(ranks[latest], phase, of_latest["late_ms"], of_latest["late_percent"])
+    rank, phase = ranks[latest], PHASES[int(by_phase[latest].argmax())]
+    ms, percent = found[rank]["late_ms"], found[rank]["late_percent"]
+    return found, Verdict(rank=rank, phase=phase, late_ms=ms, late_percent=percent)

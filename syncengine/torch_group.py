@@ -38,7 +38,9 @@ def ensure_torch_group(communicator: Communicator, launch: Launch, log_after: fl
 
     Raises InvalidUsage on all ranks if torch.distributed is initialized on some of them only.
     """
-    states = _gather(communicator, _state(communicator))
+    gathered = torch.empty(communicator.size, dtype=torch.uint8, device="cpu")
+    communicator.all_gather(gathered, torch.tensor([_state(communicator)], dtype=torch.uint8, device="cpu"))
+    states = gathered.tolist()
     theirs = {rank for rank, state in enumerate(states) if state == _THEIRS}
     if theirs and len(theirs) < len(states):
         raise InvalidUsage(
@@ -83,12 +85,6 @@ def _state(communicator: Communicator) -> int:
     backend = None if group is None else backend_communicator(group)
     whole = backend is not None and backend.exception() is None
     return _OURS if whole and _parent is not None and _parent() is communicator else _NONE
-
-
-def _gather(communicator: Communicator, value: int) -> list[int]:
-    values = torch.empty(communicator.size, dtype=torch.uint8, device="cpu")
-    communicator.all_gather(values, torch.tensor([value], dtype=torch.uint8, device="cpu"))
-    return [int(value) for value in values]
 
 
 def _make(communicator: Communicator, store: dist.Store) -> None:

@@ -122,16 +122,12 @@ class Case:
         """Runs the collective once."""
         self._run(self.output, self.input)
 
-    def fill(self, turn: int) -> None:
-        """Writes this rank's input; fills the output with one value, so that it is wrong if nothing writes to it."""
-        shape = self.shape
-        self.output.fill_(77)
-        pattern = values(self.rank, shape.ranks, turn, shape.dtype, shape.op)
-        self.input.copy_(tile(pattern, 0, shape.input_count, shape.dtype))
-
     def check(self, turn: int, communicator: Communicator) -> int:
         """Runs the collective on this turn's inputs. Returns how many elements of the output differ from the result."""
-        self.fill(turn)
+        shape = self.shape
+        self.output.fill_(77)  # the same everywhere: the output is wrong if nothing writes to it
+        pattern = values(self.rank, shape.ranks, turn, shape.dtype, shape.op)
+        self.input.copy_(tile(pattern, 0, shape.input_count, shape.dtype))
         communicator.barrier()  # nobody's result goes where another one still writes its input
         self.call()
         return count_wrong(self.output, self._expected(turn))
@@ -139,19 +135,12 @@ class Case:
     def _expected(self, turn: int) -> torch.Tensor:
         shape = self.shape
         name, ranks, count, dtype = shape.name, shape.ranks, shape.count, shape.dtype
+        begin = self.rank * count if name in ("reduce_scatter", "all_to_all") else 0
         if name in REDUCES:
-            begin = self.rank * count if name == "reduce_scatter" else 0
             return tile(reduced(ranks, turn, dtype, shape.op), begin, count, dtype)
-
-        def of(rank: int, begin: int) -> torch.Tensor:
-            return tile(values(rank, ranks, turn, dtype, shape.op), begin, count, dtype)
-
-        if name == "broadcast":
-            return of(shape.root, 0)
-        if name == "barrier":
-            return torch.empty(0, dtype=dtype)
-        begin = self.rank * count if name == "all_to_all" else 0
-        return torch.cat([of(rank, begin) for rank in range(ranks)])
+        senders = [shape.root] if name == "broadcast" else range(ranks)
+        inputs = [values(rank, ranks, turn, dtype, shape.op) for rank in senders]
+        return torch.cat([tile(period, begin, count, dtype) for period in inputs])
 
 
 def engine_case(shape: Shape, communicator: Communicator, shared: bool) -> Case:

@@ -53,11 +53,9 @@ class Meeting:
         try:
             exchange(json.dumps(words).encode())
             error = ""
-        except Timeout as late:
+        except SyncError as raised:
             gone = set(range(self._launch.world_size)) - exchange.arrived.keys() - {self._launch.rank}
-            error = f"{name_ranks(gone)} did not come" if gone else str(late)
-        except SyncError as other:
-            error = str(other)
+            error = f"{name_ranks(gone)} did not come" if gone and isinstance(raised, Timeout) else str(raised)
         come = {rank: json.loads(answer) for rank, answer in exchange.arrived.items()}
         return Gathered(dict(sorted({**come, **own}.items())), error)
 

@@ -54,12 +54,9 @@ def _lines(
     lines = [f"syncengine doctor: {ranks}{where}{by}", ""]
     for title, of_rank in _ROWS:
         lines += _row(title, everyone, of_rank)
-    firsts = [host[0] for host in hosts]
     for title, of_host in _HOST_ROWS:
-        texts = [of_host(facts) for facts in firsts]
-        names = [f"{facts['host']}: " if len(hosts) > 1 else "" for facts in firsts]
-        shown = [f"{name}{text}" for name, text in zip(names, texts, strict=True) if text]
-        lines += _titled(title, shown)
+        texts = [(facts["host"], of_host(facts)) for facts, *_ in hosts]
+        lines += _titled(title, [f"{host}: {text}" if len(hosts) > 1 else text for host, text in texts if text])
     lines += _titled("self-test", [_self_test(outcomes)])
     notes = [finding for finding in findings if finding.severity == NOTE]
     real = [finding for finding in findings if finding.severity != NOTE]

@@ -98,6 +98,7 @@ Prepare = Callable[..., Plan]  # takes the stream, the call and its arguments; r
 
 _handles = itertools.count()  # numbers for operations that are under way
 _pending: dict[int, Operation] = {}  # by handle
+forget_handles = _pending.clear  # called when the communicator of all operations is gone
 
 
 def start(call: Call, prepare: Prepare, *arguments: Any) -> Operation:
@@ -157,11 +158,6 @@ class _Through(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         return None, None, *ctx.gradient(*gradients)
-
-
-def forget_handles() -> None:
-    """Forgets all handles: the communicator of their operations is gone."""
-    _pending.clear()
 
 
 def poll(handle: int) -> bool:

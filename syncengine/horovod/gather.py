@@ -97,7 +97,7 @@ def sparse_allreduce_async(
             raise InvalidUsage(f"{call.kind} needs a sparse tensor of layout torch.sparse_coo")
         if op not in (Average, Sum):
             raise InvalidUsage(f"{call.kind}: op={op!r} is neither hvd.Average nor hvd.Sum")
-        return gathering(stream, call, [tensor._indices().t(), tensor._values()])
+        return gathering(stream, call, [tensor._indices().t(), tensor._values()], [])
 
     operation = start(Call("sparse_allreduce_async", name, process_set, watched=True, grouped=True), prepare)
 
@@ -110,7 +110,7 @@ def sparse_allreduce_async(
     return result
 
 
-def gathering(stream: Calls, call: Call, tensors: Tensors, counts: list[Sequence[int]] | None = None) -> Plan:
+def gathering(stream: Calls, call: Call, tensors: Tensors, counts: list[Sequence[int]]) -> Plan:
     """Plans to gather every rank's rows. `counts` will have the number of rows of each rank, for each tensor."""
     owns = _rows(stream, call, tensors)
     wholes: list[torch.Tensor] = []
@@ -124,8 +124,7 @@ def gathering(stream: Calls, call: Call, tensors: Tensors, counts: list[Sequence
             whole, moving = gather(stream.communicator, own, of_own)
             wholes.append(whole)
             works += moving
-            if counts is not None:
-                counts.append(of_own)
+            counts.append(of_own)
         return works
 
     what = "; ".join(describe(own, any_rows=True) for own in owns)

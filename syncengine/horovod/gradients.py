@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -35,18 +36,16 @@ _STRIDED = torch.strided
 _owners: weakref.WeakValueDictionary[int, Gradients] = weakref.WeakValueDictionary()
 
 
+@dataclass(slots=True)
 class _Step:
     """The progress of one step, from the end of the step before until all gradients are averages."""
 
-    __slots__ = ("announcement", "missing", "next", "order", "reducing", "versions")
-
-    def __init__(self, sizes: Iterable[int], bucket: int, announcement: Operation | None) -> None:
-        self.order: list[int] = []  # gradients, as they became ready
-        self.versions: dict[int, int] = {}  # the gradients' versions: torch counts writes to them
-        self.missing = list(sizes)  # gradients that each bucket lacks
-        self.next = bucket  # the next bucket to reduce
-        self.announcement = announcement
-        self.reducing: list[tuple[int, Flat, Work]] = []
+    missing: list[int]  # gradients that each bucket lacks
+    next: int  # the next bucket to reduce
+    announcement: Operation | None
+    order: list[int] = field(default_factory=list)  # gradients, as they became ready
+    versions: dict[int, int] = field(default_factory=dict)  # the gradients' versions: torch counts writes to them
+    reducing: list[tuple[int, Flat, Work]] = field(default_factory=list)
 
 
 def _let_go(stream: GradientStream, hooks: Sequence[RemovableHandle]) -> None:
@@ -203,10 +202,8 @@ class Gradients:
 
     def _complete(self, missing: Iterable[int]) -> None:
         """Reduces the gradients of parameters `missing` as they are, or zeros for them, and waits for all buckets."""
-        for i in missing:
+        for i in (i for i in missing if i in self._bucket_of):
             parameter = self._parameters[i]
-            if i not in self._bucket_of:
-                continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             self._bring(i, parameter)
@@ -248,7 +245,7 @@ class Gradients:
 
     def _start_step(self, bucket: int = 0, announcement: Operation | None = None) -> None:
         self._stream.in_step = False
-        self._step = _Step(map(len, self._stream.plan), bucket, announcement)
+        self._step = _Step(list(map(len, self._stream.plan)), bucket, announcement)
         note_incoming(self._large)  # each time, since a user's first hook on a tensor displaces the note
 
     def _on_gradient(self, i: int, parameter: torch.Tensor) -> None:

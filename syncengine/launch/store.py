@@ -122,8 +122,7 @@ class StoreExchange:
         self.arrived = {}
 
         def missing() -> set[int]:
-            with _told_as_error():
-                meeting.gather(payload)
+            meeting.gather(payload)
             self.arrived = {self._names[peer]: value for peer, value in meeting.values.items()}
             absent.clear()
             absent.update(self._names[peer] for peer in meeting.missing())
@@ -138,7 +137,7 @@ class StoreExchange:
             elif why := self._lost():
                 raise PeerLost(why)
 
-        with _lost_store_as_lost_peer(self._rank, absent):
+        with _lost_store_as_lost_peer(self._rank, absent), _told_as_error():
             if meeting.met:
                 meeting.begin_round(payload)
             wait_for_ranks(missing, self._what, self._timeout, self._log_after, check)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from syncengine._C import Communicator
-from syncengine.errors import InvalidUsage
+from syncengine.parallel.refusal import refuse
 from syncengine.parallel.replication import (
     check_same_on_all_ranks,
     check_writable,
@@ -96,10 +96,7 @@ def describe_layout(named: Named, more: Callable[[torch.Tensor], str] = lambda t
     """
     for name, tensor in named:
         if is_wrapper(tensor) and tensor.requires_grad:
-            raise InvalidUsage(
-                f"syncengine.Parallel does not support training parameter {name} of type {type(tensor).__name__} yet; "
-                "freeze it, or pass plain parameters"
-            )
+            refuse(f"training parameter {name} of type {type(tensor).__name__}", "freeze it, or pass plain parameters")
     parts = unwrapped(named)
     for name, tensor in parts:
         check_writable(name, tensor)

@@ -31,13 +31,11 @@ def check_device_ids(
     device: torch.device, device_ids: Sequence[Any] | None, output_device: Any
 ) -> tuple[list[int] | None, int | None]:
     """DDP's attributes ``device_ids`` and ``output_device``. Raises ``InvalidUsage`` if they name another device."""
-    if device.type == "cpu":
-        if device_ids or output_device is not None:
-            raise InvalidUsage(
-                "DistributedDataParallel device_ids and output_device arguments only work with GPU modules, but got "
-                f"device_ids {device_ids}, output_device {output_device} for a module on the CPU: leave both out"
-            )
-        return None, None
+    if device.type == "cpu" and (device_ids or output_device is not None):
+        raise InvalidUsage(
+            "DistributedDataParallel device_ids and output_device arguments only work with GPU modules, but got "
+            f"device_ids {device_ids}, output_device {output_device} for a module on the CPU: leave both out"
+        )
     if not device_ids:
         if output_device is not None:
             raise InvalidUsage(f"output_device {output_device} needs device_ids: leave it out, or give both")

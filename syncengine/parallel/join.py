@@ -68,10 +68,7 @@ class JoinContext:
         """Takes part in the other ranks' steps until they have run out of batches, too."""
         communicator = self._steps.model.communicator
         is_last = True
-        while True:
-            current = tell(communicator, Intent(trains=0.0))
-            if not current.training:
-                break
+        while (current := tell(communicator, Intent(trains=0.0))).training:
             if self._config.throw_on_early_termination:
                 raise InvalidUsage(f"Rank {communicator.global_ranks[communicator.rank]} exhausted all inputs.")
             self._steps.shadow(current)

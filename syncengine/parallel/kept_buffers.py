@@ -47,7 +47,9 @@ class KeptBuffers:
         if most is not None and sum(b.nbytes for b in copied.values()) > most:
             copied.clear()
         earlier: dict[int, torch.Tensor] = {} if before is None else before._copies
-        self._copies: dict[int, torch.Tensor] = {at: _copy_of(b, earlier.get(at)) for at, b in copied.items()}
+        self._copies: dict[int, torch.Tensor] = {
+            at: earlier[at] if _same_bits(b, earlier.get(at)) else b.detach().clone() for at, b in copied.items()
+        }
         self._not_copied = [(name, b, _stamp(b)) for at, (name, b) in tensors.items() if at not in self._copies]
 
     def written(self) -> str:
@@ -123,11 +125,6 @@ def _written(buffer: torch.Tensor | None, value: torch.Tensor | None) -> torch.T
         return None if value is None else value.detach().clone()
     with torch.inference_mode():  # in which tensors of every mode may be written
         return buffer.copy_(value)
-
-
-def _copy_of(buffer: torch.Tensor, earlier: torch.Tensor | None) -> torch.Tensor:
-    """A copy of ``buffer``: ``earlier``, if that has the same bits."""
-    return earlier if earlier is not None and _same_bits(buffer, earlier) else buffer.detach().clone()
 
 
 def _stamp(buffer: torch.Tensor) -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from syncengine._C import cut_tree
 from syncengine.errors import InvalidUsage
 from syncengine.parallel.kept_buffers import KeptBuffers
-from syncengine.parallel.open_step import Step, refuse
+from syncengine.parallel.open_step import Step, drop_open_step, refuse
 from syncengine.parallel.replication import check_same_on_all_ranks, gather_texts
 from syncengine.parallel.tools import ForTools
 
@@ -114,8 +114,7 @@ class MicroBatches:
 
     def drop(self) -> None:
         """Drops a step of the model that was left before its end; it has not happened. Does not communicate."""
-        if Step.now is not None and Step.now.model is self._model:
-            Step.now.drop()
+        drop_open_step(self._model)
 
     def _deal(self) -> tuple[int, range, Sequence[int]]:
         """Begins a step. Returns its number, the numbers of this rank's micro-batches, and the merges after each.

@@ -162,9 +162,9 @@ class Step:
         return [p for p in self.model._module_parameters if p.requires_grad]
 
 
-def drop_open_step() -> None:
-    """Drops the open step, if there is one. It was left before its end, and so has not happened."""
-    if Step.now is not None:
+def drop_open_step(of: Any = None) -> None:
+    """Drops the open step, if there is one; with ``of``, only a step of that model. A dropped step has not happened."""
+    if Step.now is not None and (of is None or of is Step.now.model):
         Step.now.drop()
 
 

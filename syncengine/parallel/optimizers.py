@@ -35,9 +35,7 @@ class BackwardOptimizers:
 
         functional = functional_optim_map.get(optimizer)
         shared = functional([], *args, **kwargs, _allow_empty_param_list=True) if functional else None
-        for parameter in parameters:
-            if not parameter.requires_grad:
-                continue
+        for parameter in (p for p in parameters if p.requires_grad):
             if shared is not None:
                 self._step_after_reduction(parameter, lambda p: shared.step_param(p, p.grad))
             else:

@@ -40,17 +40,14 @@ def check_looks(audit: Any, nonfinite: Any) -> None:
 
 def refuse_delayed(delay_all_reduce_named_params: Any, param_to_hook_all_reduce: Any) -> None:
     """Raises ``InvalidUsage`` if either argument is given."""
-    for name, value in (
-        ("delay_all_reduce_named_params", delay_all_reduce_named_params),
-        ("param_to_hook_all_reduce", param_to_hook_all_reduce),
-    ):
-        if value is not None:
-            raise InvalidUsage(
-                f"syncengine.Parallel does not support {name}: leave delay_all_reduce_named_params and "
-                "param_to_hook_all_reduce out. These parameters are then averaged like the others, to the same values. "
-                "Buckets of another size are bucket_cap_mb; parameters that you average yourself are named in the "
-                "module's _ddp_params_and_buffers_to_ignore"
-            )
+    if delay_all_reduce_named_params is not None or param_to_hook_all_reduce is not None:
+        name = "param_to_hook_all_reduce" if delay_all_reduce_named_params is None else "delay_all_reduce_named_params"
+        raise InvalidUsage(
+            f"syncengine.Parallel does not support {name}: leave delay_all_reduce_named_params and "
+            "param_to_hook_all_reduce out. These parameters are then averaged like the others, to the same values. "
+            "Buckets of another size are bucket_cap_mb; parameters that you average yourself are named in the "
+            "module's _ddp_params_and_buffers_to_ignore"
+        )
 
 
 def check_parameters(named: Mapping[str, torch.Tensor]) -> None:

@@ -17,7 +17,7 @@ from syncengine.lines import print_line
 from syncengine.parallel.model import Model
 from syncengine.parallel.reducer import ModelReducer
 from syncengine.process_end import at_end
-from syncengine.stragglers import PHASES, Late, RankTimes, Stragglers, Verdict, compare
+from syncengine.stragglers import PHASES, RankTimes, Stragglers, Verdict, compare, late_text
 
 LEAST_STEPS = 10  # fewer say nothing: buckets are planned in the first ones
 LEAST_COMPARED = 40  # steps: fewer name nobody
@@ -38,26 +38,14 @@ _TIMES = np.dtype([(name, np.int64) for name in ("before", "forward", "backward"
 
 
 class Numbers(NamedTuple):
-    """The contents of a ``StepTimes``, the engine's record of a model's steps, as arrays."""
+    """The contents of a ``StepTimes``, the engine's record of a model's steps, as arrays and medians."""
 
     steps: int  # steps so far
     bytes: int
     times: Any  # the last steps', an array with the fields of _TIMES
     own_ms: Any  # milliseconds by step, rank and phase; NaN for a rank that had no batch
-
-    @property
-    def step_ms(self) -> float:
-        """The median time of a step, in milliseconds."""
-        return self._median_ms("before", "end")
-
-    @property
-    def wait_ms(self) -> float:
-        """The median time for which this rank waits for averages in a step, in milliseconds."""
-        return self._median_ms("wait", "end")
-
-    def _median_ms(self, begin: str, end: str) -> float:
-        lasted = (self.times[end] - self.times[begin])[(self.times["before"] != 0) & (self.times[begin] != 0)]
-        return float(np.median(lasted)) / 1e6 if len(lasted) else 0.0
+    step_ms: float  # the median time of a step, in milliseconds
+    wait_ms: float  # the median time for which this rank waits for averages in a step, in milliseconds
 
 
 def numbers_of(times: StepTimes) -> Numbers:
@@ -67,7 +55,13 @@ def numbers_of(times: StepTimes) -> Numbers:
     bits = np.array(stamps, dtype="<u8")[..., None].view("<u2")
     own = np.ldexp(bits & 0x7FF, bits >> 11) / 1e3
     own[own.sum(axis=-1) == 0] = np.nan
-    return Numbers(steps, size, last.view(_TIMES)[:, 0], own)
+    table = last.view(_TIMES)[:, 0]
+    return Numbers(steps, size, table, own, _median_ms_since(table, "before"), _median_ms_since(table, "wait"))
+
+
+def _median_ms_since(times: Any, begin: str) -> float:
+    lasted = (times["end"] - times[begin])[(times["before"] != 0) & (times[begin] != 0)]
+    return float(np.median(lasted)) / 1e6 if len(lasted) else 0.0
 
 
 _followed: list[_Followed] = []
@@ -162,7 +156,7 @@ def stragglers_of(reducer: ModelReducer, ranks: list[int]) -> Stragglers:
         "steps": len(numbers.own_ms),
         "step_ms": numbers.step_ms,
         "ranks": found,
-        "verdict": None if late is None else cast(Verdict, vars(late)),
+        "verdict": late,
     }
 
 
@@ -180,8 +174,8 @@ def _late_text(numbers: Numbers, ranks: list[int]) -> str:
     if late is None:
         return ""
     steps = f"the last {len(numbers.own_ms)} steps"
-    return late.text(steps, f"{late.late_ms:.1f} ms (a step takes {numbers.step_ms:.1f} ms)")
+    return late_text(late, steps, f"{late['late_ms']:.1f} ms (a step takes {numbers.step_ms:.1f} ms)")
 
 
-def _compare_numbers(numbers: Numbers, ranks: list[int]) -> tuple[dict[int, RankTimes], Late | None]:
+def _compare_numbers(numbers: Numbers, ranks: list[int]) -> tuple[dict[int, RankTimes], Verdict | None]:
     return compare(numbers.own_ms, ranks, numbers.step_ms, LEAST_COMPARED)

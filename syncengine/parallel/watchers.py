@@ -1,5 +1,6 @@
 """All ``Parallel``s of this process. Sharded optimizers, a layer above, register to be told of their forwards."""
 
+import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -9,20 +10,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 from syncengine.parallel.model import Model
 from syncengine.parallel.rounds import Round
 
-made = 0  # how many there have been
 models: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # as they were made
+model_numbers = itertools.count()  # gives each model its key in ``models``
 forward_watchers: list[Callable[[Any], None]] = []  # called before each forward, and at the begin of join(); may raise
 common: Any = WeakIdKeyDictionary()  # parameters that lie in memory that all ranks share
 _followers: weakref.WeakKeyDictionary[Model, list[weakref.WeakMethod[Callable[[Round], None]]]] = (
     weakref.WeakKeyDictionary()
 )
-
-
-def register(model: Any) -> None:
-    """Adds a wrapper to ``models``."""
-    global made
-    models[made] = model
-    made += 1
 
 
 def take_part(model: Model, follow: Callable[[Round], None]) -> int:

@@ -54,7 +54,7 @@ from syncengine.parallel.summary import follow
 from syncengine.parallel.sync_batch_norm import adopt_sync_batch_norm, check_exchange
 from syncengine.parallel.tools import ForTools
 from syncengine.parallel.uneven import UnevenInputs
-from syncengine.parallel.watchers import common, forward_watchers, register
+from syncengine.parallel.watchers import common, forward_watchers, model_numbers, models
 from syncengine_autoload import SERVED_BY
 
 # Attributes that are made anew for a copy of the wrapper.
@@ -183,9 +183,8 @@ class Parallel(ForTools):
 
     def _compose(self, hooks: Sequence[tuple[Any, Any]] = (), number: int | None = None) -> None:
         """Makes the parts for the present group of ranks, with these communication hooks. ``number``: see Planning."""
-        if Step.now is not None and Step.now.model is self:
-            Step.now.drop()
-        register(self)
+        drop_open_step(self)
+        models[next(model_numbers)] = self
         if not hooks and self._precision is not None and self._precision.compress is not None:
             hooks = [(self._precision.compress, None)]
         named = named_parameters(self.module, self.parameters_to_ignore)

@@ -30,8 +30,8 @@ def _gains(of: Analysis) -> Iterator[tuple[float, str]]:
             "OMP_NUM_THREADS) on a host than it has processor cores, since they take turns.",
         )
     elif of.late is not None:
-        remedy = WHERE[of.late.phase].partition(": ")[2]
-        yield of.late.late_ms, f"Make rank {of.late.rank} as fast as the others: {remedy}."
+        remedy = WHERE[of.late["phase"]].partition(": ")[2]
+        yield of.late["late_ms"], f"Make rank {of.late['rank']} as fast as the others: {remedy}."
     if of.overlap:
         worst = max(of.overlap.values(), key=lambda o: o.exposed)
         last = min(1.0, (1 << 20) / max(1, of.reduced_bytes)) * worst.reducing  # of a bucket of 1 MiB
@@ -103,7 +103,7 @@ def compare_verdict(before: Analysis, after: Analysis) -> str:
     if (before.model, before.ranks.keys()) != (after.model, after.ranks.keys()):
         models = [f"{of.model} on {len(of.ranks)} rank{'s' * (len(of.ranks) > 1)}" for of in (before, after)]
         said = f"Not the same is compared: {models[0]}, then {models[1]}. "
-    if after.missing or (after.late and (before.late is None or before.late.rank != after.late.rank)):
+    if after.missing or (after.late and (before.late is None or before.late["rank"] != after.late["rank"])):
         said += f"{after.verdict} "
     step, *others = changes(before, after)
     if abs(step.ratio) < 0.02:

@@ -8,7 +8,7 @@ from statistics import median
 
 from syncengine.errors import name_ranks
 from syncengine.report.steps import Reduction, Step, reductions_of, steps_of
-from syncengine.stragglers import Late, compare
+from syncengine.stragglers import Verdict, compare, late_text
 from syncengine.tracing import Kind, Phase, Trace
 from syncengine.tracing.perfetto import caveats
 
@@ -66,7 +66,7 @@ class Analysis:
     steps: int
     step_ms: float
     reduced_bytes: int  # bytes a step
-    late: Late | None
+    late: Verdict | None
     ranks: dict[int, OfRank]
     exposed_buckets: list[ExposedBucket]  # the most exposed one first
     copied_bytes: dict[str, float]  # bytes a step by reason, on the rank that copies most
@@ -104,7 +104,7 @@ class Analysis:
                 "part perhaps the wait for a rank that is late."
             )
         if self.late is not None:
-            text = self.late.text("the steps", ms_text(self.late.late_ms))
+            text = late_text(self.late, "the steps", ms_text(self.late["late_ms"]))
             return f"{text[0].upper()}{text[1:]}."
         if percent <= 5:
             return f"No rank is late, and e{takes}: the rest is the model's own."

@@ -36,17 +36,10 @@ def page_of(analyses: Sequence[Analysis], directories: Sequence[Path]) -> str:
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters.update(ms=ms_text, percent=lambda part: f"{100 * part:.0f} %")
     template = environment.from_string(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
+    traces = zip(analyses, directories, ("before", "after"), pictures.draw(analyses), strict=False)
     halves = [
-        {
-            "of": of,
-            "where": where,
-            "name": name,
-            "advice": advise(of),
-            "pictures": drawn,
-        }
-        for of, where, name, drawn in zip(
-            analyses, directories, ("before", "after"), pictures.draw(analyses), strict=False
-        )
+        {"of": of, "where": where, "name": name, "advice": advise(of), "pictures": drawn}
+        for of, where, name, drawn in traces
     ]
     compared = {"verdict": compare_verdict(*analyses), "changes": changes(*analyses)} if len(analyses) > 1 else None
     return template.render(halves=halves, compared=compared, reasons=REASONS, most_ranks=RANKS_SHOWN)

@@ -43,9 +43,7 @@ def steps_of(trace: Trace) -> tuple[str, dict[int, dict[int, Step]]]:
 def _steps(events: Sequence[Event], model: str) -> dict[int, Step]:
     begins = [event.begin for event in events]
     steps = {}
-    for mark in events:
-        if mark.kind != Kind.STEP or mark.text != model:
-            continue
+    for mark in (event for event in events if event.kind == Kind.STEP and event.text == model):
         within = events[bisect_left(begins, mark.begin) : bisect_left(begins, mark.end)]
         phases, own, computed = dict.fromkeys(Phase, 0.0), [0.0] * len(PHASES), mark.end
         for event in within:

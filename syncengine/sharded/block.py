@@ -37,6 +37,8 @@ class Block:
             undoing.callback(memories.__delitem__, slice(len(memories), None))
             self.weights = SharedWeights(host, named, memories)
             undoing.callback(self.weights.unload)
+            self.weights.give()
+            self.weights.take()
             sizes = [(member.parameter.numel(), member.parameter.element_size()) for member in members]
             slices = (cut_elements if cuts else deal_whole)(sizes, host.size)[host.rank]
             error = ""

@@ -41,7 +41,7 @@ class Claim:
 
 
 _claims: Any = WeakIdKeyDictionary()  # by parameter
-_installed = False
+_register_once = functools.cache(register_optimizer_step_pre_hook)
 _torn = False
 _guarded: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # modules with claimed parameters in them, or below
 
@@ -53,10 +53,7 @@ def any_torn() -> bool:
 
 def claim(parameter: torch.nn.Parameter, name: str, by: SharedWeights) -> Claim:
     """Notes that ``parameter`` lies in shared memory from now on."""
-    global _installed
-    if not _installed:
-        _installed = True
-        register_optimizer_step_pre_hook(_refuse_plain_optimizers)
+    _register_once(_refuse_plain_optimizers)
     made = _claims[parameter] = Claim(parameter, name, by)
     return made
 

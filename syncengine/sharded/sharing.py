@@ -2,7 +2,7 @@
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from operator import is_, itemgetter
 from typing import Any
@@ -101,7 +101,7 @@ class Sharing:
         All ranks call it for a model that has parameters of ``groups``. ``in_step``: a step that only makes state moves
         nothing, since each rank makes that state for itself.
         """
-        names = {id(p): n for n, p in zip(model._model.names, model._model.parameters, strict=True)}
+        names = model._model.by_id
         has_some = any(id(parameter) in names for group in groups for parameter in group["params"])
         if has_some and any_torn():
             check_not_torn(model.module.parameters())
@@ -200,7 +200,17 @@ class Sharing:
                 f"parameter {name} is not in the group any more in which it was shared: to change groups, release() "
                 "this ShardedOptimizer and make another one"
             )
-        return self.written() or self._coupling(groups) or _why_not_averages(self.models)
+        return self.written() or self._coupling(groups) or self._why_not_averages()
+
+    def _why_not_averages(self) -> str:
+        """A text that says why gradients of one of the models are not averages; or an empty text."""
+        for known in self.models:
+            if (model := known()) is None or not model.reducer.reduces:
+                continue
+            reason = model.reducer.not_averaged()
+            if reason and any(parameter.grad is not None for parameter in model._module_parameters):
+                return f"the gradients of {type(model.module).__name__} are not averages: {reason}"
+        return ""
 
     # --- The end of sharing
 
@@ -230,14 +240,3 @@ class Sharing:
                 "shared: they stay in memory that other ranks may write to",
                 stacklevel=2,
             )
-
-
-def _why_not_averages(models: Iterable[Callable[[], Parallel | None]]) -> str:
-    """A text that says why gradients of one of the models are not averages; or an empty text."""
-    for known in models:
-        if (model := known()) is None or not model.reducer.reduces:
-            continue
-        reason = model.reducer.not_averaged()
-        if reason and any(parameter.grad is not None for parameter in model._module_parameters):
-            return f"the gradients of {type(model.module).__name__} are not averages: {reason}"
-    return ""

@@ -31,23 +31,16 @@ class SharedWeights:
     """Parameters in common memory. Keeps their versions as of this rank's last look, to notice writes to them since."""
 
     def __init__(self, host: Host, named: Sequence[Named], memories: list[CommonMemory]) -> None:
-        """Adds the memory of the parameters to ``memories``, all of which a failure makes private."""
+        """Makes common memory, for ``give()`` to fill and add to ``memories``, all of which a failure makes private."""
         self._host = host
         self._memories = memories
         self.named = list(named)
         self.parameters = [parameter for _, parameter in named]
         self.loaded = False  # load_state_dict() has put them into private memory, for the next step to share
-        self.watched = WatchedWeights(self.parameters)
         self._layouts = [Layout.of(parameter) for parameter in self.parameters]
         self.memory = create_common(host, "ShardedOptimizer: the weights", size_of(self._layouts))
         self._common = tensors_in(self.memory, self._layouts)
         self._addresses = [memory.data_ptr() for memory in self._common]
-        try:
-            self.give()
-            self.take()
-        except BaseException:
-            self.unload()
-            raise
 
     def give(self) -> None:
         """Copies the parameters' values into common memory, from the host's first rank. All ranks call it.

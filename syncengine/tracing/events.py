@@ -250,17 +250,14 @@ def _align(ranks: dict[int, RankTrace]) -> tuple[dict[int, int], dict[int, float
         return offsets, uncertainty
     passed = {host: _passes(of_ranks) for host, of_ranks in hosts.items()}
     for host in others:
-        most, least = math.inf, -math.inf  # of this host's clock less the first's
-        for operation, (announced, scheduled) in passed[host].items():
-            theirs = passed[first].get(operation)
-            if theirs is not None:
-                most = min(most, scheduled - theirs[0])
-                least = max(least, announced - theirs[1])
-        if math.isinf(most) or math.isinf(least):
+        common = passed[host].keys() & passed[first].keys()
+        if not common:
             here, there = hosts[first][0].about, hosts[host][0].about
             offsets[host] = there["epoch_ns"] - there["clock_ns"] - here["epoch_ns"] + here["clock_ns"]
             uncertainty[host] = math.inf
-        else:
+        else:  # bounds of this host's clock less the first's
+            most = min(passed[host][operation][1] - passed[first][operation][0] for operation in common)
+            least = max(passed[host][operation][0] - passed[first][operation][1] for operation in common)
             offsets[host] = -round((most + least) / 2)
             uncertainty[host] = max((most - least) / 2, 1.0)
     return offsets, uncertainty
