@@ -10,7 +10,7 @@ from pool import RankPool, run_on_ranks
 from torch import nn
 
 import syncengine
-from syncengine.errors import InvalidUsage, Mismatch
+from syncengine.errors import Mismatch
 from syncengine.parallel.audit import _checksums, _who_differs
 
 
@@ -125,18 +125,6 @@ def test_a_comparison_is_one_operation(every: int, world: int):
         counted = {name: after[name] - before[name] for name in ("operations", "staged_bytes", "messages")}
         assert counted == {"operations": int(due), "staged_bytes": 8 * 10 * due, "messages": 0}, i
         loss.backward()
-
-
-@run_on_ranks()
-def test_ranks_that_ask_for_different_audits_hear_of_it():
-    with pytest.raises(Mismatch, match=r"(?s)(?=.*audit=5)(?=.*audit=6)"):
-        syncengine.Parallel(Mlp(), audit=5 + syncengine.rank())
-
-
-@pytest.mark.parametrize("audit", [-1, 2.0, True, "5", None])
-def test_what_is_no_number_of_steps_is_refused(audit: Any):
-    with pytest.raises(InvalidUsage, match="audit="):
-        syncengine.Parallel(nn.Linear(2, 2), audit=audit)
 
 
 @pytest.mark.parametrize(

@@ -7,34 +7,19 @@ at home: see the fixture `kinds_of_buckets`.
 import contextlib
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
-import test_parallel_faults
 import torch
-import torch.distributed as dist
 from flat import flat, flat_buckets
 from marks import mostly_nightly
 from parallel_models import CAP, Run, assert_averages, backwards, data, different_bits, small, train
 from pool import run_on_ranks
 from test_parallel_weights import errors_against_all_samples
-from test_torch_comm_hooks import with_hook
+from test_torch_comm_hooks import TORCH_HOOKS, plain, with_hook
 from torch.nn.parallel.distributed import _MixedPrecision
 
 import syncengine
 from syncengine.errors import InvalidUsage
-
-RUNS = [
-    Run(),
-    Run(dtype=torch.bfloat16, optimizer="adamw", accumulate=3, set_to_none=False),
-    Run(dtype=torch.float64, options=(("bucket_cap_mb", 0.5),)),
-    Run(model="conv"),
-    Run(model="tied", accumulate=2),
-    Run(model="mixed", dtype=None),
-    Run(options=(("find_unused_parameters", True),)),
-    Run(options=(("static_graph", True),)),
-    Run(options=(("gradient_as_bucket_view", True), ("bucket_cap_mb", 0.5))),
-]
 
 
 def check_in_place(run: Callable[[], list[torch.Tensor]]) -> None:
@@ -48,14 +33,24 @@ def check_in_place(run: Callable[[], list[torch.Tensor]]) -> None:
 @pytest.mark.parametrize("world", mostly_nightly([3, 4], 0))
 @run_on_ranks()
 def test_rank_order_has_the_bits_of_buckets_in_place(world: int):
-    for run in (*RUNS, Run(dtype=torch.float16)):
+    for run in (
+        Run(),
+        Run(dtype=torch.float16),
+        Run(dtype=torch.bfloat16, optimizer="adamw", accumulate=3, set_to_none=False),
+        Run(dtype=torch.float64, options=(("bucket_cap_mb", 0.5),)),
+        Run(model="conv"),
+        Run(model="tied", accumulate=2),
+        Run(model="mixed", dtype=None),
+        Run(options=(("find_unused_parameters", True),)),
+        Run(options=(("static_graph", True),)),
+        Run(options=(("gradient_as_bucket_view", True), ("bucket_cap_mb", 0.5))),
+    ):
         check_in_place(lambda run=run: train(syncengine.Parallel, run))
 
 
-HOOKS: dict[str, Callable[[Any], None]] = {
-    "native all-reduce": lambda model: model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE),
-    "native fp16": lambda model: model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS),
-    "bf16": lambda model: model.register_comm_hook(None, syncengine.hooks.bf16_compress),
+HOOKS = {
+    **{name: TORCH_HOOKS[name] for name in ("native all-reduce", "native fp16")},
+    "bf16": plain(syncengine.hooks.bf16_compress),
     "mixed precision": lambda model: None,
 }
 
@@ -88,7 +83,6 @@ def test_compression_may_come_when_buckets_are_there():
     check_in_place(compress_from_the_third_step_on)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("numerics", mostly_nightly(["rank_order", "ring"], 0))
 @run_on_ranks(world=3)
 def test_weights(numerics: str):
@@ -111,12 +105,6 @@ def test_a_kept_gradient_does_not_change():
         for grad in kept:
             grad.detach_()
             assert grad.untyped_storage().nbytes() == grad.nbytes
-
-
-@pytest.mark.thorough
-@run_on_ranks(gloo=True)
-def test_an_error_in_backward_reaches_all_ranks():
-    flat(test_parallel_faults.test_an_error_in_backward_reaches_all_ranks.on_ranks, 2, "layers")
 
 
 @run_on_ranks(gloo=True)

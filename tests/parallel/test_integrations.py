@@ -27,8 +27,8 @@ def prepare(wrapper: nn.Module) -> None:
     wrapper.reducer.prepare_for_backward([])
 
 
-class Inside(nn.Module):
-    """Under Lightning's manual optimization all of a step is in the forward, which ends with synchronization off."""
+class Redirected(nn.Module):
+    """Lightning redirects a forward to its step, which ends with synchronization off. Here backward comes behind it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,10 +41,6 @@ class Inside(nn.Module):
         out = self.step(wrapper, *arguments)
         wrapper.require_backward_grad_sync = False
         return out
-
-
-class Redirected(Inside):
-    """Its backward comes behind the forward."""
 
     def step(self, wrapper: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return self.inner(x)
@@ -73,8 +69,8 @@ def test_lightnings_manual_optimization(world: int):
     both(Redirected, step)
 
 
-class StepsInside(Inside):
-    """Several backwards, also under no_sync."""
+class StepsInside(Redirected):
+    """Manual optimization has several backwards in a step, also under no_sync."""
 
     def backward(self, loss: torch.Tensor, synchronize: bool = True, **options: Any) -> None:
         if synchronize:
@@ -178,7 +174,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> l
     return [*gradients(model), *(t.clone() for t in model.state_dict().values())]
 
 
-@pytest.mark.thorough
 @run_on_ranks(gloo=True)
 def test_state_dicts_are_those_of_ddp():
     full = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)

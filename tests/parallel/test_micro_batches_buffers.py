@@ -10,23 +10,14 @@ from marks import mostly_nightly
 from pool import RankFailure, RankPool
 from random_layers import Layer
 from test_micro_batches import loader, plain_batches, tree
+from test_micro_batches_left import small, train_on
 from torch import nn
+from torch.nn import Buffer
 from torch.nn.utils.parametrizations import spectral_norm
 
 import syncengine
 
 TOTAL, STEPS = 6, 4
-
-
-class WithBuffers(Layer):
-    """A layer whose forward reads and writes these buffers; `not_saved` is in no state_dict."""
-
-    def __init__(
-        self, forward: Callable[..., torch.Tensor], not_saved: str = "", **buffers: torch.Tensor | None
-    ) -> None:
-        super().__init__(forward)
-        for name, buffer in buffers.items():
-            self.register_buffer(name, buffer, persistent=name != not_saved)
 
 
 def counting(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -64,6 +55,12 @@ def growing(self: Any, x: torch.Tensor) -> torch.Tensor:
     return x + self.cache[: x.shape[1]]
 
 
+def growing_layer() -> nn.Module:
+    layer = Layer(growing)
+    layer.register_buffer("cache", None, persistent=False)
+    return layer
+
+
 def late(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Registers its buffer when it is first called, and removes it when it is called with it."""
     if hasattr(self, "seen"):
@@ -81,24 +78,19 @@ def norm(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 KINDS: dict[str, Callable[[], nn.Module]] = {
     "spectral": lambda: spectral_norm(nn.Linear(8, 8)),
-    "counting": lambda: WithBuffers(counting, "zeros", calls=torch.zeros((), dtype=torch.int64), zeros=torch.zeros(2)),
-    "running": lambda: WithBuffers(running, mean=torch.zeros(8)),
-    "functional": lambda: WithBuffers(functional, both=torch.stack((torch.zeros(8), torch.ones(8)), 1)),
-    "written": lambda: WithBuffers(written, mean=torch.zeros(8), variance=torch.ones(8)),
-    "growing": lambda: WithBuffers(growing, "cache", cache=None),
+    "counting": lambda: Layer(counting, calls=Buffer(torch.tensor(0)), zeros=Buffer(torch.zeros(2), persistent=False)),
+    "running": lambda: Layer(running, mean=Buffer(torch.zeros(8))),
+    "functional": lambda: Layer(functional, both=Buffer(torch.stack((torch.zeros(8), torch.ones(8)), 1))),
+    "written": lambda: Layer(written, mean=Buffer(torch.zeros(8)), variance=Buffer(torch.ones(8))),
+    "growing": growing_layer,
     "late": lambda: Layer(late),
     "norm": lambda: Layer(norm, norm=nn.BatchNorm1d(8)),
     "cumulative": lambda: Layer(norm, norm=nn.BatchNorm1d(8, momentum=None)),
 }
 
 
-class Net(nn.Module):
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.stem, self.middle, self.head = nn.Linear(8, 8), KINDS[kind](), nn.Linear(8, 1)
-
-    def forward(self, ids: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-        return self.head(self.middle(self.stem(noise)).tanh()).square().mean()
+def loss_of(self: Any, ids: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    return self.head(self.middle(self.stem(noise)).tanh()).square().mean()
 
 
 def bits(net: nn.Module) -> dict[str, bytes]:
@@ -106,10 +98,10 @@ def bits(net: nn.Module) -> dict[str, bytes]:
     return {name: bytes(t.detach().contiguous().reshape(-1).view(torch.uint8).tolist()) for name, t in named}
 
 
-def start(kind: str) -> tuple[Net, torch.optim.Optimizer]:
+def start(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.set_num_threads(1)
     torch.manual_seed(7)
-    net = Net(kind)
+    net = Layer(loss_of, stem=nn.Linear(8, 8), middle=KINDS[kind](), head=nn.Linear(8, 1))
     return net, torch.optim.AdamW(net.parameters(), lr=1e-2)
 
 
@@ -173,15 +165,10 @@ def large(writes: str) -> float:
             self.table = self.table + 1
         return self.linear(x) * (1 + self.table[0, 0])
 
-    torch.manual_seed(0)
-    net = WithBuffers(forward, table=torch.zeros(4100, 1024))
-    net.linear = nn.Linear(4, 1)
-    model = syncengine.Parallel(net)
-    data = torch.utils.data.DataLoader(torch.randn(64, 4), 2, drop_last=True)
-    batches = syncengine.micro_batches(model, data, total=4)
+    net = Layer(forward, table=Buffer(torch.zeros(4100, 1024)), linear=nn.Linear(4, 1))
+    model, _, batches = small(net)
     for _ in range(2):
-        for _, x in batches:
-            model(x).square().mean().backward()
+        train_on(model, batches)
         model.zero_grad()
     return net.table[0, 0].item()
 

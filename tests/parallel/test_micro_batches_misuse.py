@@ -48,10 +48,6 @@ def under(setting: Callable[[Any], Any], value: Any, usual: Any) -> None:
         setting(usual)
 
 
-def threads() -> None:
-    under(torch.set_num_threads, 1 + syncengine.rank(), 1)
-
-
 def ring() -> None:
     syncengine.shutdown()
     syncengine.init(numerics="ring")
@@ -64,13 +60,19 @@ def optimizer_in_backward() -> None:
     syncengine.micro_batches(model, loader(), total=4)
 
 
-def too_few_on_one_rank() -> None:
-    batches_of(total=60 if syncengine.rank() else 4)
+def begins(enter: Callable[[Any], Any]) -> None:
+    """A step begins after what `enter` does to the model, and in the context that it may return."""
+    model, batches = batches_of()
+    with enter(model) or contextlib.nullcontext():
+        next(iter(batches))
 
 
 MISUSES: dict[str, tuple[str, Callable[[], Any]]] = {
     "too_few": ("total=1 micro-batches are too few for 2 ranks", partial(batches_of, total=1)),
-    "too_few_on_one_rank": ("the loader has 50 batches, fewer than the total=60", too_few_on_one_rank),
+    "too_few_on_one_rank": (
+        "the loader has 50 batches, fewer than the total=60",
+        lambda: batches_of(total=60 if syncengine.rank() else 4),
+    ),
     "unlike_sizes": ("different sizes, 2 to 4 samples", partial(of_loader, batch_size=4)),
     "own_generator": (
         "has a generator of its own",
@@ -82,7 +84,7 @@ MISUSES: dict[str, tuple[str, Callable[[], Any]]] = {
     ),
     "sampler_with_a_state": ("gives another order each time", partial(of_loader, sampler=Turning(range(150)))),
     "iterable": ("Iterable is an IterableDataset, whose samples have no numbers", partial(of_loader, Iterable())),
-    "threads": (r"threads=.*rank 1 has \[threads=2\]", threads),
+    "threads": (r"threads=.*rank 1 has \[threads=2\]", lambda: under(torch.set_num_threads, 1 + syncengine.rank(), 1)),
     "flushed": ("set_flush_denormal", partial(under, torch.set_flush_denormal, True, False)),
     "sync_batch_norm": (
         "module 0 is a SyncBatchNorm.*use BatchNorm",
@@ -90,6 +92,13 @@ MISUSES: dict[str, tuple[str, Callable[[], Any]]] = {
     ),
     "ring": ("without numerics='ring'", ring),
     "optimizer_in_backward": ("by no optimizer in backward", optimizer_in_backward),
+    "comm_hook": (
+        "nor with a communication hook",
+        partial(begins, lambda model: model.register_comm_hook(None, syncengine.hooks.bf16_compress)),
+    ),
+    "in_join": ("works neither in join", partial(begins, lambda model: model.join())),
+    "weighted": ("nor with a communication hook or weight", partial(begins, lambda model: model.weight(2))),
+    "all_under_no_sync": ("not to be under no_sync", partial(begins, lambda model: model.no_sync())),
 }
 
 
@@ -108,36 +117,12 @@ def train(model: Any, batches: Any) -> None:
         model(*batch).backward()
 
 
-@misuse("nor with a communication hook")
-def comm_hook(model: Any, batches: Any) -> None:
-    model.register_comm_hook(None, syncengine.hooks.bf16_compress)
-    next(iter(batches))
-
-
-@misuse("works neither in join")
-def in_join(model: Any, batches: Any) -> None:
-    with model.join():
-        next(iter(batches))
-
-
-@misuse("nor with a communication hook or weight")
-def weighted(model: Any, batches: Any) -> None:
-    model.weight(2)
-    next(iter(batches))
-
-
 @misuse("weight\\(\\) has no meaning within micro_batches")
 def weighted_within(model: Any, batches: Any) -> None:
     for i, batch in batches:
         if i % 2:  # the last of a rank
             model.weight(2)
         model(*batch).backward()
-
-
-@misuse("not to be under no_sync")
-def all_under_no_sync(model: Any, batches: Any) -> None:
-    with model.no_sync():
-        train(model, batches)
 
 
 @misuse("are not to be under no_sync")

@@ -71,7 +71,6 @@ def train_as_ddp(arrangements: tuple[Callable[..., None], ...], branch: Callable
 IN_BACKWARD = (steps_by_hook, steps_fused, steps_applied)
 
 
-@pytest.mark.thorough
 @run_on_ranks(gloo=True)
 def test_optimizers_in_backward_step_parameters_that_only_others_have_used():
     train_as_ddp(IN_BACKWARD, lambda i: syncengine.rank() == i % 2, find_unused_parameters=True)

@@ -73,7 +73,6 @@ def assert_same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
     assert all(same_bits(mine, other) for mine, other in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.thorough
 @run_on_ranks(gloo=True)
 def test_the_first_forward_may_be_one_for_inference():
     """As in Lightning's sanity check. What it leaves must serve training."""
@@ -150,46 +149,36 @@ STATES: dict[str, State] = {
 }
 
 
-def trained(wrap: Any, hook: Callable[..., Any] | None = None, **options: Any) -> Iterator[Any]:
-    model = wrap(Counted(), **options)
-    if hook:
-        model.register_comm_hook(None, hook)
-    yield
-    yield train(model)
-
-
-def joined(wrap: Any) -> Iterator[Any]:
-    model = wrap(Counted())
-    yield
+def train_joined(model: nn.Module) -> list[torch.Tensor]:
     with model.join():
         for i in range(3 + syncengine.rank()):
             model(batch(i)).square().mean().backward()
-    yield [*gradients(model), *(t.clone() for t in model.state_dict().values())]
+    return [*gradients(model), *(t.clone() for t in model.state_dict().values())]
 
 
-WAYS: dict[str, Any] = {
-    "plain": trained,
-    "unused": partial(trained, find_unused_parameters=True),
-    "static": partial(trained, static_graph=True),
-    "joined": joined,
-    "hooked": partial(trained, hook=default_hooks.allreduce_hook),
-    "compressed": partial(trained, hook=default_hooks.fp16_compress_hook),
+# The wrapper's options in each way to train, and the communication hook.
+WAYS: dict[str, tuple[dict[str, bool], Callable[..., Any] | None]] = {
+    "plain": ({}, None),
+    "unused": ({"find_unused_parameters": True}, None),
+    "static": ({"static_graph": True}, None),
+    "joined": ({}, None),
+    "hooked": ({}, default_hooks.allreduce_hook),
+    "compressed": ({}, default_hooks.fp16_compress_hook),
 }
 
 
-def run(wrap: Any, way: str, state: str | None = None) -> Any:
+def run(wrap: Any, way: str, state: str | None = None) -> list[torch.Tensor]:
     """What training leaves that runs in a state: at construction, or all the time."""
     enter = STATES[state] if state else contextlib.nullcontext
-
-    def made(module: nn.Module, **options: Any) -> nn.Module:
-        with enter():
-            return wrap(module, **options)
-
+    options, hook = WAYS[way]
     torch.manual_seed(0)
-    steps = WAYS[way](made)
-    next(steps)
+    module = Counted()
+    with enter():
+        model = wrap(module, **options)
+    if hook:
+        model.register_comm_hook(None, hook)
     with contextlib.nullcontext() if state and state.endswith("at construction") else enter():
-        return next(steps)
+        return train_joined(model) if way == "joined" else train(model)
 
 
 @pytest.mark.thorough

@@ -11,6 +11,7 @@ import pytest
 import torch
 from parallel_models import both, data, outcome
 from pool import RankPool, run_on_ranks
+from random_layers import Layer
 from torch import nn
 from torch_versions import since_2_13
 
@@ -35,18 +36,17 @@ def test_a_buffer_that_nothing_can_be_copied_into_is_named():
         syncengine.Parallel(module)
     module.mask = torch.arange(5).expand(1, -1)  # shares nothing
     syncengine.Parallel(module)
+    model = syncengine.Parallel(kept())
+    model(data()).backward()
+    if syncengine.rank() == 1:
+        model.module.b.data = torch.ones(1).expand(SMALL)
+    with pytest.raises(SyncError, match=r"b of shape \(6,\) and strides \(0,\)"):
+        model(data()).backward()
 
 
-class Scaled(nn.Module):
-    """Backward needs the buffer as it was in forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(24, 24)
-        self.register_buffer("scale", torch.ones(24))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x) * self.scale
+def scaled() -> nn.Module:
+    """A layer whose backward needs the buffer as it was in forward."""
+    return Layer(lambda self, x: self.linear(x) * self.scale, linear=nn.Linear(24, 24), scale=nn.Buffer(torch.ones(24)))
 
 
 @since_2_13
@@ -56,7 +56,7 @@ def test_a_buffer_that_backward_needs_may_be_synchronized_before():
         for _ in range(2):
             sum(model(data(i)).square().sum() for i in range(2)).backward()
 
-    both(Scaled, step)
+    both(scaled, step)
 
 
 @pytest.mark.parametrize("copied", [False, True])
@@ -76,7 +76,7 @@ def test_one_rank_may_have_more_micro_batches(copied: bool):
             sum(losses[-1 - syncengine.rank() :]).backward()
         return losses
 
-    both(lambda: nn.Sequential(Scaled(), nn.BatchNorm1d(24), nn.Linear(24, 2)), step)
+    both(lambda: nn.Sequential(scaled(), nn.BatchNorm1d(24), nn.Linear(24, 2)), step)
 
 
 Change = Callable[[nn.Module], Any]
@@ -151,7 +151,6 @@ def buffers_after(model: nn.Module, change: Change) -> list[torch.Tensor]:
     return seen
 
 
-@pytest.mark.thorough
 @since_2_13
 @run_on_ranks(world=3, gloo=True, settings=RING)
 def test_buffers_may_change_their_memory():
@@ -290,16 +289,6 @@ def test_buffers_that_share_memory_on_one_rank_alone_are_named(pool: RankPool, a
     assert [kind for kind, _ in told] == ["Mismatch"] * 2
     named = [re.search(r"Parallel\(Kept\).*b: .*shares memory with c", text) for _, text in told]
     assert all(named) if at_construction else any(named)
-
-
-@run_on_ranks()
-def test_a_buffer_that_nothing_can_be_copied_into_any_more_is_named():
-    model = syncengine.Parallel(kept())
-    model(data()).backward()
-    if syncengine.rank() == 1:
-        model.module.b.data = torch.ones(1).expand(SMALL)
-    with pytest.raises(SyncError, match=r"b of shape \(6,\) and strides \(0,\)"):
-        model(data()).backward()
 
 
 @run_on_ranks()

@@ -93,7 +93,6 @@ def test_the_copy_of_a_compiled_model_calls_its_own_module(world: int, tmp_path:
     dist.destroy_process_group()
 
 
-@pytest.mark.thorough
 @run_on_ranks(spawned=True, world=4, settings=None)
 def test_models_of_a_default_group_of_some_ranks_are_copied(tmp_path: Path):
     """torch's default group has fewer ranks than the default communicator, or is given by name."""
@@ -118,8 +117,6 @@ def test_models_of_a_default_group_of_some_ranks_are_copied(tmp_path: Path):
 
 @run_on_ranks(spawned=True, settings=None)
 def test_the_default_group_of_the_backend_is_a_default_communicator():
-    with pytest.raises(InvalidUsage, match=r"call syncengine\.init\(\) first"):
-        syncengine.rank()
     init_process_group("syncengine")
     assert not syncengine.is_initialized()
     assert (syncengine.rank(), syncengine.world_size()) == (dist.get_rank(), 2)
@@ -141,9 +138,8 @@ def test_a_copy_made_within_no_sync_is_synchronized():
     model = make()
     expected = step(model)
     with model.no_sync():
-        twin = copy.deepcopy(model)
-        again = pickle.loads(pickle.dumps(model))
-    for each in (twin, again, model):
+        twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    for each in (*twins, model):
         assert not different_bits(step(each), expected)
 
 

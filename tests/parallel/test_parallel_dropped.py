@@ -15,51 +15,42 @@ from torch import nn
 import syncengine
 from syncengine.errors import Aborted, SyncError
 
-AFTER = r"backward of Parallel\(Linear\) raised after its averages were complete"
+AFTER = r"backward of Parallel\(Raising\) raised after its averages were complete"
 
 
-class RaisingHook:
-    """On a parameter; it raises while `bad`."""
-
-    def __init__(self, parameter: torch.Tensor) -> None:
-        self.bad = False
-        parameter.register_post_accumulate_grad_hook(self.run)
-
-    def run(self, parameter: torch.Tensor) -> None:
-        if self.bad:
-            raise Bad("in a hook")
+def raising_behind() -> Raising:
+    """A model that raises "behind" its averages, too: in a hook on a parameter."""
+    module = Raising()
+    module.first.weight.register_post_accumulate_grad_hook(lambda _: module.raise_at("behind"))
+    return module
 
 
 @pytest.mark.parametrize("with_hook", [False, True])
 @run_on_ranks()
 def test_averages_that_one_rank_has_dropped_are_noticed(with_hook: bool):
-    """A hook on a parameter raises on rank 1 when all averages are there, and the error is caught."""
-    module = nn.Linear(24, 2)
-    model = syncengine.Parallel(module)
+    """Rank 1 raises when all averages are there, and the error is caught."""
+    model = syncengine.Parallel(raising_behind())
     if with_hook:
         model.register_comm_hook(None, average)
-    hook = RaisingHook(module.weight)
     model(data()).sum().backward()
-    hook.bad = syncengine.rank() == 1
+    model.module.where = "behind" if syncengine.rank() == 1 else ""
     with pytest.raises(SyncError, match=rf"rank 1: {AFTER}"):
         for _ in range(2):
             with contextlib.suppress(Bad):
                 model(data()).sum().backward()
-            hook.bad = False
+            model.module.where = ""
 
 
 @pytest.mark.parametrize("late_in_backward", [[], [0], [0, 1]], ids=str)
 @run_on_ranks()
 def test_averages_that_all_ranks_have_dropped_cost_a_step(late_in_backward: list[int]):
     """All ranks fail, some in backward, before the averages are there, and some in a hook, behind them."""
-    module = Raising()
+    module = raising_behind()
     model = syncengine.Parallel(module)
-    hook = RaisingHook(module.first.weight)
+    in_backward = syncengine.rank() in late_in_backward
     for i in range(6):
         fails = i in (1, 2, 4)
-        in_backward = syncengine.rank() in late_in_backward
-        module.where = "late" if fails and in_backward else ""
-        hook.bad = fails and not in_backward
+        module.where = ("late" if in_backward else "behind") if fails else ""
         module.zero_grad()
         raised = Bad if in_backward or not late_in_backward else Aborted  # hooks run behind averages
         with pytest.raises(raised) if fails else contextlib.nullcontext():
@@ -72,16 +63,13 @@ def test_averages_that_all_ranks_have_dropped_cost_a_step(late_in_backward: list
 @pytest.mark.parametrize("in_hook", [[], [0], [0, 1]], ids=str)
 @run_on_ranks(settings={"timeout": 20.0})
 def test_who_raises_behind_a_step_that_all_have_dropped_is_named(in_hook: list[int], steps: int):
-    module = Raising()
+    module = raising_behind()
     model = syncengine.Parallel(module)
-    hook = RaisingHook(module.first.weight)
     rank = syncengine.rank()
+    module.where = "behind" if rank in in_hook else "late"
     for i in range(steps):
-        hook.bad = rank in in_hook
-        module.where = "" if hook.bad else "late"
         with pytest.raises((Bad, Aborted)):
             model(data(i)).sum().backward()
-    hook.bad = False
     module.where = "forward" if rank == 1 else ""
     own = "" if rank == 1 else "rank 1 raised in forward: Bad: "
     with pytest.raises(Bad if rank == 1 else Aborted, match=f"^{own}the batch is bad: forward$"):
@@ -108,11 +96,10 @@ def test_a_model_is_wrapped_behind_a_step_that_all_have_lost():
 @run_on_ranks()
 def test_a_step_that_all_lose_hides_none_that_one_has_lost():
     """Rank 0 has lost a step that the others have made; the next one all lose."""
-    model = syncengine.Parallel(nn.Linear(24, 2))
-    hook = RaisingHook(model.module.weight)
+    model = syncengine.Parallel(raising_behind())
     with pytest.raises(SyncError, match=rf"rank 0: {AFTER}"):
         for i in range(4):
-            hook.bad = i == 2 or (i == 1 and syncengine.rank() == 0)
+            model.module.where = "behind" if i == 2 or (i == 1 and syncengine.rank() == 0) else ""
             with contextlib.suppress(Bad):
                 model(data(i)).sum().backward()
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from parallel_models import CAP, both, data, gradients, of_both, small
 from pool import run_on_ranks
+from random_layers import Layer
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
@@ -156,11 +157,16 @@ def under_no_sync_alone(model: nn.Module, frozen_alike: int = 5) -> list[Any]:
 
 @run_on_ranks(gloo=True)
 def test_what_only_one_rank_has_trained_and_each_synchronized_forward_freezes():
+    def hooked(model: nn.Module) -> list[Any]:
+        model.register_comm_hook(None, default_hooks.allreduce_hook)
+        return under_no_sync_alone(model)
+
     ours, _ = of_both(under_no_sync_alone, small, **UNUSED)
     averaged = [grads[0] is not None for grads in zip(*[iter(ours)] * 4, strict=True)]
     assert averaged == [i in (2, 3, 5) for i in range(8)], averaged
     for options in (UNUSED, {**UNUSED, **CAP}):
         both(small, under_no_sync_alone, **options)
+    both(small, hooked, **UNUSED)
 
 
 @run_on_ranks()
@@ -212,15 +218,6 @@ def test_a_sparse_table_that_one_rank_has_trained_alone():
     assert found == [None] * 3
 
 
-@run_on_ranks(gloo=True)
-def test_a_communication_hook_gets_them_too():
-    def step(model: nn.Module) -> list[Any]:
-        model.register_comm_hook(None, default_hooks.allreduce_hook)
-        return under_no_sync_alone(model)
-
-    both(small, step, **UNUSED)
-
-
 @pytest.mark.parametrize("options", [{}, UNUSED], ids=str)
 @run_on_ranks()
 def test_one_that_was_frozen_when_it_was_wrapped(options: dict[str, bool]):
@@ -240,16 +237,10 @@ def test_one_that_was_frozen_when_it_was_wrapped(options: dict[str, bool]):
         backward(model, 4)
 
 
-class Discriminator(nn.Module):
-    """Registered in another order than it runs in."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head, self.body = nn.Linear(300, 1), nn.Linear(24, 300)
-        self.middle = nn.Linear(300, 300)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(torch.relu(self.middle(torch.relu(self.body(x)))))
+def discriminator() -> nn.Module:
+    """Layers that are registered in another order than they run in."""
+    layers = {"head": nn.Linear(300, 1), "body": nn.Linear(24, 300), "middle": nn.Linear(300, 300)}
+    return Layer(lambda self, x: self.head(torch.relu(self.middle(torch.relu(self.body(x))))), **layers)
 
 
 def adversaries(critic: nn.Module) -> list[Any]:
@@ -270,11 +261,8 @@ def adversaries(critic: nn.Module) -> list[Any]:
     return found
 
 
-@run_on_ranks(world=3, gloo=True, settings={"numerics": "ring"})
-def test_a_model_that_is_wholly_frozen_in_its_second_forward_has_the_order_of_ddp():
-    both(Discriminator, adversaries)
-
-
+@pytest.mark.parametrize(("world", "numerics", "options"), [(3, "ring", {}), (2, "rank_order", UNUSED)])
 @run_on_ranks(gloo=True)
-def test_a_model_that_is_wholly_frozen_where_unused_parameters_are_looked_for():
-    both(Discriminator, adversaries, **UNUSED)
+def test_a_model_that_is_wholly_frozen_in_its_second_forward(world: int, numerics: str, options: dict[str, bool]):
+    """The bits of ring need the order that DDP gives its gradients."""
+    both(discriminator, adversaries, **options)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from faults import my_rank
 from marks import mostly_nightly
-from parallel_models import Mlp, both, different_bits, gradients, of_both
+from parallel_models import Mlp, both, data, different_bits, gradients, of_both
 from pool import RankPool, run_on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,13 +21,9 @@ from syncengine import groups
 from syncengine.errors import Aborted, InvalidUsage, Mismatch, Timeout
 
 
-def data(step: int = 0) -> torch.Tensor:
-    return torch.randn(5, 24, generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
-
-
 def accumulate(model: nn.Module) -> list[torch.Tensor | None]:
     for i in range(3):
-        model(data(i)).square().mean().backward()
+        model(data(i, dist.get_rank())).square().mean().backward()
     return gradients(model)
 
 
@@ -38,7 +34,6 @@ def pairs() -> dist.ProcessGroup:
     return odds if dist.get_rank() % 2 else evens
 
 
-@pytest.mark.thorough
 @run_on_ranks(world=4, gloo=True, settings=None)
 def test_a_subgroup_trains_as_under_ddp():
     group = pairs()
@@ -92,7 +87,6 @@ def test_device_meshes():
         syncengine.Parallel(Mlp(), device_mesh=mesh, process_group=dist.group.WORLD)
 
 
-@pytest.mark.thorough
 @run_on_ranks(world=4, gloo=True, settings=None)
 def test_with_tensor_parallelism_inside():
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module  # slow
@@ -120,7 +114,7 @@ def test_who_is_not_in_the_group_is_told_so():
     if dist.get_rank() == 0:
         model = syncengine.Parallel(nn.Linear(24, 2), process_group=group)
         assert model.communicator.size == 1
-        model(data()).sum().backward()
+        model(torch.ones(5, 24)).sum().backward()
     else:
         with pytest.raises(InvalidUsage, match="this rank is not in process_group"):
             syncengine.Parallel(nn.Linear(24, 2), process_group=group)
@@ -134,9 +128,9 @@ def test_communicators_of_groups_end_with_shutdown_and_with_the_group():
     model = syncengine.Parallel(nn.Linear(24, 2), process_group=group)
     syncengine.shutdown()
     with pytest.raises(InvalidUsage, match="closed"):
-        model(data())
+        model(torch.ones(5, 24))
     again = syncengine.Parallel(nn.Linear(24, 2), process_group=group)
-    again(data()).sum().backward()
+    again(torch.ones(5, 24)).sum().backward()
     del model, again
     dist.destroy_process_group(group)
     del group
@@ -170,10 +164,6 @@ def gradient(model: syncengine.Parallel) -> float:
     return model.module.weight.grad.item()
 
 
-def each_alone(backend: str) -> None:
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-
-
 @pytest.mark.parametrize("backend", ["gloo", "syncengine"])
 @pytest.mark.parametrize("both", [True, False], ids=["both", "one"])
 @run_on_ranks(spawned=True, gloo=True, settings=None, environ=TIMEOUT)
@@ -182,7 +172,7 @@ def test_ranks_that_go_on_alone(backend: str, both: bool):
     assert gradient(old) == 2.0
     if both or my_rank() == 0:
         dist.destroy_process_group()
-        each_alone(backend)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         for group in (None, dist.group.WORLD):
             alone = wrapped(group)
             assert alone.communicator.size == 1
@@ -195,7 +185,7 @@ def test_ranks_that_go_on_alone(backend: str, both: bool):
 def test_a_group_of_other_ranks_than_those_launched():
     """As under DDP. What init() made before is of the launcher's ranks, and stays so."""
     everyone = syncengine.init()
-    each_alone("gloo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     alone = wrapped(dist.group.WORLD)
     assert gradient(alone) == 1.0 + 2.0 * my_rank()
     assert wrapped().communicator is wrapped(dist.group.WORLD).communicator is alone.communicator

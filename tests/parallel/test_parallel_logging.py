@@ -22,13 +22,11 @@ from syncengine.parallel.logging import _times
 from syncengine.parallel.summary import _TIMES, numbers_of
 
 
-@pytest.mark.thorough
 @run_on_ranks(gloo=True, settings={"numerics": "ring"})
 def test_logging_data():
     def step(model: nn.Module) -> list[dict[str, Any]]:
         seen = [model._get_ddp_logging_data()]
-        for i in range(4):
-            model(data(i)).square().mean().backward()
+        backwards(model, 4)
         model._set_ddp_runtime_logging_sample_rate(7)
         return [*seen, model._get_ddp_logging_data()]
 
@@ -41,7 +39,6 @@ def test_logging_data():
     for key in set(theirs) - not_ours - times - own - {"rebuilt_bucket_sizes", "rebuilt_per_bucket_param_indices"}:
         assert ours[key] == theirs[key], key
     assert ours["iteration"] == 3  # there were before the last
-    assert times <= set(ours)
     for phase in ("forward_compute", "backward_compute", "backward_comm"):
         assert 0 < ours[f"{phase}_time"] < 60e9
         assert 0 < ours[f"avg_{phase}_time"] < 60e9

@@ -1,6 +1,5 @@
 """Averages are written early only into memory that nobody else reads, and nothing reads memory that was freed."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -15,23 +14,16 @@ import syncengine
 from syncengine.errors import InvalidUsage, SyncError
 
 
-def trap(forward: Callable[[Any, torch.Tensor], torch.Tensor]) -> nn.Module:
-    """Parameters whose gradients autograd makes as views of each other, or of what it still needs."""
-    shapes = {"w": (8, 8), "a": (64,), "b": (64,)}
-    return Layer(forward, **{name: nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()})
-
-
-def added_view(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return Delay.apply(x @ m.w) + m.a.view(8, 8) + (x @ m.b.view(8, 8))
+def vector() -> nn.Parameter:
+    return nn.Parameter(torch.randn(64))
 
 
 @run_on_ranks()
 def test_others_keep_their_local_gradients():
     """Whoever else looks at a gradient's memory sees the local gradient for good."""
     rank = syncengine.rank()
-    model = syncengine.Parallel(trap(lambda m, x: m.kept + m.b.view(8, 8) + x), **CAP)
+    model = syncengine.Parallel(Layer(lambda m, x: m.kept + m.b.view(8, 8) + x, a=vector(), b=vector()), **CAP)
     inner = model.module
-    inner.w.requires_grad_(False)
     kept_by_hook = []
     inner.b.register_hook(lambda grad: kept_by_hook.append(grad.detach()))
     inner.kept = inner.a.view(8, 8)
@@ -63,9 +55,7 @@ class FromNumpy(torch.autograd.Function):
 def test_memory_of_others_is_not_written():
     rank = syncengine.rank()
     array = numpy.full(64, float(rank), dtype=numpy.float32)
-    module = trap(lambda m, x: FromNumpy.apply(m.a, array))
-    module.w.requires_grad_(False)
-    module.b.requires_grad_(False)
+    module = Layer(lambda m, x: FromNumpy.apply(m.a, array), a=vector())
     model = syncengine.Parallel(module, **CAP)
     model(torch.zeros(1)).backward()
     assert torch.equal(module.a.grad, torch.full((64,), 0.5))
@@ -81,6 +71,9 @@ def test_only_shared_or_strided_gradients_are_copied():
         assert reasons.pop("small", 0) <= sum(p.nbytes for p in Mlp().parameters() if p.nbytes < 4096)
         return reasons
 
+    def added_view(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return Delay.apply(x @ m.w) + m.a.view(8, 8) + (x @ m.b.view(8, 8))
+
     plain = syncengine.Parallel(Mlp())
     for set_to_none in (True, False):
         assert copied(plain, plain(torch.randn(3, 24)).sum()) == {}
@@ -91,9 +84,10 @@ def test_only_shared_or_strided_gradients_are_copied():
         p.register_hook(lambda grad: grad * 2)  # a gradient made by Python code is still autograd's alone
     assert copied(hooked, hooked(torch.randn(3, 24)).sum()) == {}
     for strided in ({}, {"layout": 4 * 64}):
-        shared = syncengine.Parallel(trap(added_view), **CAP)
+        module = Layer(added_view, w=nn.Parameter(torch.randn(8, 8)), a=vector(), b=vector())
+        shared = syncengine.Parallel(module, **CAP)
         if strided:
-            shared.module.w.grad = torch.zeros(8, 8).t().contiguous().t()
+            module.w.grad = torch.zeros(8, 8).t().contiguous().t()
         expected = {"shared storage": 4 * 64, **strided}
         assert copied(shared, shared(torch.randn(8, 8)).square().sum()) == expected
 
@@ -104,7 +98,6 @@ SMALL, LARGE = 97, 40_000  # packed into a message; by itself
 
 
 def net(elements: int) -> nn.Module:
-    torch.manual_seed(0)
     made = nn.Sequential(nn.Linear(4, 4))
     made.register_buffer("before", torch.ones(3))
     made.register_buffer("cache", torch.ones(elements))

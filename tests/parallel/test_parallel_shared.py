@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -88,12 +89,11 @@ def test_a_sparse_table_of_two_models():
     assert dense[[0, 1, 5, 6], 0].tolist() == [1.5, 0.5, 2.0, 0.0]
 
 
-def passing() -> nn.Module:
-    return Layer(lambda self, h: (self.head(h), h), head=nn.Linear(24, 3))
-
-
 @run_on_ranks(gloo=True)
 def test_an_input_that_is_an_output():
+    def make() -> nn.Module:
+        return Layer(lambda self, h: (self.head(h), h), head=nn.Linear(24, 3))
+
     def step(model: nn.Module, first: str) -> list[torch.Tensor | None]:
         before = nn.Linear(24, 24)
         for i in range(3):
@@ -110,30 +110,21 @@ def test_an_input_that_is_an_output():
 
     for first in ("model", "past"):
         for options in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
-            both(passing, partial(step, first=first), **options)
+            both(make, partial(step, first=first), **options)
 
 
-class Hidden:
-    def __init__(self, value: torch.Tensor) -> None:
-        self.value = value
+def hiding(checkpoints: int = 0) -> nn.Module:
+    """A layer in that many nested reentrant checkpoints, and a result in which no outputs are looked for."""
 
-
-class Hiding(nn.Module):
-    """Its result is nothing in which outputs are looked for."""
-
-    def __init__(self, checkpoints: int = 0) -> None:
-        super().__init__()
-        self.layer, self.checkpoints = nn.Linear(24, 24), checkpoints
-
-    def forward(self, x: torch.Tensor) -> Hidden:
-        """Inside of that many reentrant checkpoints, one within the other."""
-        call: Callable[..., torch.Tensor] = self.layer
-        for _ in range(self.checkpoints):
+    def forward(self: Any, x: torch.Tensor) -> SimpleNamespace:
+        call = self.layer
+        for _ in range(checkpoints):
             call = partial(checkpoint, call, use_reentrant=True)
-        return Hidden(call(x.requires_grad_()))
+        return SimpleNamespace(value=call(x.requires_grad_()))
+
+    return Layer(forward, layer=nn.Linear(24, 24))
 
 
-@pytest.mark.thorough
 @run_on_ranks(gloo=True)
 def test_backwards_past_a_model_whose_outputs_are_not_found():
     def step(model: nn.Module) -> list[torch.Tensor | None]:
@@ -146,8 +137,8 @@ def test_backwards_past_a_model_whose_outputs_are_not_found():
         return found
 
     for checkpoints in range(3):
-        both(partial(Hiding, checkpoints), step)
-        module = Hiding(checkpoints)
+        both(partial(hiding, checkpoints), step)
+        module = hiding(checkpoints)
         models = [syncengine.Parallel(module), syncengine.Parallel(module)]
         for i in range(3):
             for model in models:
@@ -159,7 +150,7 @@ def test_backwards_past_a_model_whose_outputs_are_not_found():
 def test_a_second_backward_through_outputs_that_are_not_found_is_an_error():
     """By its outermost graph: what a reentrant checkpoint runs in it was made after the forward."""
     for checkpoints in range(3):
-        model = syncengine.Parallel(Hiding(checkpoints))
+        model = syncengine.Parallel(hiding(checkpoints))
         for i in range(2):
             value = model(data(i)).value
             value.square().sum().backward(retain_graph=True)
@@ -171,7 +162,7 @@ def test_a_second_backward_through_outputs_that_are_not_found_is_an_error():
 @run_on_ranks()
 def test_of_several_forwards_whose_outputs_are_not_found_none_has_a_second_backward():
     for checkpoints in range(2):
-        model = syncengine.Parallel(Hiding(checkpoints))
+        model = syncengine.Parallel(hiding(checkpoints))
         kept = model(data()).value
         kept.sum().backward(retain_graph=True)
         first, second = model(data(1)).value, model(data(2)).value
@@ -204,31 +195,26 @@ def generator_past_the_wrapper(model: nn.Module, in_thread: bool) -> list[Any]:
     return found
 
 
-@pytest.mark.thorough
 @run_on_ranks(gloo=True)
 def test_a_generators_step_past_a_model_whose_outputs_are_not_found():
     """Its nodes are older than one forward of the discriminator, and later than another, but made in none."""
     for checkpoints, in_thread in itertools.product(range(3), (False, True)):
-        both(partial(Hiding, checkpoints), partial(generator_past_the_wrapper, in_thread=in_thread))
-
-
-class HidingLoss(Hiding):
-    """Its result is the loss: a single node, where a checkpoint, or a Function of one's own, has made it."""
-
-    def forward(self, x: torch.Tensor) -> Hidden:
-        return Hidden(checkpoint(self.loss, x.requires_grad_(), use_reentrant=True))
-
-    def loss(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x).square().sum()
+        both(partial(hiding, checkpoints), partial(generator_past_the_wrapper, in_thread=in_thread))
 
 
 @run_on_ranks(gloo=True)
 def test_a_hidden_loss_of_one_node():
+    """A checkpoint has made it here; a Function of one's own may."""
+
+    def forward(self: Any, x: torch.Tensor) -> SimpleNamespace:
+        loss = checkpoint(lambda x: self.layer(x).square().sum(), x.requires_grad_(), use_reentrant=True)
+        return SimpleNamespace(value=loss)
+
     for static_graph in (False, True):
-        module = HidingLoss()
+        module = Layer(forward, layer=nn.Linear(24, 24))
         model = syncengine.Parallel(module, static_graph=static_graph)
         for i in range(4):
-            expected = averages(module, module.loss(data(i)))
+            expected = averages(module, module.layer(data(i)).square().sum())
             module.zero_grad()
             loss = model(data(i)).value
             loss.backward(retain_graph=True)
@@ -240,7 +226,7 @@ def test_a_hidden_loss_of_one_node():
 
 @run_on_ranks(gloo=True)
 def test_a_step_within_somebody_elses_backward():
-    module = Hiding()
+    module = hiding()
     model = syncengine.Parallel(module)
 
     @torch.enable_grad()
@@ -256,24 +242,13 @@ def test_a_step_within_somebody_elses_backward():
         assert not different_bits(gradients(module), expected)
 
 
-class Chain(nn.Module):
-    """Its layers in reentrant checkpoints, one after the other, and a result that is not found."""
-
-    def __init__(self, *layers: nn.Module) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(dict.fromkeys(layers))
-        self.calls = layers
-
-    def forward(self, x: torch.Tensor) -> Hidden:
-        for layer in self.calls:
-            x = checkpoint(layer, x.requires_grad_(), use_reentrant=True)
-        return Hidden(x)
-
-    def plain(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.Sequential(*self.calls)(x)
+def in_checkpoints(self: Any, x: torch.Tensor) -> SimpleNamespace:
+    """Layers in reentrant checkpoints, one after the other, and a result that is not found."""
+    for layer in self.layers:
+        x = checkpoint(layer, x.requires_grad_(), use_reentrant=True)
+    return SimpleNamespace(value=x)
 
 
-@pytest.mark.thorough
 @run_on_ranks(gloo=True)
 def test_checkpoints_behind_outputs_that_are_not_found():
     """DDP never averages such a static graph."""
@@ -281,10 +256,10 @@ def test_checkpoints_behind_outputs_that_are_not_found():
     norms = [nn.LayerNorm(24) for _ in range(3)]  # one node each: autograd does not tell where a task starts from
     for layers in (linear, norms):
         for calls, static_graph in ((layers, False), (layers, True), ([*layers, layers[0]], True)):
-            module = Chain(*calls)
+            module = Layer(in_checkpoints, layers=nn.Sequential(*calls))
             model = syncengine.Parallel(module, static_graph=static_graph)
             for i in range(3):
-                plain = module.plain(data(i)).square().sum()
+                plain = module.layers(data(i)).square().sum()
                 assert_averages(model, plain, lambda out: out.value.square().sum(), data(i))
 
 
@@ -293,21 +268,22 @@ def test_checkpoints_behind_outputs_that_are_not_found():
 def test_gradients_that_come_after_the_average_are_an_error(options: dict[str, bool], other: bool):
     """A parameter in two reentrant checkpoints; one that seemed unused in the first: behind outputs not found."""
     layers = [nn.Linear(24, 24) for _ in range(2)]
+    module = Layer(in_checkpoints, layers=nn.Sequential(layers[0], layers[other]))
     with pytest.raises(SyncError, match="ready only once"):  # the other's may come at any time
-        model = syncengine.Parallel(Chain(layers[0], layers[other]), **options)
+        model = syncengine.Parallel(module, **options)
         model(data()).value.sum().backward()
 
 
 @run_on_ranks(gloo=True)
 def test_an_error_between_checkpoints_behind_outputs_that_are_not_found_costs_a_step():
-    module = Chain(*(nn.Linear(24, 24, bias=False) for _ in range(2)))
+    module = Layer(in_checkpoints, layers=nn.Sequential(*(nn.Linear(24, 24, bias=False) for _ in range(2))))
     model = syncengine.Parallel(module)
 
     def fail(gradients: Any) -> None:
         raise ZeroDivisionError
 
     for i in range(3):
-        expected = averages(module, module.plain(data(i)).sum())
+        expected = averages(module, module.layers(data(i)).sum())
         module.zero_grad()
         value = model(data(i)).value
         if i == 1:

@@ -9,7 +9,6 @@ import pytest
 import torch
 from parallel_models import gradients
 from pool import run_on_ranks
-from random_layers import Layer
 from torch import nn
 
 import syncengine
@@ -27,17 +26,25 @@ def small() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
 
 
-def check_step(model: nn.Module, salt: int = 0, communicator: syncengine.Communicator | None = None) -> None:
-    """One backward on other data on each rank, beside the mean of what all ranks' data give on one."""
-    communicator = communicator or syncengine.default_communicator()
-    everyone = range(communicator.size)
-    batches = [torch.randn(5, 4, generator=torch.Generator().manual_seed(100 * salt + rank)) for rank in everyone]
-    model.zero_grad()
-    model(batches[communicator.rank]).square().sum().backward()
+def loss_of(module: nn.Module, salt: int, rank: int) -> torch.Tensor:
+    """The sum of squares for the data of that rank, in the dtype of the module."""
+    batch = torch.randn(5, 4, generator=torch.Generator().manual_seed(100 * salt + rank))
+    return module(batch.to(next(module.parameters()).dtype)).square().sum()
+
+
+def assert_mean(model: nn.Module, salt: int) -> None:
+    """The gradients are the mean of those that all ranks' data give on one."""
     alone = copy.deepcopy(model.module).double()
     alone.zero_grad()
-    (sum(alone(batch.double()).square().sum() for batch in batches) / communicator.size).backward()
+    ranks = range(model.communicator.size)
+    (sum(loss_of(alone, salt, rank) for rank in ranks) / len(ranks)).backward()
     torch.testing.assert_close([p.grad.double() for p in model.parameters()], gradients(alone), rtol=1e-5, atol=1e-6)
+
+
+def check_step(model: nn.Module, salt: int = 0) -> None:
+    model.zero_grad()
+    loss_of(model, salt, model.communicator.rank).backward()
+    assert_mean(model, salt)
 
 
 @pytest.mark.parametrize("trained_before", [False, True])
@@ -77,16 +84,12 @@ def test_a_copy_has_buckets_of_its_own(how: str, trained_before: bool):
     for round in range(4):
         for i in torch.randperm(3, generator=torch.Generator().manual_seed(round)).tolist():
             check_step(models[i], 10 * round + i)
-        losses = [each(torch.full((1, 4), float(syncengine.rank() + i))).sum() for i, each in enumerate(models)]
+        losses = [loss_of(each, i, syncengine.rank()) for i, each in enumerate(models)]
         for each in models:
             each.zero_grad()
         sum(losses).backward()  # hooks of all three, as autograd has them
         for i, each in enumerate(models):
-            alone = copy.deepcopy(each.module)
-            alone.zero_grad()
-            size = syncengine.world_size()
-            (sum(alone(torch.full((1, 4), float(rank + i))).sum() for rank in range(size)) / size).backward()
-            torch.testing.assert_close(gradients(each), gradients(alone), rtol=1e-5, atol=1e-6)
+            assert_mean(each, i)
 
 
 @run_on_ranks()
@@ -99,28 +102,10 @@ def test_copies_of_two_models_are_not_mixed_up():
     assert str(error.value).count("a copy of the one with number") == 1, error.value
 
 
-@pytest.mark.nightly
-@run_on_ranks()
-def test_wrapping_for_ever():
-    """One after the other; see also tests/core/engine/lanes/slots_test.cpp, where the slots run out."""
-    kept = None
-    for round in range(25):
-        parts = nn.ParameterList(torch.zeros(400).unbind())  # more than are used
-        module = Layer(lambda self, x: x * self.parts[0], parts=parts)
-        model = syncengine.Parallel(module, init_sync=round % 2 == 0, find_unused_parameters=True)
-        loss = model(torch.tensor(float(syncengine.rank() + 1)))
-        if round % 10 == 0:
-            loss.backward()
-            assert parts[0].grad == 1.5
-        if syncengine.rank() == 1 and round % 7 == 0:
-            kept = model  # this rank drops it a few rounds later
-    assert (kept is None) == (syncengine.rank() == 0)
-
-
 @pytest.mark.parametrize("trained_before", [False, True])
 @run_on_ranks(world=3)
 def test_the_first_plan_of_a_copy_inside_join(trained_before: bool):
-    """The first plan of a copy comes inside join(), where one rank has no batch at all."""
+    """One rank has no batch at all there."""
     torch.manual_seed(1)
     model = syncengine.Parallel(small())
     if trained_before:
@@ -153,7 +138,7 @@ def test_communicators_of_splits_agree_by_themselves():
             check_step(spare, round)
         if syncengine.rank() == 3:
             keeps = model
-        check_step(model, round, split)
+        check_step(model, round)
     assert syncengine.rank() != 3 or keeps is model
 
 

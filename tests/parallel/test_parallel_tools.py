@@ -36,7 +36,6 @@ def different() -> nn.Module:
     return module
 
 
-@pytest.mark.thorough
 @run_on_ranks(gloo=True)
 def test_arguments():
     with warnings.catch_warnings():

@@ -101,11 +101,6 @@ def test_ranks_may_be_ready_in_opposite_orders():
     """Buckets complete in any order, and are reduced in one: who waits for another's next bucket would hang."""
     for options in ({}, CAP):
         both(partial(Opposite, 7), backwards, **options)
-    model = syncengine.Parallel(Opposite(7), **CAP)
-    backwards(model)
-    assert model.sync_stats()["buckets"] == 14
-    syncengine.all_gather(orders := torch.empty(2, 14, dtype=torch.int64), torch.tensor(model.reducer.ready_order()))
-    assert not torch.equal(*orders)
 
 
 @run_on_ranks()

@@ -1,11 +1,13 @@
 """Batches of different sizes: the weighted mean, against float64 and against the plain one."""
 
+import contextlib
 import itertools
+from typing import Any
 
 import pytest
 import torch
 from marks import mostly_nightly
-from parallel_models import Mlp, data, different_bits, gradients
+from parallel_models import Mlp, averages, data, different_bits, gradients
 from pool import RankPool, run_on_ranks
 from torch import nn
 
@@ -23,7 +25,7 @@ def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x).square().mean()
 
 
-def errors_against_all_samples() -> tuple[float, float]:
+def errors_against_all_samples() -> list[float]:
     """Largest relative distance of gradients from those over all samples at once in float64: weighted, and not."""
     rank, world = syncengine.rank(), syncengine.world_size()
     torch.manual_seed(0)
@@ -31,7 +33,7 @@ def errors_against_all_samples() -> tuple[float, float]:
     torch.manual_seed(0)
     model = syncengine.Parallel(Mlp())
     worst = [0.0, 0.0]
-    for weighted in (True, False):
+    for way, weighted in enumerate((True, False)):
         for step in range(3):
             exact.zero_grad()
             loss_of(exact, torch.cat([batch(r, step) for r in range(world)]).double()).backward()
@@ -41,8 +43,8 @@ def errors_against_all_samples() -> tuple[float, float]:
             loss_of(model, batch(rank, step)).backward()
             for p, q in zip(model.parameters(), exact.parameters(), strict=True):
                 distance = ((p.grad - q.grad).norm() / q.grad.norm()).item()
-                worst[0 if weighted else 1] = max(worst[0 if weighted else 1], distance)
-    return worst[0], worst[1]
+                worst[way] = max(worst[way], distance)
+    return worst
 
 
 @pytest.mark.parametrize("mode", ["rank_order", "ring"])
@@ -53,7 +55,6 @@ def test_the_weighted_mean_is_that_over_all_samples(pool: RankPool, world: int, 
         assert plain > 1e-2  # so the sizes do matter here
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("numerics", mostly_nightly(["rank_order", "ring"], 0))
 @run_on_ranks(world=3)
 def test_equal_weights_have_the_bits_of_none(numerics: str):
@@ -146,79 +147,51 @@ def test_a_weight_on_one_rank_only_is_an_error_on_all(joined: bool, text: str):
                 model(batch(0)).sum().backward()
 
 
-class Armed(nn.Module):
-    """As tools that arm the reducer themselves, by the private methods of DDP's."""
+def assert_mean(model: nn.Module, loss: torch.Tensor, message: str | None = None) -> None:
+    """The gradients are the averages of those of `loss`, which each rank has made past the wrapper."""
+    torch.testing.assert_close(gradients(model), averages(model, loss), rtol=1e-5, atol=1e-6, msg=message)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(24, 3)
-        self.wrapper: list[nn.Module] = []  # in a list, not to be a submodule
 
-    def arm(self) -> None:
-        (wrapper,) = self.wrapper
-        wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = True
-        wrapper.reducer._rebuild_buckets()
-        wrapper.reducer.prepare_for_backward([])
+@run_on_ranks(gloo=True)
+def test_weights_where_a_tool_arms_the_reducer():
+    """Lightning's manual optimization calls private methods of DDP's in the forward or after it, and Accelerate's
+    trigger_sync_in_backward after a forward under no_sync."""
+    rank = syncengine.rank()
+    model = syncengine.Parallel(nn.Linear(24, 3))
 
-    def forward(self, x: torch.Tensor, how: str = "") -> torch.Tensor:
-        loss = loss_of(self.inner, x)
-        (wrapper,) = self.wrapper
-        if how == "inside":  # Lightning's manual optimization: its backward is here, too
-            self.arm()
+    def arm() -> None:
+        model.require_backward_grad_sync = model.require_forward_param_sync = True
+        model.reducer._rebuild_buckets()
+        model.reducer.prepare_for_backward([])
+
+    def end_forward(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        loss = output.square().mean()
+        if how == "inside":
+            arm()
             loss.backward()
-        if how:
-            wrapper.require_backward_grad_sync = False
+        if how in ("inside", "after"):
+            model.require_backward_grad_sync = False
         return loss
 
-
-def mean(module: nn.Module, x: torch.Tensor, weight: float) -> list[torch.Tensor]:
-    """Of the ranks' gradients, in float64, from the plain module."""
-    grads = [grad.double() for grad in torch.autograd.grad(loss_of(module, x), list(module.parameters()))]
-    total = torch.tensor([weight], dtype=torch.float64)
-    syncengine.all_reduce(total)
-    for grad in grads:
-        grad *= weight / total
-        syncengine.all_reduce(grad)
-    return grads
-
-
-def assert_mean(module: nn.Module, expected: list[torch.Tensor], message: str | None = None) -> None:
-    grads = [p.grad.double() for p in module.parameters()]
-    torch.testing.assert_close(grads, expected, rtol=1e-5, atol=1e-6, msg=message)
-
-
-@run_on_ranks()
-def test_weights_where_a_tool_arms_the_reducer():
-    rank = syncengine.rank()
-    model = syncengine.Parallel(Armed())
-    module = model.module
-    module.wrapper = [model]
-    weight = 3.0 if rank == 0 else 1.0
-
-    def step(i: int, how: str, given: bool) -> None:
-        x = batch(rank, i)
-        expected = mean(module.inner, x, weight if given else 1.0)
-        model.zero_grad()
-        if given:
-            model.weight(weight)
-        if how == "no_sync":  # Accelerate's trigger_sync_in_backward
-            with model.no_sync():
+    with model.module.register_forward_hook(end_forward):
+        for i, (how, given) in enumerate(itertools.product(("no_sync", "after", "inside", ""), (True, False))):
+            x = batch(rank, i)
+            model.zero_grad()
+            if given:
+                model.weight(3.0 if rank == 0 else 1.0)
+            with model.no_sync() if how == "no_sync" else contextlib.nullcontext():
                 loss = model(x)
-        else:
-            loss = model(x, how)
             model.require_backward_grad_sync = True
-        if how in ("no_sync", "after"):
-            module.arm()
-        if how != "inside":
-            loss.backward()
-        assert_mean(module, expected, f"step {i}: {how}, {given}")
-
-    for i, (how, given) in enumerate(itertools.product(("no_sync", "after", "inside", ""), (True, False))):
-        step(i, how, given)
-    module.wrapper = []
+            if how in ("no_sync", "after"):
+                arm()
+            if how != "inside":
+                loss.backward()
+            share = (1.5 if rank == 0 else 0.5) if given else 1.0
+            past_the_hook = model.module.forward(x)
+            assert_mean(model, past_the_hook.square().mean() * share, f"step {i}: {how}, {given}")
 
 
-@run_on_ranks()
+@run_on_ranks(gloo=True)
 def test_a_weight_within_the_forward_is_refused_and_costs_a_step():
     model, rank = syncengine.Parallel(nn.Linear(24, 3)), syncengine.rank()
     text = r"weight\(\d\) was called within the forward of Parallel\(Linear\).*: call it before the forward"
@@ -229,9 +202,8 @@ def test_a_weight_within_the_forward_is_refused_and_costs_a_step():
         hook.remove()
         with model.join(enable=joined):
             model.zero_grad()
-            expected = mean(model.module, batch(rank), 1.0)
             loss_of(model, batch(rank)).backward()
-            assert_mean(model, expected)
+            assert_mean(model, loss_of(model.module, batch(rank)))
 
 
 @run_on_ranks()

@@ -14,7 +14,6 @@ from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.func import functional_call
 from torch.optim import SGD, Optimizer
-from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 import syncengine
@@ -77,20 +76,6 @@ def gan(generator: Parallel, ours: Optimizer) -> None:
         ours.step()
 
 
-def gan_with_many_steps_of_the_critic(generator: Parallel, ours: Optimizer) -> None:
-    critic, theirs = wrapped()
-    for _ in range(2):
-        train(lambda x: critic(generator(x).detach()), theirs)
-        train(lambda x: critic(generator(x)), ours, steps=1)
-
-
-def gan_in_one_wrapper(*_: Any) -> None:
-    model = Parallel(nn.ModuleDict({"g": layers(), "d": layers()}))
-    model.module.forward = lambda x: model.module["d"](model.module["g"](x))
-    for optimizer in (descent(model.module["g"]), descent(model.module["d"])) * 2:
-        train(model, optimizer, steps=2)
-
-
 def evaluation(model: Parallel, optimizer: Optimizer) -> None:
     for _ in range(3):
         train(model, optimizer, steps=1)
@@ -107,27 +92,7 @@ def adversarial(model: Parallel, optimizer: Optimizer) -> None:
             inputs.zero_grad()
             (-model.module(attack).square().mean()).backward()
             inputs.step()
-        optimizer.zero_grad()
-        model(attack.detach()).square().mean().backward()
-        optimizer.step()
-
-
-def averaged_model(model: Parallel, optimizer: Optimizer) -> None:
-    average = AveragedModel(model.module)
-    for _ in range(3):
-        train(model, optimizer, steps=1)
-        average.update_parameters(model.module)
-        average(batch())
-
-
-def gradient_penalty(model: Parallel, optimizer: Optimizer) -> None:
-    def loss(x: torch.Tensor) -> torch.Tensor:
-        x.requires_grad_()
-        out = model(x)
-        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-        return out + slope.square().sum()
-
-    train(loss, optimizer)
+        train(lambda _, attack=attack: model(attack.detach()), optimizer, steps=1)
 
 
 def functional(model: Parallel, optimizer: Optimizer) -> None:
@@ -140,13 +105,6 @@ def meta_learning(model: Parallel, optimizer: Optimizer) -> None:
     for _ in range(2):
         fast = {name: p.detach().clone().requires_grad_() for name, p in model.module.named_parameters()}
         train(lambda x, fast=fast: functional_call(model.module, fast, (x,)), SGD(fast.values(), 0.1))
-        train(model, optimizer, steps=1)
-
-
-def accumulated(model: Parallel, optimizer: Optimizer) -> None:
-    for step in range(3):
-        with model.no_sync():
-            model(batch(step)).square().mean().backward()
         train(model, optimizer, steps=1)
 
 
@@ -232,11 +190,6 @@ def part_of_two_models(*_: Any) -> None:
         train(model, optimizer, steps=1)
 
 
-def distilled(student: Parallel, optimizer: Optimizer) -> None:
-    teacher = layers().requires_grad_(False)
-    train(lambda x: student(x) - teacher(x), optimizer)
-
-
 def in_backward(model: Parallel, _: Optimizer) -> None:
     _apply_optimizer_in_backward(SGD, model.parameters(), {"lr": 0.01})
     for step in range(3):
@@ -253,11 +206,6 @@ def in_micro_batches(model: Parallel, optimizer: Optimizer) -> None:
         optimizer.zero_grad()
 
 
-def uneven(model: Parallel, optimizer: Optimizer) -> None:
-    with model.join():
-        train(model, optimizer, steps=2 + syncengine.rank())
-
-
 def ignored_parameters(*_: Any) -> None:
     module = layers()
     module._ddp_params_and_buffers_to_ignore = ["2.weight", "2.bias"]
@@ -266,10 +214,9 @@ def ignored_parameters(*_: Any) -> None:
 
 
 NAMED = [
-    *(gan, gan_with_many_steps_of_the_critic, gan_in_one_wrapper, evaluation, adversarial, averaged_model),
-    *(gradient_penalty, functional, meta_learning, accumulated, local_steps_by_no_sync, newton, sharpness_aware),
+    *(gan, evaluation, adversarial, functional, meta_learning, local_steps_by_no_sync, newton, sharpness_aware),
     *(two_optimizers, steps_before_training, the_same_gradients_twice, scaled_and_clipped, part_of_two_models),
-    *(distilled, in_backward, in_micro_batches, uneven, ignored_parameters),
+    *(in_backward, in_micro_batches, ignored_parameters),
 ]
 MEANT: dict[str, Program] = {program.__name__: program for program in NAMED} | {
     "plain": train,

@@ -105,14 +105,10 @@ class Program:
     steps: tuple[Step, ...] = ()
 
     @property
-    def has_views(self) -> bool:
-        return any(name.startswith("views") for name in self.layers)
-
-    @property
     def is_ddps(self) -> bool:
         """Whether DDP can do that."""
         finds = "find_unused_parameters" in self.options
-        if self.has_views:
+        if any(name.startswith("views") for name in self.layers):
             return False  # gradients that share memory get several averages, one over the other, by some options
         if any(set(step.fails) - {"forward"} or (step.frozen is not None and not finds) for step in self.steps):
             return False  # it waits for gradients that do not come
@@ -268,15 +264,9 @@ def fail(gradient: torch.Tensor) -> None:
 
 
 def forward_without_backward(model: nn.Module, kind: str, x: torch.Tensor) -> None:
-    if kind == "dropped":
-        model(x)
-    elif kind == "inference":
-        with torch.inference_mode():
-            model(x)
-    else:
-        with torch.no_grad():
-            model.train(kind != "eval")(x)
-            model.train()
+    with {"dropped": contextlib.nullcontext, "inference": torch.inference_mode}.get(kind, torch.no_grad)():
+        model.train(kind != "eval")(x)
+        model.train()
 
 
 def call(model: nn.Module, how: str, x: torch.Tensor, *others: Any) -> Any:

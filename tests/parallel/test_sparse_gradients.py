@@ -9,6 +9,7 @@ import torch
 from flat import numerics_of
 from parallel_models import of_both
 from pool import RankPool, run_on_ranks
+from random_layers import Layer
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -128,20 +129,15 @@ class Functional(nn.Module):
         return nn.functional.embedding(x, self.table, sparse=sparse)
 
 
-class UsedTwice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(5, 3, sparse=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.table(x) @ self.table.weight.t()
+def used_twice() -> nn.Module:
+    return Layer(lambda self, x: self.table(x) @ self.table.weight.t(), table=nn.Embedding(5, 3, sparse=True))
 
 
 @pytest.mark.parametrize(
     ("make", "text"),
     [
         (Functional, "Expected variable to have dense gradient: parameter table"),
-        (UsedTwice, "Expected variable to have sparse gradient: parameter table.weight"),
+        (used_twice, "Expected variable to have sparse gradient: parameter table.weight"),
     ],
 )
 @run_on_ranks()

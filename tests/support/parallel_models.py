@@ -181,9 +181,10 @@ def different_bits(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> int:
     return sum(int((a != b).sum()) for a, b in zip(*as_bytes, strict=True))
 
 
-def data(step: int = 0) -> torch.Tensor:
-    """A batch of this rank's own."""
-    return torch.randn(5, 24, generator=torch.Generator().manual_seed(100 * step + syncengine.rank()))
+def data(step: int = 0, rank: int | None = None) -> torch.Tensor:
+    """A batch of this rank's own, or of another's."""
+    rank = syncengine.rank() if rank is None else rank
+    return torch.randn(5, 24, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
 def gradients(model: nn.Module) -> list[torch.Tensor | None]:
