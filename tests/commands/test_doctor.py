@@ -11,7 +11,7 @@ from syncengine import _C
 CPUS = _C.machine()["available_cores"]
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_alone_it_says_how_to_start():
     result = syncengine("doctor")
     assert result.returncode == 0, result.stdout + result.stderr

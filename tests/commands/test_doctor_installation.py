@@ -52,7 +52,6 @@ def test_an_extension_that_cannot_be_loaded(programs: RankPool, tmp_path: Path):
     assert "Traceback" not in text.stdout + text.stderr + other.stderr
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("broken", mostly_nightly([0, 1], 1))
 def test_one_rank_cannot_load_it(programs: RankPool, tmp_path: Path, unused_port: int, broken: int):
     environs = [copied(tmp_path, damaged) if rank == broken else {} for rank in range(2)]
@@ -79,7 +78,6 @@ def test_one_rank_has_another_build(programs: RankPool, tmp_path: Path, unused_p
     assert {one["remedy"] for one in found} == {"install the same one on all hosts"}
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     "error", mostly_nightly(["ImportError('libtorch.so is of another libc')", "OSError('no libgomp.so.1')"], 1)
 )

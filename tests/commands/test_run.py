@@ -195,6 +195,7 @@ def test_each_rank_has_a_log(programs, tmp_path):
         assert sorted((logs / "rank1.log").read_text()) == sorted("one 1\ntwo1\n" * times)
 
 
+@pytest.mark.thorough
 def test_strangers_reach_no_store(programs, tmp_path):
     """It listens on loopback alone: the kernel's list of sockets has no other listener on its port."""
     script = tmp_path / "script.py"

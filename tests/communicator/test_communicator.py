@@ -141,7 +141,6 @@ def timeout_of_group():
     return syncengine.init().timeout
 
 
-@pytest.mark.thorough
 @run_on_ranks(spawned=True)
 def test_forked_child_leaves_the_group_alone():
     """A child that ends, in order or by an error, says nothing to the parent's peers."""

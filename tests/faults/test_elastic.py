@@ -332,7 +332,6 @@ def test_killed_while_the_collector_runs_anywhere(pool, seed):
         check(ranks, kills, expected)
 
 
-@pytest.mark.thorough
 def test_killed_between_two_optimizers_steps(pool):
     expected = pool.run(partial(train, kind="several"), world=1, settings=None)[0][0]
     kills = {0: (3, "updated one"), 2: (5, "updated other")}

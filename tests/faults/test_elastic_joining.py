@@ -78,7 +78,7 @@ def check(pool, undisturbed, victims, hosts="aaaa"):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("place", mostly_nightly(PLACES, 0, 2))
+@pytest.mark.parametrize("place", mostly_nightly(PLACES, 0))
 @pytest.mark.parametrize("victim", mostly_nightly([0, 1, 3], 0), ids=["first", "another", "joins"])
 def test_one_dies_while_another_one_joins(pool, undisturbed, victim, place):
     check(pool, undisturbed, {victim: place})
@@ -86,7 +86,7 @@ def test_one_dies_while_another_one_joins(pool, undisturbed, victim, place):
 
 @pytest.mark.thorough
 @needs_hooks
-@pytest.mark.parametrize("place", mostly_nightly(["listening", "connecting", "handed", "joining"], 2, 3))
+@pytest.mark.parametrize("place", mostly_nightly(["listening", "connecting", "handed", "joining"], 2))
 @pytest.mark.parametrize("hosts", mostly_nightly(["aaaa", "aaba"], 1))
 @pytest.mark.parametrize("victim", mostly_nightly([1, 3], 1), ids=["another", "joins"])
 def test_one_dies_while_all_connect(pool, undisturbed, victim, hosts, place):

@@ -152,7 +152,6 @@ def meets_somebody(steps) -> Outcome:
     return suffer(body, timeout=60.0)
 
 
-@pytest.mark.thorough
 def test_what_can_no_more_be_sent_is_refused_on_all_ranks_when_somebody_joins(pool):
     with Launcher(pool, meets_somebody, 10**9) as launcher:
         launcher.start(2)
@@ -302,7 +301,6 @@ def loses_the_launcher(name) -> Outcome:
     return suffer(body, timeout=60.0)
 
 
-@pytest.mark.thorough
 def test_a_rank_that_loses_the_launcher_while_another_one_joins_does_not_go_on(pool):
     with Launcher(pool, loses_the_launcher, 1) as launcher:
         launcher.join(3)

@@ -86,7 +86,6 @@ def launched(programs: RankPool, folder: Path, how: str, call: str, tries: int) 
     return [alone(programs, "run", "-n", "3", path, environ=environ).returncode for _ in range(tries)]
 
 
-@pytest.mark.thorough
 def test_spawn_shows_the_rank_that_raised(programs: RankPool, tmp_path: Path):
     assert spawned(programs, tmp_path, "fork", 2) == 2
 
@@ -94,7 +93,7 @@ def test_spawn_shows_the_rank_that_raised(programs: RankPool, tmp_path: Path):
 @pytest.mark.thorough
 @pytest.mark.parametrize("call", mostly_nightly([CALL, CATCHING], 1))
 def test_run_returns_the_code_of_the_cause(programs: RankPool, tmp_path: Path, call: str):
-    assert launched(programs, tmp_path, "sys.exit(3)", call, 2) == [3] * 2
+    assert launched(programs, tmp_path, "sys.exit(3)", call, 1) == [3]
 
 
 @pytest.mark.nightly
@@ -185,7 +184,7 @@ def die_without_notice(refused: list[int]) -> str:
 @pytest.mark.parametrize("refused", [[0, 1], [1]])
 def test_a_death_without_robust_futexes(pool: RankPool, refused: list[int]):
     with pool.spawn_ranks(die_without_notice, refused, settings=None) as ranks:
-        assert ranks[0].result().startswith("rank 1 died while")
+        assert ranks[0].result().startswith("rank 1 died")  # before rank 0 called, or while it waited
 
 
 def go_on_without_notice(way: str) -> list[int]:

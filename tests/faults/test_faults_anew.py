@@ -190,7 +190,6 @@ def test_it_may_have_other_settings():
     syncengine.barrier()
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("hosts", mostly_nightly(["aaa", "aab"], 1))
 @run_on_ranks(settings=None)
 def test_ranks_that_have_not_noticed(hosts: str, tmp_path: Path):
@@ -292,7 +291,6 @@ def die_or_try() -> str:
     return error_of(syncengine.init)[1]  # at once, as often as it is called
 
 
-@pytest.mark.thorough
 def test_a_rank_that_has_died_is_named(pool: RankPool) -> None:
     with pool.spawn_ranks(die_or_try, world=3, settings=None) as ranks:
         for rank in (0, 2):
@@ -314,7 +312,6 @@ def test_an_uncaught_error_reaches_what_came_of_the_old_one(pool: RankPool) -> N
         assert ranks[0].result() == "rank 1: ValueError: nobody catches this"
 
 
-@pytest.mark.thorough
 @run_on_ranks()
 def test_a_communicator_that_was_passed_in_stays_dead():
     """What the user chose stays what it is."""

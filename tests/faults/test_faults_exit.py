@@ -52,7 +52,6 @@ ENDS = {
 }
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("how", mostly_nightly(ENDS, 0, 2))
 def test_the_others_hear_of_an_end(pool, how):
     code, error, text = ENDS[how]
@@ -76,7 +75,6 @@ def last_of_all() -> Outcome:
     return suffer(body, timeout=100.0)
 
 
-@pytest.mark.thorough
 def test_a_normal_end_is_no_error_for_those_who_do_not_wait(pool):
     for outcome, _ in ended(pool, last_of_all, world=3, settings=None):
         outcome.check()

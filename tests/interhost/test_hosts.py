@@ -151,7 +151,6 @@ def check_trained(trained, alone) -> None:
         assert same(got, wanted)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("numerics", mostly_nightly(["rank_order", "ring"], 1))
 def test_training_is_that_of_one_host(pool: RankPool, numerics: str) -> None:
     alone = run(pool, train, "aaaa", numerics)
@@ -339,7 +338,6 @@ def init_only(hosts, fault):
     return suffer(lambda step: syncengine.barrier(), timeout=3.0)
 
 
-@pytest.mark.thorough
 @needs_hooks
 @pytest.mark.parametrize("hosts", mostly_nightly(["ab", "aabb"], 1))
 def test_killed_while_hosts_connect(pool: RankPool, hosts: str) -> None:

@@ -162,7 +162,6 @@ def test_exit_without_shutdown(pool: RankPool) -> None:
     ended(pool, test_hosts.leave_in_the_middle, "ab", settings=None, gloo=True, environ=TORCH)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("hosts", mostly_nightly(["ab", "aaab"], 1))
 def test_killed_on_another_host(pool: RankPool, hosts: str) -> None:
     with spawn(pool, test_hosts.all_reduce_for_long, hosts, None) as ranks:

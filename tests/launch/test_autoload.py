@@ -46,7 +46,6 @@ def expected(model: str) -> list[dict[str, Any]]:
     return [{"rank": rank, **same} for rank in range(2)]
 
 
-@pytest.mark.thorough
 def test_the_name_is_enough(programs: RankPool, unused_port: int):
     told = run_programs(programs, [str(SCRIPTS / "autoload.py")], ranks_by_hand([{}, {}], unused_port))
     assert answers("".join(rank.stdout for rank in told)) == expected("DistributedDataParallel")

@@ -88,7 +88,6 @@ def check_told(answers: dict[int, str], told: str) -> None:
 SETTING = "InvalidUsage: SYNCENGINE_NUMERICS='none' is not allowed"
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("failing", mostly_nightly([0, 1], 1))
 @pytest.mark.parametrize("ranks", mostly_nightly([by_hand, by_slurm], 1))
 def test_a_bad_setting(programs: RankPool, tmp_path: Path, unused_port: int, ranks, failing: int):
@@ -119,7 +118,6 @@ def test_the_store_ends_with_rank_0(programs: RankPool, tmp_path: Path, unused_p
     check_told(answers, "Aborted: rank 0: ValueError: shard 0 is empty")
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("failing", mostly_nightly([0, 1], 1))
 def test_an_import_that_fails(programs: RankPool, tmp_path: Path, unused_port: int, broken: str, failing: int):
     path = script(tmp_path, "import torch", BROKEN, f"import syncengine; {INIT}", failing)
@@ -130,7 +128,6 @@ def test_an_import_that_fails(programs: RankPool, tmp_path: Path, unused_port: i
     )
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("failing", mostly_nightly([0, 2], 1))
 def test_an_error_of_the_script_before_init(programs: RankPool, tmp_path: Path, unused_port: int, failing: int):
     path = script(tmp_path, IMPORT, "raise ValueError('the disk is full')", INIT, failing)

@@ -37,7 +37,6 @@ def stderr_of(configure: str) -> str:
             ("logging.getLogger('syncengine').setLevel(logging.WARNING)", "syncengine: a warning\n"),
         ],
         0,
-        1,
     ),
     ids=["nothing", "root", "own", "level"],
 )

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from marks import mostly_nightly
 from pool import RankPool
 from ports import unused_ports
 from repository import ROOT
@@ -28,8 +27,6 @@ from examples.gpt.compare import difference
 from examples.gpt.data import ALPHABET, Batches, decode, encode, load_text
 from examples.gpt.engine import ENGINES, adamw
 from examples.gpt.train import load
-
-pytestmark = pytest.mark.thorough
 
 TINY = ["--steps=24", "--layers=1", "--width=32", "--batch=2"]
 
@@ -119,6 +116,7 @@ def test_compare_trains_the_same_bits(compared):
         assert column in text
 
 
+@pytest.mark.thorough
 def test_compare_ends_with_the_report_of_its_first_run(compared):
     out, text = compared
     page = out / "trace" / "report.html"
@@ -127,6 +125,7 @@ def test_compare_ends_with_the_report_of_its_first_run(compared):
     assert "ranks <b>2</b>" in page.read_text()
 
 
+@pytest.mark.thorough
 def test_compare_leaves_metrics_and_a_plot(compared):
     out, _ = compared
     assert (out / "comparison.png").read_bytes().startswith(b"\x89PNG")
@@ -143,11 +142,13 @@ def test_the_third_run_is_sharded():
     assert type(adamw(torch.nn.Linear(3, 2), "syncengine", lr=1e-3)) is torch.optim.AdamW
 
 
+@pytest.mark.thorough
 def test_the_model_learns(compared):
     losses = json.loads((compared[0] / "syncengine" / "metrics.json").read_text())["losses"]
     assert sum(losses[-4:]) / 4 < losses[0] - 0.3
 
 
+@pytest.mark.thorough
 def test_a_plain_process_loads_the_checkpoint(compared):
     out, _ = compared
     checkpoint = out / "syncengine" / "checkpoint.pt"
@@ -157,6 +158,7 @@ def test_a_plain_process_loads_the_checkpoint(compared):
     assert len(text.split("\n\n", 1)[1]) == len("def ") + 20 + len("\n")
 
 
+@pytest.mark.thorough
 def test_inside_an_initialized_process_group(pool, compared, tmp_path):
     pool.run(call_main, "examples.train_gpt", ["train", f"--out={tmp_path}", *TINY], gloo=True, settings=None)
     assert same_bits(tmp_path / "checkpoint.pt", compared[0] / "syncengine" / "checkpoint.pt")
@@ -184,6 +186,7 @@ def test_difference_counts_single_bits(value, changed):
     assert difference(one, other)[0] == 1
 
 
+@pytest.mark.thorough
 def test_the_text_is_the_same_each_time():
     training, validation = load_text()
     assert all(torch.equal(one, other) for one, other in zip(load_text(), (training, validation), strict=True))
@@ -241,7 +244,8 @@ def on_the_pool(pool: RankPool, monkeypatch: pytest.MonkeyPatch, unused_port: in
     pool.refresh()
 
 
-@pytest.mark.parametrize("launcher", mostly_nightly(["torchrun", "openmpi", "mpich"], 0))
+@pytest.mark.nightly
+@pytest.mark.parametrize("launcher", ["torchrun", "openmpi", "mpich"])
 def test_all_reduce_benchmark(tmp_path, launcher):
     if launcher != "torchrun":
         mpi_command(launcher)

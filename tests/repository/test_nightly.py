@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import sys
 from pathlib import Path
@@ -16,6 +17,9 @@ from nightly import PARTS
 # what the night alone tries.
 AT_NIGHT = {
     "commands/test_bench.py::test_columns": "commands/test_bench.py::test_the_table_compares",
+    "commands/test_doctor.py::test_alone_it_says_how_to_start": (
+        "commands/test_doctor.py::test_it_starts_ranks_itself_and_prints_one_report"
+    ),
     "commands/test_doctor_hosts.py::test_hosts_that_meet_and_cannot_connect": (
         "commands/test_doctor_ranks.py::test_hosts_that_cannot_connect"
     ),
@@ -45,6 +49,9 @@ AT_NIGHT = {
     "horovod/test_horovod_elastic.py::test_ranks_are_killed_and_come_back": (
         "horovod/test_horovod_elastic.py::test_a_rank_that_is_one_commit_behind_gets_that_commit"
     ),
+    "interhost/test_hosts_split.py::test_one_part_goes_on_where_connections_are_reset_in_a_shrink": (
+        "interhost/test_hosts_split.py::test_one_part_goes_on_where_connections_are_reset"
+    ),
     "interhost/test_interhost_mpi.py::test_exit_without_shutdown": "alone: how MPI ends",
     "interhost/test_interhost_mpi.py::test_mpi_that_was_finalized_is_named": "alone: how MPI ends",
     "interhost/test_interhost_mpi.py::test_killed": "alone: how MPI ends",
@@ -72,10 +79,8 @@ AT_NIGHT = {
     "parallel/test_micro_batches.py::test_drawn_jobs_train_the_same": (
         "parallel/test_micro_batches.py::test_any_number_of_ranks_trains_what_a_plain_loop_does"
     ),
-    "parallel/test_parallel_slots.py::test_wrapping_for_ever": (
-        "parallel/test_parallel_slots.py::test_dropped_on_one_rank_alone"
-    ),
     "parallel/test_stragglers.py::test_balanced_runs_name_nobody": "alone: the rate of false alarms",
+    "repository/test_examples.py::test_all_reduce_benchmark": "alone: the benchmark's program",
     "repository/test_examples.py::test_compare_trains_the_same_bits": (
         "launch/test_launched_programs.py::test_train_gpt_has_the_same_bits"
     ),
@@ -87,6 +92,7 @@ AT_NIGHT = {
     ),
     "repository/test_packaging.py::test_a_wheel_compiles_what_it_lacks": "alone: a wheel that is built and used",
     "repository/test_site.py::test_every_public_name_is_on_the_site": "alone: the site as it is built",
+    "repository/test_tutorial.py::test_one_line": "launch/test_patch.py::test_scripts_train_to_the_bits_of_ddp",
     "repository/test_tutorial.py::test_who_is_late": "parallel/test_stragglers.py::test_a_late_rank_is_named",
     "repository/test_tutorial.py::test_several_machines": "alone: the tutorial's program",
     "repository/test_tutorial.py::test_a_rank_is_killed": "faults/test_elastic.py::test_killed_in_a_step",
@@ -128,6 +134,7 @@ def functions(file: str, text: str) -> dict[str, bool]:
     return {f"{file}::{test.name}": whole or any(map(is_nightly, test.decorator_list)) for test in tests}
 
 
+@functools.cache
 def all_functions() -> dict[str, bool]:
     """Those of each folder that a run of `tests` takes."""
     files = [path.relative_to(TESTS) for path in sorted(TESTS.glob("*/test_*.py"))]

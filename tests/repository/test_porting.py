@@ -98,7 +98,6 @@ def deepspeed_lines(wrap: type[nn.Module], zero: bool) -> list[torch.Tensor]:
     return [*norms, *(t.detach().clone() for t in model.module.state_dict().values())]
 
 
-@pytest.mark.thorough
 @run_on_ranks(gloo=True)
 def test_lines_for_deepspeed():
     for zero in (False, True):

@@ -1,4 +1,4 @@
-"""The scripts of the tutorial do what its pages say: the first one in CI, the others each night."""
+"""The scripts of the tutorial do what its pages say, each night."""
 
 import os
 import re
@@ -25,7 +25,7 @@ def said(launcher: list[str], script: str, *arguments: str, **variables: object)
     return done.stdout, done.stderr
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_one_line():
     lines = [said(TORCHRUN, "one_line", *arguments)[0] for arguments in ([], ["--ddp"])]
     (ours,), (theirs,) = ([line for line in text.splitlines() if "weights" in line] for text in lines)
@@ -78,7 +78,7 @@ NEED_RANKS = ["hybrid", *(f"tutorial/{script}" for script in sorted(SCRIPTS - {"
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("script", mostly_nightly(NEED_RANKS, 0))
+@pytest.mark.parametrize("script", mostly_nightly(NEED_RANKS, 1))
 def test_a_wrong_number_of_ranks_is_one_line(script):
     environ = {name: value for name, value in os.environ.items() if name != "WORLD_SIZE"}
     command = [sys.executable, str(ROOT / "examples" / f"{script}.py")]

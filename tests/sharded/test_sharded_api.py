@@ -127,7 +127,6 @@ def test_as_with_a_plain_optimizer(loop: Loop):
     return unlike_plain(loop)
 
 
-@pytest.mark.thorough
 @run_on_ranks()
 def test_groups_names_and_an_optimizer_before_the_model():
     nets = [make(), make()]
@@ -143,7 +142,6 @@ def test_groups_names_and_an_optimizer_before_the_model():
     return different_weights(*nets) + differences(trained[1], trained[0])
 
 
-@pytest.mark.thorough
 @run_on_ranks()
 def test_an_optimizer_that_is_made_after_a_backward():
     """It binds at its first step, then, and has the model's own parameters in its groups."""

@@ -92,7 +92,7 @@ def train_together(wrap: Callable[[nn.Module], nn.Module], make_optimizer: Calla
     return net, optimizers
 
 
-def all_optimizers(beside_ddp: bool) -> list[str]:
+def all_optimizers(beside_ddp: bool, elements: bool | None) -> list[str]:
     begin = Together().state_dict()
     wrap = DistributedDataParallel if beside_ddp else syncengine.Parallel
     theirs, plain_optimizers = train_together(wrap, lambda parameters, kind, **how: kind(parameters, **how))
@@ -100,28 +100,30 @@ def all_optimizers(beside_ddp: bool) -> list[str]:
     still = [name for name, value in weights.items() if torch.equal(value, begin[name])]
     wrong = [name for name in still if "body.0.bias" not in name]  # before BatchNorm: it has no gradient
     wrong += [name for name, value in weights.items() if not value.isfinite().all()]
-    for elements in (None, False):
-        make_sharded = functools.partial(syncengine.ShardedOptimizer, elements=elements)
-        ours, optimizers = train_together(syncengine.Parallel, make_sharded)
-        for i, case in enumerate(CASES):
-            found = different_weights(ours.models[i], theirs.models[i])
-            found += differences(plain_optimizers[i].state_dict(), optimizers[i].state_dict())
-            found += not_divided(ours.models[i], optimizers[i])
-            wrong += [f"{case}, elements={elements}: {one}" for one in found]
+    make_sharded = functools.partial(syncengine.ShardedOptimizer, elements=elements)
+    ours, optimizers = train_together(syncengine.Parallel, make_sharded)
+    for i, case in enumerate(CASES):
+        found = different_weights(ours.models[i], theirs.models[i])
+        found += differences(plain_optimizers[i].state_dict(), optimizers[i].state_dict())
+        found += not_divided(ours.models[i], optimizers[i])
+        wrong += [f"{case}: {one}" for one in found]
     return wrong
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("elements", mostly_nightly([None, False], 0), ids=["slices", "whole"])
 @pytest.mark.parametrize("world", mostly_nightly([2, 3, 4], 1))
-def test_each_of_torchs_optimizers_has_the_bits_of_ddp(pool: RankPool, world: int):
-    """In each implementation, float32 and bfloat16, cut into slices and whole."""
+def test_each_of_torchs_optimizers_has_the_bits_of_ddp(pool: RankPool, world: int, elements: bool | None):
+    """In each implementation, float32 and bfloat16."""
     settings = {"timeout": 60.0, "numerics": "ring"}
-    assert pool.run(all_optimizers, True, world=world, gloo=True, settings=settings, timeout=300) == [[]] * world
+    found = pool.run(all_optimizers, True, elements, world=world, gloo=True, settings=settings, timeout=300)
+    assert found == [[]] * world
 
 
 @pytest.mark.nightly
-def test_each_of_torchs_optimizers_has_its_own_bits_in_rank_order(pool: RankPool):
-    assert pool.run(all_optimizers, False, world=3, timeout=300) == [[]] * 3
+@pytest.mark.parametrize("elements", [None, False], ids=["slices", "whole"])
+def test_each_of_torchs_optimizers_has_its_own_bits_in_rank_order(pool: RankPool, elements: bool | None):
+    assert pool.run(all_optimizers, False, elements, world=3, timeout=300) == [[]] * 3
 
 
 @pytest.mark.parametrize("world", [2, 8])

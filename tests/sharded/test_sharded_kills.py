@@ -195,7 +195,7 @@ def check_survivors(ranks: Ranks, victim: int, stages: list[tuple[int, int]]) ->
 
 @pytest.mark.thorough
 @needs_hooks
-@pytest.mark.parametrize("point", mostly_nightly(POINTS, 3, 5))
+@pytest.mark.parametrize("point", mostly_nightly(POINTS, 5))
 def test_killed_at_each_state(pool: RankPool, point: str):
     stages = {world: pool.run(undisturbed, world=world)[0] for world in (2, 3)}
     for number in POINTS[point]:
@@ -213,7 +213,7 @@ def test_killed_at_each_state(pool: RankPool, point: str):
 @pytest.mark.thorough
 @needs_hooks
 @pytest.mark.parametrize("point", mostly_nightly(["agreed", "updating", "updated", "completed"], 1))
-@pytest.mark.parametrize("kind", mostly_nightly(KINDS[1:], 1, 2))
+@pytest.mark.parametrize("kind", mostly_nightly(KINDS[1:], 1))
 def test_killed_in_updates_of_other_lives(pool: RankPool, kind: str, point: str):
     stages = pool.run(undisturbed, kind, world=3, gloo=kind == "torch's Join")[0]
     for number in (2, 3, 6):

@@ -75,7 +75,7 @@ def descriptors() -> int:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("widths", [pytest.param((1,), marks=pytest.mark.nightly), (1, 3, 70)], ids=str)
-@pytest.mark.parametrize("kind", mostly_nightly(KINDS, 0, 2))
+@pytest.mark.parametrize("kind", mostly_nightly(KINDS, 0))
 @run_on_ranks()
 def test_state_that_comes_later_takes_no_more_memories(kind: str, widths: tuple[int, ...]):
     make, more = KINDS[kind]

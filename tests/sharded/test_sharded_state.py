@@ -74,7 +74,6 @@ def test_a_checkpoint_of_three_ranks_loads_on_any_number(pool: RankPool, world: 
     assert pool.run(load, str(tmp_path / "checkpoint.pt"), world=world) == [[]] * world
 
 
-@pytest.mark.thorough
 @run_on_ranks(world=3)
 def test_one_rank_alone_can_save():
     _, model, optimizer = trained(2)
@@ -104,7 +103,6 @@ def test_what_is_saved_has_its_ordinary_size(pool: RankPool):
     assert all(abs(a - b) <= 64 * 30 for a, b in zip(ours[0], theirs[0], strict=True)), (ours, theirs)
 
 
-@pytest.mark.thorough
 @run_on_ranks()
 def test_averaged_models_copies_and_numpy():
     ours, theirs = make(), make()
@@ -123,7 +121,6 @@ def test_averaged_models_copies_and_numpy():
     return wrong
 
 
-@pytest.mark.thorough
 @run_on_ranks()
 def test_loading_on_one_rank_alone_is_named():
     net, model, optimizer = trained(2)
@@ -142,7 +139,6 @@ def test_loading_on_one_rank_alone_is_named():
     assert "Mismatch" in text and "loaded a state dict of the model: no" in text, text
 
 
-@pytest.mark.thorough
 @run_on_ranks()
 def test_state_that_dcp_makes():
     """State of zeros; the weights, the rate and the gradients stay, and training is as if nothing had been."""
@@ -235,7 +231,6 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {  # of the entr
 }
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("how", mostly_nightly(EDITS, 0, 2, 5))
 @pytest.mark.parametrize("ranks", mostly_nightly([[0, 1], [1]], 1), ids=["all", "one"])
 @run_on_ranks()

@@ -73,7 +73,6 @@ def test_a_callback_may_wait_for_another_future() -> None:
         assert begin(group).then(lambda f: (total(f), total(begin(group)))).wait() == (2, 2)
 
 
-@pytest.mark.thorough
 @run_on_ranks(gloo=True, settings=None)
 def test_eight_callbacks_wait_within_each_other() -> None:
     group = ours()
@@ -272,7 +271,6 @@ def with_power_sgd(wrap: Any, group: dist.ProcessGroup | None, module: nn.Module
     return model
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("accumulate", mostly_nightly([1, 2], 1))
 @run_on_ranks(gloo=True)
 def test_power_sgd_trains_to_the_bits_of_gloo(accumulate: int):

@@ -69,7 +69,6 @@ def check_order(trace: Trace) -> None:
         assert event.begin + trace.doubt(event.rank, min(trace.ranks)) * 2 >= announced[event.operation]
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("world", mostly_nightly([2, 4], 0))
 def test_what_is_recorded(pool: RankPool, tmp_path: Path, world: int):
     names = pool.run(train, str(tmp_path), {}, world=world)[0]
@@ -209,7 +208,6 @@ def test_it_stops_after_its_steps(pool: RankPool, tmp_path: Path):
         assert max(event.begin for event in of_rank.events) <= last[0].end
 
 
-@pytest.mark.thorough
 def test_hosts_are_aligned_as_far_as_is_said(pool: RankPool, tmp_path: Path):
     """These share a clock, so what they are moved by is the error."""
     pool.run(train, str(tmp_path), {}, "aab", world=3, settings=None)
@@ -295,7 +293,6 @@ def train_as_the_variable_says() -> None:
         model(torch.ones(2, 10)).sum().backward()
 
 
-@pytest.mark.thorough
 def test_by_variable(pool: RankPool, tmp_path: Path):
     environ = {"SYNCENGINE_TRACE": str(tmp_path)}
     with pool.spawn_ranks(train_as_the_variable_says, environ=environ) as ranks:
@@ -316,7 +313,6 @@ def trace_often(directory: str, traces: int) -> None:
             communicator.barrier()
 
 
-@pytest.mark.thorough
 def test_one_rank_makes_the_file(pool: RankPool, tmp_path: Path):
     """Though all ranks end at the same time."""
     with pool.spawn_ranks(trace_often, str(tmp_path), 5) as ranks:
