@@ -130,7 +130,7 @@ test: build-for-tests
 MARKED = not thorough and not nightly
 test-thorough: MARKED = thorough and not nightly
 test-python test-thorough: build-for-tests .venv-openmpi/ready .venv-mpich/ready
-	$(PY) -m pytest -q -m "$(MARKED) and not alone" --numprocesses 3 --dist loadfile
+	$(PY) -m pytest -q -m "$(MARKED) and not alone" --numprocesses 3 --dist loadfile --no-loadscope-reorder
 	$(PY) -m pytest -q -m "$(MARKED) and alone and not gpu"
 
 nightly: .venv/ready

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from gpu_run import ROOT, Step, adopt_orphans, end_all, run
 
 LOGS = ROOT / "build" / "nightly"
-PYTEST = ".venv/bin/python -m pytest -q --numprocesses 2 --dist loadfile"
+PYTEST = ".venv/bin/python -m pytest -q --numprocesses 2 --dist loadfile --no-loadscope-reorder"
 # Lines in which pytest, the core's tests and make say how tests ended, and why a part failed.
 SAYS = re.compile(r"(FAILED|ERROR|HUNG) .*|\d+ (passed|failed|skipped).*|make.*\*\*\*.*|.*: skipped; .*|not among .*")
 
