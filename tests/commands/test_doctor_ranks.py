@@ -71,7 +71,7 @@ def test_ranks_that_share_one_cpu_are_counted(pool: RankPool):
 
 
 def allow_few_descriptors() -> None:
-    """Thirty more than are open."""
+    """Lets this rank open thirty descriptors more than are open now."""
     few = len(list(Path("/proc/self/fd").iterdir())) + 30
     resource.setrlimit(resource.RLIMIT_NOFILE, (few, few))
 

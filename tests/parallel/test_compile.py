@@ -24,7 +24,7 @@ from syncengine.errors import InvalidUsage
 
 
 class Wide(nn.Module):
-    """Two layers of over a MiB, if not told otherwise: DDPOptimizer cuts between them."""
+    """Two layers, by default of over a MiB each, so that DDPOptimizer cuts between them."""
 
     def __init__(self, width: int = 600) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def own_processes(pool: RankPool) -> Iterator[None]:
 
 @contextmanager
 def fresh_dynamo(optimize_ddp: bool | str) -> Iterator[CompileCounterWithBackend]:
-    """A compiler without caches of before; yields a backend that counts its graphs."""
+    """Clears the compiler's caches before and after; yields a backend that counts its graphs."""
     torch._dynamo.reset()
     with torch._dynamo.config.patch(optimize_ddp=optimize_ddp), warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -169,7 +169,7 @@ Answer = tuple[str, dict[tuple[int, int], float]]  # a digest; the losses, by st
 
 
 def train(kind: str, total: int, steps: int, frozen: int = 0, **options: Any) -> Answer:
-    """On these ranks. What is called before and after the steps gets the model, its optimizer and the micro-batches."""
+    """Trains on each rank. `before` and `after` are called around the steps: with net, optimizer and micro-batches."""
     torch.set_num_threads(1)
     net = make(kind, frozen)
     looks = {"find_unused_parameters": kind in ("branches", "half"), "static_graph": kind == "checkpointed"}

@@ -253,7 +253,7 @@ def test_what_replaces_a_frozen_parameter_is_warned_of():
 
 @run_on_ranks()
 def test_what_takes_one_of_two_names_is_warned_of():
-    """The old one still gets its gradient, by its other name."""
+    """The old parameter still gets its gradient, by its other name."""
     net = nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 24))
     net[1].weight = net[0].weight
     model = syncengine.Parallel(net)
@@ -288,7 +288,7 @@ def test_what_is_put_past_registration_is_warned_of_within_some_steps():
 
 @run_on_ranks()
 def test_what_the_wrapper_itself_gets_is_warned_of():
-    """It is among the parameters that users give to the optimizer."""
+    """The wrapper's own parameters are among those that users give to the optimizer."""
     model = syncengine.Parallel(small())
     backwards(model)
     model.head, model.scale = nn.Linear(24, 2), nn.Parameter(torch.ones(()))

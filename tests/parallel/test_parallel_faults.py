@@ -86,7 +86,7 @@ class Halves(nn.Module):
 @pytest.mark.parametrize("forgetful", [[0], [1], [0, 1], [0, 2]], ids=str)
 @run_on_ranks(world=3, gloo=True)
 def test_unfinished_reduction_names_the_parameters(forgetful: list[int]):
-    """It costs a step."""
+    """An unfinished reduction costs all ranks that step, and the next ones have averages."""
     other = syncengine.Parallel(Mlp())
     model = syncengine.Parallel(Halves(nn.Linear(24, 24).requires_grad_(False)))
     trained = nn.ModuleList([model.module.always, model.module.sometimes])
@@ -104,7 +104,7 @@ def test_unfinished_reduction_names_the_parameters(forgetful: list[int]):
         # Lightning replaces the line with the indices.
         assert f"Parameter indices which did not receive grad for rank {culprit}: 2 3\n" in text
         assert f"Parameters which did not receive grad for rank {culprit}: sometimes.weight, sometimes.bias" in text
-        other(data()).sum().backward()  # is none of this
+        other(data()).sum().backward()  # the other model is not disturbed
         model.zero_grad()
         model(data()).sum().backward()
         assert_averaged(trained, model.module(data()).sum())

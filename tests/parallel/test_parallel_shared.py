@@ -204,7 +204,7 @@ def test_a_generators_step_past_a_model_whose_outputs_are_not_found():
 
 @run_on_ranks(gloo=True)
 def test_a_hidden_loss_of_one_node():
-    """A checkpoint has made it here; a Function of one's own may."""
+    """A checkpoint makes the loss here; an autograd Function of the user's may, too."""
 
     def forward(self: Any, x: torch.Tensor) -> SimpleNamespace:
         loss = checkpoint(lambda x: self.layer(x).square().sum(), x.requires_grad_(), use_reentrant=True)
