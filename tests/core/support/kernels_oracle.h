@@ -2,10 +2,10 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <deque>
 #include <type_traits>
 #include <vector>
 
@@ -83,16 +83,16 @@ T at(const void* array, size_t i) {
 template <class Value, class Add>
 auto fold(const kernels::Reduction& reduction, size_t sources, const Value& value, const Add& add) {
   using V = decltype(value(0));
-  std::deque<V> stack;  // a vector of bools has none to refer to
+  std::array<V, kernels::kMaxTreeDepth + 2> stack;  // on the heap it would take most of the oracle's time
+  size_t depth = 0;
   for (size_t s = 0; s < sources; ++s) {
-    stack.push_back(value(s));
+    stack.at(depth++) = value(s);
     for (int merges = reduction.merges ? reduction.merges[s] : s > 0; merges > 0; --merges) {
-      const V right = stack.back();
-      stack.pop_back();
-      stack.back() = add(stack.back(), right);
+      --depth;
+      stack.at(depth - 1) = add(stack.at(depth - 1), stack.at(depth));
     }
   }
-  return stack.at(0);
+  return stack.at(depth - 1);
 }
 
 template <class T, class Wide>

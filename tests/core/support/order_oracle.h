@@ -48,14 +48,18 @@ inline Bytes contribution(const Case& what, int rank) {
   return bytes;
 }
 
-inline Bytes oracle(const Case& what, Numerics numerics, int world) {
-  const bool ring = numerics == Numerics::Ring;
+inline std::vector<Bytes> contributions(const Case& what, int world) {
   std::vector<Bytes> parts;
-  for (int rank = 0; rank < world; ++rank) {
-    parts.push_back(contribution(what, rank));
-    if (what.prescale != 1.0)
-      parts.back() = expected({what.dtype, ReduceOp::Sum, kernels::Rounding::Once, what.prescale},
-                              {parts.back().data()}, what.count);
+  for (int rank = 0; rank < world; ++rank) parts.push_back(contribution(what, rank));
+  return parts;
+}
+
+inline Bytes oracle(const Case& what, Numerics numerics, std::vector<Bytes> parts) {
+  const bool ring = numerics == Numerics::Ring;
+  const int world = static_cast<int>(parts.size());
+  if (what.prescale != 1.0) {
+    for (Bytes& part : parts)
+      part = expected({what.dtype, ReduceOp::Sum, kernels::Rounding::Once, what.prescale}, {part.data()}, what.count);
   }
   if (numerics == Numerics::Tree) {
     const Bytes all = sum_of_tree(what.leaves, parts, [&](const Bytes& left, const Bytes& right) {
@@ -129,8 +133,7 @@ inline void check_bits(const Case& what, const Bytes& got, const Bytes& wanted, 
 }
 
 // The same all-reduce on ordinary memory, in the arena, on many small spans, and announced: the same bits.
-inline void check_everywhere(Communicator& communicator, const Case& what, const Bytes& wanted) {
-  const Bytes mine = contribution(what, communicator.rank());
+inline void check_everywhere(Communicator& communicator, const Case& what, const Bytes& mine, const Bytes& wanted) {
   for (bool announced : {false, true}) {
     Bytes ordinary = mine;
     run_case(communicator, what, {ordinary.data(), ordinary.size()}, announced);
@@ -148,15 +151,20 @@ inline void check_everywhere(Communicator& communicator, const Case& what, const
   check_bits(what, scattered.content(), wanted, "spans");
 }
 
-// What a list of cases must give.
+// The contributions of the ranks to a list of cases, and the result that each case must have.
 struct Wanted {
   Wanted(const std::vector<Case>& cases, Numerics numerics, int world) : cases(cases) {
-    for (const Case& what : cases) bytes.push_back(oracle(what, numerics, world));
+    for (const Case& what : cases) {
+      brought.push_back(contributions(what, world));
+      bytes.push_back(oracle(what, numerics, brought.back()));
+    }
   }
   void check_everywhere(Communicator& communicator) const {
-    for (size_t i = 0; i < cases.size(); ++i) testing::check_everywhere(communicator, cases[i], bytes[i]);
+    for (size_t i = 0; i < cases.size(); ++i)
+      testing::check_everywhere(communicator, cases[i], brought[i][communicator.rank()], bytes[i]);
   }
   std::vector<Case> cases;
+  std::vector<std::vector<Bytes>> brought;  // of each case, by rank
   std::vector<Bytes> bytes;
 };
 

@@ -143,10 +143,15 @@ struct Session {
       message.describe = [] { return std::string("recv()"); };
       works.push_back(communicator->receive(message));
       message.peer = rank.mouth->other(random);
-      message.memory = SpanList(big.get(), i == 0 ? kBig : 100);
+      message.memory = SpanList(big(), i == 0 ? kBig : 100);
       works.push_back(communicator->send(message));
     }
     if (random() % 2) communicator->refuse(slots, 1, "it raised");
+  }
+  // The memory that all sessions send. Nobody writes to it, and new memory for each would take most of the time.
+  static std::byte* big() {
+    static const auto memory = std::make_unique<std::byte[]>(kBig);
+    return memory.get();
   }
   bool has_failed() const {
     try {
@@ -159,7 +164,6 @@ struct Session {
 
   uint32_t group;
   std::vector<std::vector<float>> memory{9};
-  std::unique_ptr<std::byte[]> big{new std::byte[kBig]};  // uninitialized, which takes half of the time away
   uint64_t flags[shm::kFlagWords] = {};
   std::shared_ptr<EngineCommunicator> communicator;
   std::shared_ptr<const Slots> slots;

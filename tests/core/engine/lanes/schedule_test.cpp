@@ -77,6 +77,7 @@ struct State {
 
   std::string key() const {
     std::string key;
+    key.reserve(160);  // else it is copied four times while it grows
     auto add = [&](int value) { key += static_cast<char>(value); };
     auto add_items = [&](const std::vector<Waiting>& items) {
       add(static_cast<int>(items.size()));

@@ -4,6 +4,7 @@
 #include <sys/socket.h>
 
 #include <cstring>
+#include <map>
 #include <random>
 
 #include "test.h"
@@ -70,6 +71,15 @@ std::shared_ptr<Interhost::Transfer> transfer() { return std::make_shared<Interh
 
 const std::vector<std::byte> memory(1 << 20);
 
+// Memory of exactly this size for a message with this tag. Sessions share it: under AddressSanitizer, new memory for
+// each would take most of the time.
+std::byte* place_for(uint64_t tag, size_t bytes) {
+  static std::map<std::pair<uint64_t, size_t>, std::unique_ptr<std::byte[]>> places;
+  auto& place = places[{tag, bytes}];
+  if (!place) place = std::make_unique_for_overwrite<std::byte[]>(bytes);
+  return place.get();
+}
+
 // What a rank has under way with a peer that sends anything.
 struct Session {
   Shared shared{.rank = 0};
@@ -77,15 +87,13 @@ struct Session {
   Withdrawals withdrawals{shared, 1};
   Outbox outbox{shared, 1, control, withdrawals};
   Inbox inbox{shared, 1, control, withdrawals};
-  std::vector<std::unique_ptr<std::byte[]>> places;  // each of its exact size
   std::vector<std::shared_ptr<Interhost::Transfer>> transfers;
 
   explicit Session(Random& random) {
     for (uint64_t tag = 0; tag < 4; ++tag) {
       size_t bytes = random() % 3 ? 100 : random() % 2 ? (1 << 20) : 300000;
-      places.push_back(std::make_unique_for_overwrite<std::byte[]>(bytes));
       transfers.push_back(transfer());
-      inbox.post(tag, places.back().get(), bytes, transfers.back());
+      inbox.post(tag, place_for(tag, bytes), bytes, transfers.back());
       transfers.push_back(transfer());
       outbox.post(tag, memory.data(), some_number(random) % ((1 << 20) + 1), transfers.back());
     }
@@ -178,11 +186,9 @@ TEST(tcp_fuzz_streams) {
     Shared shared{.rank = 0};
     shared.checksum = random() % 4 == 0;
     Peer peer(shared, options, 1, tcp::Probe({}, {}, 0), std::move(ours));
-    std::vector<std::unique_ptr<std::byte[]>> places;
     for (uint64_t tag = 0; tag < 4; ++tag) {
       size_t bytes = random() % 2 ? 100 : 20000;
-      places.push_back(std::make_unique_for_overwrite<std::byte[]>(bytes));
-      peer.session().inbox.post(tag, places.back().get(), bytes, transfer());
+      peer.session().inbox.post(tag, place_for(tag, bytes), bytes, transfer());
       peer.session().outbox.post(tag, memory.data(), random() % 40000, transfer());
     }
     try {
