@@ -1,9 +1,11 @@
 """torch's own distributed tests, between ranks that are forked: test_torch_suite.py runs this file in a process of its
 own, as their module takes the backend from the environment when it is imported."""
 
+import gc
+import os
 import re
 from typing import Any
-from unittest import mock
+from unittest import mock, skipIf
 
 import torch
 from torch.testing._internal import common_distributed
@@ -14,6 +16,17 @@ for backends in features.values():
     if "gloo" in backends:
         backends.add("syncengine")
 features["plugin"].add("syncengine")
+
+
+def needs_gpus(count: int) -> Any:
+    return skipIf(torch.cuda.device_count() < count, f"fewer than {count} GPUs")
+
+
+# torch's own decorators look for GPUs in the ranks, which take longer to start than most tests, and want 8 ranks where
+# 4 are enough.
+common_distributed.skip_if_lt_x_gpu = needs_gpus
+common_distributed.skip_if_no_gpu = needs_gpus(int(os.environ["WORLD_SIZE"]))
+common_distributed.skip_if_small_worldsize = skipIf(int(os.environ["WORLD_SIZE"]) <= 2, "two ranks are too few")
 
 from torch.testing._internal.distributed import distributed_test as theirs  # noqa: E402
 
@@ -38,3 +51,6 @@ class TestTorch(theirs.TestDistBackend, theirs.DistributedTest._DistTestBase):
 
 for name in filter(BY_NAME.match, dir(TestTorch)):
     getattr(TestTorch, name).__unittest_skip__ = False
+
+gc.collect()
+gc.freeze()  # a rank that collects what it shares with this process would copy it, page by page
