@@ -26,7 +26,7 @@ def reports(
     return [(rank.returncode, json.loads(rank.stdout) if rank.stdout else None) for rank in said]
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_hosts_that_reach_each_other(programs: RankPool, unused_port: int):
     with Hosts(2) as hosts:
         (code, report), other = reports(programs, hosts, unused_port, 120)

@@ -265,8 +265,8 @@ def test_gradients_that_are_no_averages_are_wrong(pool: RankPool):
     assert pool.run(self_test_without_averages, settings=None) == [{"gradients of Parallel": 300 * 20}] * 2
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("command", mostly_nightly(["doctor", "bench"], 0))
+@pytest.mark.nightly
+@pytest.mark.parametrize("command", ["doctor", "bench"])
 def test_another_number_than_the_launchers_is_refused(programs: RankPool, unused_port: int, command: str):
     """Not ignored. The same number is what `--ranks` gives to the ranks that it has started itself."""
     results = by_hand(programs, [{}, {}], unused_port, command, "--ranks", "3")

@@ -135,7 +135,7 @@ def labelled(script):
             run.kill()
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_ranks_end_when_nobody_reads_their_lines_any_more(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(WRITING.format(lines=10_000, ended=str(tmp_path / "ended")))
@@ -147,7 +147,7 @@ def test_ranks_end_when_nobody_reads_their_lines_any_more(tmp_path):
     assert not (tmp_path / "ended").exists()
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_a_late_reader_misses_no_line(tmp_path):
     """The rank has ended by then: the pipes hold all that it has written."""
     script, ended = tmp_path / "script.py", tmp_path / "ended"

@@ -39,7 +39,7 @@ def test_what_is_copied(name: str):
         model.zero_grad()
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 @run_on_ranks(spawned=True)
 def test_memory_does_not_grow_with_changing_batch_sizes():
     torch.manual_seed(0)

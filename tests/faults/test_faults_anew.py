@@ -140,7 +140,6 @@ FAILURES = {
             *((hosts, how, "rank_order") for hosts in ("aaa", "ab", "aab") for how in FAILURES),
             ("aa", "Aborted", "ring"),
         ],
-        2,
         6,
     ),
 )

@@ -158,7 +158,6 @@ def stopped(who, fault, woken, settings) -> Outcome:
             ("aaa", [1], {"timeout": 2.0}),
         ],
         2,
-        6,
     ),
 )
 def test_stopped_ranks_are_given_up_and_may_not_go_on(pool, tmp_path, hosts, who, settings):

@@ -48,6 +48,7 @@ def test_bits_training_and_errors(name):
             assert "waits for rank" in outcome
 
 
+@pytest.mark.nightly
 @each_mpi
 def test_a_packet_that_fails_has_not_arrived(name):
     ((sent,),), ((received,),) = answers(name, "a_packet_that_fails:ab")

@@ -200,7 +200,7 @@ def test_launchers(tmp_path: Path, launcher: str):
     assert heard(told.stdout, told.stderr)[0].startswith(f"Aborted: rank 1 failed in init: {SETTING}")
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_a_child_of_a_rank_is_no_rank(programs: RankPool, tmp_path: Path, unused_port: int):
     """It has the launcher's variables, and its errors are not the rank's."""
     child = "[sys.executable, '-c', 'import syncengine; raise ValueError(1)']"

@@ -51,7 +51,7 @@ def test_in_the_source_folder_it_says_so(tmp_path: Path):
     assert "`make build`" in text
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_an_installation_for_another_python_is_named_as_such(tmp_path: Path):
     folder = copy_of_packages(tmp_path).parent
     (folder / "_C.cpython-33m-x86_64-linux-gnu.so").touch()
@@ -109,7 +109,7 @@ def test_the_users_own_extension_is_taken_if_nobody_else_may_write_there(tmp_pat
     assert told.stderr.endswith(f": remove {own.parent} and run `python -m syncengine build`\n")
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_build_names_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The command `python -m syncengine build` runs where no extension, no compiler and no header are there."""
     copy_of_packages(tmp_path)

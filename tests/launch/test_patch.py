@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from marks import mostly_nightly
 from pool import RankPool
 from repository import TESTS
 from torch import nn
@@ -63,7 +64,7 @@ def weights(pool: RankPool, port: int, folder: Path, script: str, patched: bool)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("script", ["nanogpt_style.py", "timm_style.py"])
+@pytest.mark.parametrize("script", mostly_nightly(["nanogpt_style.py", "timm_style.py"], 0))
 def test_scripts_train_to_the_bits_of_ddp(pool: RankPool, tmp_path: Path, script: str, unused_port: int):
     theirs, said = weights(pool, unused_port, tmp_path, script, patched=False)
     assert "wrapped by DistributedDataParallel True" in said
@@ -314,7 +315,7 @@ def outcomes(patched: bool) -> dict[str, str]:
     return {f"{name}[{i}]": outcome(name, value) for name in names for i, value in enumerate(ODD)}
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_odd_arguments_end_as_ddps(pool: RankPool):
     """Each of DDP's arguments with each odd value: accepted as by DDP, or refused with its class and words."""
     answers = []

@@ -174,6 +174,7 @@ def test_hooks_make_the_weighted_mean():
 
 
 @pytest.mark.thorough
+@flat_at_night
 @run_on_ranks(gloo=True)
 def test_a_backward_in_another_thread_ends_after_the_hook_of_an_earlier_bucket():
     """Two threads go through one forward; the first hook still runs when all gradients have come."""

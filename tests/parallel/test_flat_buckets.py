@@ -56,7 +56,7 @@ HOOKS = {
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", HOOKS)
+@pytest.mark.parametrize("name", mostly_nightly(HOOKS, 1, 3))
 @pytest.mark.parametrize("numerics", mostly_nightly(["rank_order", "ring"], 0))
 @run_on_ranks(world=3)
 def test_hooks_of_the_engine_have_the_bits_of_buckets_in_place(numerics: str, name: str):

@@ -291,7 +291,6 @@ def all_kinds(total: int, steps: int) -> list[Answer]:
     mostly_nightly(
         [*((8, STEPS, world) for world in (1, 2, 3, 4, 5, 8)), *itertools.product((3, 6, 7), [4], (1, 2, 3))],
         11,
-        12,
     ),
 )
 def test_any_number_of_ranks_trains_what_a_plain_loop_does(

@@ -66,7 +66,7 @@ def test_the_default_group_is_the_default_communicator():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("world", "with_default"), mostly_nightly([(2, False), (2, True), (3, False)], 1, 2))
+@pytest.mark.parametrize(("world", "with_default"), mostly_nightly([(2, False), (2, True), (3, False)], 1))
 def test_models_over_two_groups_in_two_threads(pool: RankPool, world: int, with_default: bool):
     """Each pair of ranks meets by itself, though each rank comes to another one first."""
     pool.run(as_under_ddp, with_default, world=world, gloo=True, settings=None, environ={"SYNCENGINE_TIMEOUT": "10"})

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from marks import mostly_nightly
 from repository import ROOT
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -77,8 +76,8 @@ def test_each_script_has_a_test_and_a_page():
 NEED_RANKS = ["hybrid", *(f"tutorial/{script}" for script in sorted(SCRIPTS - {"several_machines"}))]
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("script", mostly_nightly(NEED_RANKS, 1))
+@pytest.mark.nightly
+@pytest.mark.parametrize("script", NEED_RANKS)
 def test_a_wrong_number_of_ranks_is_one_line(script):
     environ = {name: value for name, value in os.environ.items() if name != "WORLD_SIZE"}
     command = [sys.executable, str(ROOT / "examples" / f"{script}.py")]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import mostly_nightly
 from pool import run_on_ranks
 from sharded_training import (
     backward,
@@ -121,7 +122,7 @@ def without_momenta(which: torch.optim.Optimizer, state: dict) -> dict:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("loop", [schedulers, rate_tensor, hooks])
+@pytest.mark.parametrize("loop", mostly_nightly([schedulers, rate_tensor, hooks], 0, 2))
 @run_on_ranks(world=3)
 def test_as_with_a_plain_optimizer(loop: Loop):
     return unlike_plain(loop)

@@ -163,7 +163,7 @@ def call(step: Callable[[], Any]) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("form", mostly_nightly(["step", "within", "turn"], 0, 2))
+@pytest.mark.parametrize("form", mostly_nightly(["step", "within", "turn"], 0))
 @run_on_ranks()
 def test_a_compiled_step_is_an_ordinary_one(form: str):
     def steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -33,7 +33,7 @@ def test_torchs_join_needs_the_optimizer_too():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("torchs", [False, True], ids=["model.join", "torch's Join"])
+@pytest.mark.parametrize("torchs", mostly_nightly([False, True], 1), ids=["model.join", "torch's Join"])
 @pytest.mark.parametrize("world", mostly_nightly([2, 3], 1))
 @run_on_ranks(gloo=True)
 def test_parameters_unfrozen_when_a_rank_has_joined(torchs: bool, world: int):

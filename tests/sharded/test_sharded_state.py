@@ -68,7 +68,7 @@ def load(path: str) -> list[str]:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("world", mostly_nightly([1, 2, 4], 0, 1))
+@pytest.mark.parametrize("world", mostly_nightly([1, 2, 4], 1))
 def test_a_checkpoint_of_three_ranks_loads_on_any_number(pool: RankPool, world: int, tmp_path: Path):
     pool.run(save, str(tmp_path / "checkpoint.pt"), world=3)
     assert pool.run(load, str(tmp_path / "checkpoint.pt"), world=world) == [[]] * world

@@ -125,7 +125,7 @@ def from_everybody(tensors: Tensors) -> list[Tensors]:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("make_case", mostly_nightly(CALLS, 0, 2))
+@pytest.mark.parametrize("make_case", mostly_nightly(CALLS, 0))
 @run_on_ranks(world=WORLD, gloo=True, settings=None)
 def test_tensors_of_one_call_may_share_memory(make_case: Callable[[Cut, int], Case]):
     """What they hold then is what copies give."""

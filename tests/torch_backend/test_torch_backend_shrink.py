@@ -160,7 +160,7 @@ def lose(dead: list[int], stopped: list[int]) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("dead", "stopped", "hosts"),
     mostly_nightly(
-        [([0], [], "aaaa"), ([1, 2], [], "aaaa"), ([], [3], "aaaa"), ([0], [], "aabb"), ([1, 2], [], "aabb")], 2, 4
+        [([0], [], "aaaa"), ([1, 2], [], "aaaa"), ([], [3], "aaaa"), ([0], [], "aabb"), ([1, 2], [], "aabb")], 4
     ),
 )
 def test_ranks_that_die_or_hang(pool: RankPool, dead: list[int], stopped: list[int], hosts: str) -> None:
