@@ -3,6 +3,7 @@
 `SYNCENGINE_TEST_CHAOS=5000 pytest tests/faults/test_chaos.py` plays other stories, one for each number.
 """
 
+import gc
 import itertools
 import os
 import random
@@ -33,6 +34,7 @@ POINTS_OF_SHRINK = ["arriving", "arrived", "proposing", "proposed", "telling", "
 
 def disturbed(hosts, faults, how) -> Outcome:
     """`hosts`: of each rank a letter; `faults`: of some a fault point; `how` they train."""
+    gc.freeze()  # the collector is quick where there is little
     rank = int(os.environ.get(JOIN, os.environ["RANK"]))
     os.environ["SYNCENGINE_HOST_ID"] = hosts[rank]
     _joining._LOOK = 0.02

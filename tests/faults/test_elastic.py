@@ -201,8 +201,6 @@ def train(
     average = torch.optim.swa_utils.AveragedModel(model.module.layers)
     whim = (lambda: None) if whims is None else Whim(f"{whims} {my_rank()}")
     if whims is not None:
-        gc.collect()
-        gc.freeze()  # the collector is quick where there is little
         gc.disable()
     print("elastic begins", flush=True)
 
@@ -256,7 +254,6 @@ def train(
     try:
         syncengine.elastic(steps, at_least=at_least, **state)
     finally:
-        gc.unfreeze()
         gc.enable()
     assert model.module.seen == count and sampler.drawn == count * TOTAL
     buffers = dict(model.named_buffers())
@@ -266,6 +263,7 @@ def train(
 
 
 def disturbed(kills, **how) -> Outcome:
+    gc.freeze()  # the collector is quick where there is little
     for rank, fault in kills.items():
         if isinstance(fault, str):
             set_fault(rank, fault)
