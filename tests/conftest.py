@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from flat import flat
 from hosts import why_not
 from hypothesis import settings
 from pool import RankPool
@@ -62,6 +61,8 @@ def programs(nothing_is_left: None) -> Iterator[RankPool]:
 def kinds_of_buckets(pool: RankPool, request: pytest.FixtureRequest) -> Iterator[None]:
     """Runs a test twice: with the buckets of CPUs, and with those of devices, in host memory."""
     if request.param == "flat":
+        from flat import flat  # here, since it imports torch: xdist's own process needs none
+
         pool.through = flat
     yield
     pool.through = None

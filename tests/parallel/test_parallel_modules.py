@@ -101,7 +101,7 @@ def test_a_wrapper_around_a_whole_wrapper_is_warned_of():
     """As where a tool wraps what was wrapped by hand."""
     for inner in (syncengine.Parallel, DistributedDataParallel, nn.DataParallel):
         wrapped = inner(small())
-        for module in (wrapped, torch.compile(wrapped)):
+        for module in (wrapped, torch.compile(wrapped, backend="eager")):
             with pytest.warns(UserWarning, match=rf"is itself a {inner.__name__}.*give it the \.module of that"):
                 syncengine.Parallel(module)
     with warnings.catch_warnings():
