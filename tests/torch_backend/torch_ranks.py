@@ -19,8 +19,8 @@ for backends in features.values():
 features["plugin"].add("syncengine")
 
 
-def needs_gpus(count: int) -> Any:
-    return skipIf(torch.cuda.device_count() < count, f"fewer than {count} GPUs")
+def needs_gpus(count: int, *, allow_cpu: bool = False) -> Any:
+    return skipIf(not allow_cpu and torch.cuda.device_count() < count, f"fewer than {count} GPUs")
 
 
 # torch's own decorators look for GPUs in the ranks, which take longer to start than most tests, and want 8 ranks where
