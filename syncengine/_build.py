@@ -30,7 +30,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-WITH_TORCH = ("bindings", "reducer", "c10d", "streams")  # folders of csrc/, the slowest to compile first
+# The folders of csrc/ that include torch's headers, the slowest to compile first, each with the unit it belongs to.
+WITH_TORCH = {"bindings": "bindings", "reducer": "reducer", "c10d": "c10d", "streams": "c10d"}
 BUILT = Path(__file__).resolve().parent / "_ext"
 SOURCE = BUILT / "source"
 NAME = f"_C{EXTENSION_SUFFIXES[0]}"
@@ -186,10 +187,10 @@ class Builder:
         for file in sorted((*self._csrc.rglob("*.cpp"), *self._csrc.rglob("*.cu"))):
             path = file.relative_to(self._csrc)
             if (path.parts[0] in WITH_TORCH) == with_torch and path.parts[:2] != ("cuda", left_out):
-                # The folders of the reducer are one unit: torch's headers take longer to compile than a folder of it.
-                # Each kernel is compiled alone, because it is for an instruction set of its own.
+                # The folders of the reducer are one unit, as are c10d/ and streams/: torch's headers take longer to
+                # compile than a folder. Each kernel is compiled alone, because it is for an instruction set of its own.
                 alone = path.parts[0] == "kernels" or path.suffix == ".cu"
-                of = path.with_suffix("") if alone else path.parent if not with_torch else Path(path.parts[0])
+                of = path.with_suffix("") if alone else Path(WITH_TORCH[path.parts[0]]) if with_torch else path.parent
                 units["-".join(of.parts) + path.suffix].append(path.as_posix())
         for name, files in units.items():
             text = f"#define SYNCENGINE_BUILD_ID 0x{build_id(self._csrc)}u\n" if name == "base.cpp" else ""
