@@ -42,17 +42,17 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 @pytest.fixture(scope="session")
-def pool(nothing_is_left: None) -> Iterator[RankPool]:
-    """Rank processes: see pool.py."""
-    pool = RankPool("syncengine")
+def programs(nothing_is_left: None) -> Iterator[RankPool]:
+    """Processes for programs, which import syncengine themselves: see programs.py."""
+    pool = RankPool()
     yield pool
     pool.close()
 
 
 @pytest.fixture(scope="session")
-def programs(nothing_is_left: None) -> Iterator[RankPool]:
-    """Processes for programs, which import syncengine themselves: see programs.py."""
-    pool = RankPool()
+def pool(programs: RankPool) -> Iterator[RankPool]:
+    """Rank processes: see pool.py."""
+    pool = RankPool(programs)
     yield pool
     pool.close()
 

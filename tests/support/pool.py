@@ -140,25 +140,27 @@ class Ranks(list[Rank]):
 class RankPool:
     """Forks ranks, and keeps up to 8 of them for `run`. One a test run: the fixture `pool`.
 
-    `packages`: what they have imported, beside torch. Without syncengine, they only call functions.
+    The ranks have imported torch, and without `base` only call functions. With the pool `base`, a fork of its zygote
+    serves this one, and imports syncengine, too.
     """
 
-    def __init__(self, *packages: str) -> None:
+    def __init__(self, base: RankPool | None = None) -> None:
         adopt_orphans()
         self._folder = Path(tempfile.mkdtemp(prefix="syncengine-tests-"))
         self._numbers = itertools.count()  # of files: threads may share a pool
         self._workers: list[Rank] = []
         self.through: Callable[..., Any] | None = None  # calls every function: through(function, *args)
+        self._zygote: subprocess.Popen[bytes] | None = None
         self._control, theirs = socket.socketpair()
-        environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *(str(path) for path in TESTS.iterdir() if path.is_dir())])
         with theirs:
-            self._zygote = subprocess.Popen(
-                [sys.executable, str(SUPPORT / "zygote.py"), str(theirs.fileno()), *packages],
-                pass_fds=[theirs.fileno()],
-                env=environ,
-                stdin=subprocess.DEVNULL,
-            )
+            if base is not None:
+                socket.send_fds(base._control, [b"syncengine"], [theirs.fileno()])
+                return
+            environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+            paths = [str(ROOT), *(str(path) for path in TESTS.iterdir() if path.is_dir())]
+            environ["PYTHONPATH"] = os.pathsep.join(paths)
+            command = [sys.executable, str(SUPPORT / "zygote.py"), str(theirs.fileno())]
+            self._zygote = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environ, stdin=subprocess.DEVNULL)
 
     def run(
         self,
@@ -221,7 +223,8 @@ class RankPool:
         """Ends every process."""
         self._end_workers()
         self._control.close()
-        self._zygote.wait(120)
+        if self._zygote is not None:
+            self._zygote.wait(120)
         shutil.rmtree(self._folder)
 
     def _fork(self) -> Rank:

@@ -1,9 +1,10 @@
 """A process that imports torch once and forks rank processes from then on: milliseconds each instead of seconds.
 
-Started as `python zygote.py CONTROL_FD [PACKAGE...]`, with what else to import. Each request on the control socket
-brings two descriptors: the connection of a new process, and the file for its output. The new process becomes a child of
-the test run itself (which is a subreaper), takes its tasks from its connection and ends as any Python process ends,
-with atexit handlers, sys.excepthook and the end of the interpreter; torch's libraries alone are left as they are.
+Started as `python zygote.py CONTROL_FD`. A request b"+" on the control socket brings two descriptors: the connection of
+a new process, and the file for its output. The new process becomes a child of the test run itself (which is a
+subreaper), takes its tasks from its connection and ends as any Python process ends, with atexit handlers,
+sys.excepthook and the end of the interpreter; torch's libraries alone are left as they are. Any other request is the
+name of a package: a new process imports it, and is a zygote, too, with the descriptor as its control socket.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def _prctl(option: int, value: int) -> None:
 def _serve(control: socket.socket, test_run: int) -> Connection | None:
     """Returns in each new process, with its connection; in this process, when the test run has closed `control`."""
     while True:
-        request, descriptors, _, _ = socket.recv_fds(control, 1, 2)
+        request, descriptors, _, _ = socket.recv_fds(control, 100, 2)
         if not request:
             return None
         middle = os.fork()
@@ -66,6 +67,9 @@ def _serve(control: socket.socket, test_run: int) -> Connection | None:
             if os.fork() > 0:
                 os._exit(0)  # the new process is an orphan now: the test run adopts it
             control.close()
+            if request != b"+":
+                _prepare(request.decode())
+                return _serve(socket.socket(fileno=descriptors[0]), test_run)
             connection, log = descriptors
             _enter_process(log, test_run)
             return Connection(connection)
@@ -189,6 +193,18 @@ def _use_huge_pages() -> None:
                 libc.madvise(ctypes.c_void_p(begin + size), ctypes.c_size_t(end - begin - size), collapse)
 
 
+def _prepare(*packages: str) -> None:
+    """Makes forks of this process cheap, with these packages imported."""
+    for package in packages:
+        importlib.import_module(package)
+    threads = len(list(Path("/proc/self/task").iterdir()))
+    assert threads == 1, f"fork needs a process of one thread, not {threads}"
+    _keep_shared_modules()
+    gc.collect()
+    gc.freeze()  # a fork that collects what it shares would copy it, page by page
+    _use_huge_pages()
+
+
 def main() -> None:
     test_run = os.getppid()
     atexit.register(_leave_shared_modules)  # before all others, so that it comes after them
@@ -198,14 +214,7 @@ def main() -> None:
     import torch.distributed  # noqa: F401
 
     _leave_torch()
-    for package in sys.argv[2:]:
-        importlib.import_module(package)
-    threads = len(list(Path("/proc/self/task").iterdir()))
-    assert threads == 1, f"fork needs a process of one thread, not {threads}"
-    _keep_shared_modules()
-    gc.collect()
-    gc.freeze()  # a fork that collects what it shares would copy it, page by page
-    _use_huge_pages()
+    _prepare()
     connection = _serve(socket.socket(fileno=int(sys.argv[1])), test_run)
     if connection is not None:
         _work(connection)
