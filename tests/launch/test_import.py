@@ -16,7 +16,7 @@ import torch
 from command import environ_of
 from installation import copy_of_packages
 from pool import RankPool
-from programs import run_programs
+from programs import Result, run_programs
 from repository import ROOT
 
 import syncengine
@@ -27,24 +27,28 @@ AS_A_USER_HAS_IT = """
 import sys
 sys.meta_path = [finder for finder in sys.meta_path if not finder.__module__.startswith("__editable__")]
 import syncengine
+from syncengine import _C
+print(syncengine._C is _C, _C.__file__)
 """
 
 
-def imported_from(folder: Path) -> str:
-    """The last line that Python says."""
-    told = subprocess.run(
-        [sys.executable, "-c", AS_A_USER_HAS_IT], cwd=folder, capture_output=True, text=True, timeout=600
-    )
+def imported_from(programs: RankPool, folder: Path, **environ: str) -> Result:
+    script = folder / "program.py"
+    script.write_text(AS_A_USER_HAS_IT)
+    return run_programs(programs, [str(script)], [environ_of(PYTHONPATH=str(folder), **environ)])[0]
+
+
+def last_line(told: Result) -> str:
     assert told.returncode == 1
     return told.stderr.splitlines()[-1]
 
 
 @pytest.mark.thorough
-def test_in_the_source_folder_it_says_so(tmp_path: Path):
+def test_in_the_source_folder_it_says_so(programs: RankPool, tmp_path: Path):
     """Python finds the sources first, also where the package is installed."""
     copy_of_packages(tmp_path)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    text = imported_from(tmp_path)
+    text = last_line(imported_from(programs, tmp_path))
     assert text.startswith("ModuleNotFoundError: No module named 'syncengine._C': ")
     assert f"{tmp_path} is the source folder" in text
     assert "leave it" in text
@@ -52,10 +56,10 @@ def test_in_the_source_folder_it_says_so(tmp_path: Path):
 
 
 @pytest.mark.nightly
-def test_an_installation_for_another_python_is_named_as_such(tmp_path: Path):
+def test_an_installation_for_another_python_is_named_as_such(programs: RankPool, tmp_path: Path):
     folder = copy_of_packages(tmp_path).parent
     (folder / "_C.cpython-33m-x86_64-linux-gnu.so").touch()
-    text = imported_from(tmp_path)
+    text = last_line(imported_from(programs, tmp_path))
     assert "_C.cpython-33m-x86_64-linux-gnu.so is for another Python" in text
     assert "install syncengine-torch again" in text
 
@@ -75,14 +79,14 @@ def test_releases_of_one_minor_share_an_extension_and_other_versions_do_not(vers
     assert _build.tag(version) == tag
 
 
-def test_another_minors_extension_is_never_tried(tmp_path: Path):
+def test_another_minors_extension_is_never_tried(programs: RankPool, tmp_path: Path):
     """The file would load, but bears the name of another release."""
     extension = copy_of_packages(tmp_path, lambda ours: ours)
     extension.parent.rename(extension.parent.with_name("torch299"))
     source = tmp_path / "syncengine" / "_ext" / "source"
     source.mkdir()
     (source / "id").write_text("0123")
-    text = imported_from(tmp_path)
+    text = last_line(imported_from(programs, tmp_path))
     assert text == (
         f"ModuleNotFoundError: No module named 'syncengine._C': this is torch {torch.__version__}, and syncengine has "
         "been built for torch299: compile it for this one, once, by `python -m syncengine build`, which needs g++ and "
@@ -90,7 +94,7 @@ def test_another_minors_extension_is_never_tried(tmp_path: Path):
     )
 
 
-def test_the_users_own_extension_is_taken_if_nobody_else_may_write_there(tmp_path: Path):
+def test_the_users_own_extension_is_taken_if_nobody_else_may_write_there(programs: RankPool, tmp_path: Path):
     extension = copy_of_packages(tmp_path, lambda ours: ours)
     source = tmp_path / "syncengine" / "_ext" / "source"
     source.mkdir()
@@ -98,13 +102,10 @@ def test_the_users_own_extension_is_taken_if_nobody_else_may_write_there(tmp_pat
     own = tmp_path / "cache" / "syncengine" / f"torch-{torch.__version__}-0123" / extension.name
     own.parent.mkdir(parents=True)
     extension.rename(own)
-    program = f"{AS_A_USER_HAS_IT}\nfrom syncengine import _C\nprint(syncengine._C is _C, _C.__file__)"
-    environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    command = [sys.executable, "-c", program]
-    told = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=600)
+    told = imported_from(programs, tmp_path, XDG_CACHE_HOME=str(tmp_path / "cache"))
     assert told.stdout == f"True {own}\n", told.stderr
     own.parent.chmod(0o777)
-    told = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=600)
+    told = imported_from(programs, tmp_path, XDG_CACHE_HOME=str(tmp_path / "cache"))
     assert f"{own.parent} belongs to another user, or others may write to it: remove it" in told.stderr
     assert told.stderr.endswith(f": remove {own.parent} and run `python -m syncengine build`\n")
 
@@ -143,7 +144,9 @@ def test_version_says_which_build_this_is(programs: RankPool):
 def test_other_modules_that_are_missing_are_named_as_ever(tmp_path: Path):
     copy_of_packages(tmp_path)
     (tmp_path / "torch.py").write_text("import nowhere_to_be_found")
-    assert imported_from(tmp_path) == "ModuleNotFoundError: No module named 'nowhere_to_be_found'"
+    command = [sys.executable, "-c", "import syncengine"]
+    told = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert last_line(told) == "ModuleNotFoundError: No module named 'nowhere_to_be_found'"
 
 
 def test_the_version_is_the_installed_one():

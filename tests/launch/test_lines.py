@@ -2,11 +2,12 @@
 
 import io
 import logging
-import subprocess
 import sys
 
 import pytest
+from command import environ_of
 from marks import mostly_nightly
+from programs import run_programs
 
 from syncengine import lines
 
@@ -19,11 +20,6 @@ logging.getLogger("syncengine").debug("too small")
 logging.getLogger("syncengine").warning("a %s", "warning")
 """
 OURS = "syncengine: a line\nsyncengine: a warning\n"
-
-
-def stderr_of(configure: str) -> str:
-    command = [sys.executable, "-c", PROGRAM.format(configure=configure)]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stderr
 
 
 @pytest.mark.thorough
@@ -40,8 +36,11 @@ def stderr_of(configure: str) -> str:
     ),
     ids=["nothing", "root", "own", "level"],
 )
-def test_lines_go_where_the_program_has_them(configure, expected):
-    assert stderr_of(configure) == expected
+def test_lines_go_where_the_program_has_them(programs, tmp_path, configure, expected):
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM.format(configure=configure))
+    (told,) = run_programs(programs, [str(script)], [environ_of()])
+    assert (told.returncode, told.stderr) == (0, expected)
 
 
 def without_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
