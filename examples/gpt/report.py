@@ -4,11 +4,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib import pyplot
-
 from .model import GPT
 
 NAMES = {"syncengine": "syncengine", "ddp": "DDP + Gloo", "sharded": "ShardedOptimizer"}
@@ -69,7 +64,10 @@ def table(runs: list[Run], differences: list[tuple[int, float]]) -> str:
 
 def plot(runs: list[Run], path: Path) -> None:
     """Loss curves of all runs, and each step's time split into compute and exposed synchronization."""
-    figure, (curves, bars) = pyplot.subplots(1, 2, figsize=(11, 4.2), width_ratios=(3, 2), layout="constrained")
+    from matplotlib.figure import Figure  # here, since ranks come past the head of this file and draw nothing
+
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    curves, bars = figure.subplots(1, 2, width_ratios=(3, 2))
     for run in runs:
         losses = run.metrics["losses"]
         smooth = [sum(window) / len(window) for window in (losses[max(0, i - 19) : i + 1] for i in range(len(losses)))]
@@ -90,4 +88,3 @@ def plot(runs: list[Run], path: Path) -> None:
     for axes in (curves, bars):
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
-    pyplot.close(figure)

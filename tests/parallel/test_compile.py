@@ -8,14 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo
 from marks import mostly_nightly
 from parallel_models import assert_averaged, both, data, gradients
 from pool import RankPool, run_on_ranks
 from raising_model import Bad, Raising
 from torch import nn
-from torch._dynamo import compiled_autograd
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -47,13 +44,20 @@ def own_processes(pool: RankPool) -> Iterator[None]:
     pool.refresh()
 
 
+def counting(backend: str) -> Any:
+    """Returns a backend that counts its graphs. The import takes seconds, and ranks alone need it."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    return CompileCounterWithBackend(backend)
+
+
 @contextmanager
-def fresh_dynamo(optimize_ddp: bool | str) -> Iterator[CompileCounterWithBackend]:
+def fresh_dynamo(optimize_ddp: bool | str) -> Iterator[Any]:
     """Clears the compiler's caches before and after; yields a backend that counts its graphs."""
     torch._dynamo.reset()
     with torch._dynamo.config.patch(optimize_ddp=optimize_ddp), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        yield CompileCounterWithBackend("eager")
+        yield counting("eager")
     torch._dynamo.reset()
 
 
@@ -84,7 +88,7 @@ def test_compiled_training_has_the_bits_and_graphs_of_ddp(
     def fresh() -> nn.Module:
         nonlocal counter
         torch._dynamo.reset()
-        counter = CompileCounterWithBackend(backend)
+        counter = counting(backend)
         module = make()
         if place == "under":
             return torch.compile(module, backend=counter, fullgraph=True)
@@ -178,7 +182,7 @@ def test_compiled_autograd_is_refused_by_name():
         assert_averaged(model.module, model.module(data()).square().sum())
         loss = model(data()).sum()
         with (
-            compiled_autograd._enable(lambda graph: torch.compile(graph, backend="eager")),
+            torch._dynamo.compiled_autograd._enable(lambda graph: torch.compile(graph, backend="eager")),
             pytest.raises(InvalidUsage, match="does not work with compiled autograd"),
         ):
             loss.backward()

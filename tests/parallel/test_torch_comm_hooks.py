@@ -16,7 +16,6 @@ from marks import mostly_nightly
 from parallel_models import Mlp, Run, backwards, different_bits, outcome, train
 from pool import RankPool, run_on_ranks
 from torch import nn
-from torch.distributed.algorithms._optimizer_overlap.optimizer_overlap import _as_overlapped_optim
 from torch.distributed.algorithms.ddp_comm_hooks import (
     debugging_hooks,
     default_hooks,
@@ -51,6 +50,13 @@ def local_sgd() -> post_localSGD_hook.PostLocalSGDState:
     return post_localSGD_hook.PostLocalSGDState(None, dist.group.WORLD, 2, post_local_gradient_allreduce=False)
 
 
+def overlapped_sgd(model: nn.Module) -> None:
+    """The import takes seconds, as it brings FSDP, and ranks alone need it."""
+    from torch.distributed.algorithms._optimizer_overlap.optimizer_overlap import _as_overlapped_optim
+
+    _as_overlapped_optim(torch.optim.SGD, None, 0.01).register_ddp(model)
+
+
 TORCH_HOOKS: dict[str, Register] = {
     "all-reduce": plain(default_hooks.allreduce_hook),
     "fp16": plain(default_hooks.fp16_compress_hook),
@@ -63,7 +69,7 @@ TORCH_HOOKS: dict[str, Register] = {
     "noop": plain(debugging_hooks.noop_hook),
     "fused SGD": lambda model: model._register_fused_optim(torch.optim.SGD, 0.01),
     "fused Adam": lambda model: model._register_fused_optim(torch.optim.Adam, 0.01, betas=(0.8, 0.9)),
-    "overlapped SGD": lambda model: _as_overlapped_optim(torch.optim.SGD, None, 0.01).register_ddp(model),
+    "overlapped SGD": overlapped_sgd,
     "native all-reduce": lambda model: model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE),
     "native fp16": lambda model: model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS),
 }

@@ -10,7 +10,6 @@ import pytest
 from repository import ROOT
 
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="make test installs kubernetes-validate")
-models = pytest.importorskip("kubeflow_trainer_api.models", reason="make test installs kubeflow-trainer-api")
 yaml = pytest.importorskip("yaml", reason="kubernetes-validate installs it")
 
 CLUSTERS = ROOT / "examples" / "clusters"
@@ -23,6 +22,8 @@ def manifests(name: str) -> list[dict[str, Any]]:
 
 def differs_from_its_model(jobset: dict[str, Any]) -> bool:
     """Whether the model of a JobSet raises, or drops something: it takes unknown keys without a word."""
+    # Here, since its import takes seconds and each process of a test run comes past the head of this file.
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason="make test installs kubeflow-trainer-api")
     return models.JobsetV1alpha2JobSet.from_dict(jobset).to_dict() != jobset
 
 
