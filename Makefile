@@ -125,13 +125,14 @@ test: build-for-tests
 	$(MAKE) --no-print-directory -C tests/core FLAVORS=extension
 	$(MAKE) --no-print-directory test-python
 
-# Three files run at a time, as much of it is waiting; tests that keep to a clock run alone. CI takes both kinds in one
-# run.
+# Three files run at a time, as much of it is waiting; tests that keep to a clock run alone, without an import of all
+# other files, which takes longer than they do. CI takes both kinds in one run.
 MARKED = not thorough and not nightly
+ALONE := $(shell grep -rl 'mark\.alone' tests --include='test_*.py')
 test-thorough: MARKED = thorough and not nightly
 test-python test-thorough: build-for-tests .venv-openmpi/ready .venv-mpich/ready
 	$(PY) -m pytest -q -m "$(MARKED) and not alone" --numprocesses 3 --dist loadfile --no-loadscope-reorder
-	$(PY) -m pytest -q -m "$(MARKED) and alone and not gpu"
+	$(PY) -m pytest -q -m "$(MARKED) and alone and not gpu" $(ALONE)
 
 nightly: .venv/ready
 	$(PY) scripts/nightly.py $(PART)
