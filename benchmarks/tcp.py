@@ -20,7 +20,7 @@ from .support.ranks import REPOSITORY
 sys.path.insert(0, str(REPOSITORY / "tests" / "support"))
 from hosts import INTERFACE, Hosts, why_not
 
-PROGRAM = REPOSITORY / "build" / "core-plain" / "tcp_rank"
+PROGRAM = REPOSITORY / "build" / "tcp_rank"
 MODES = ("pump", "raw")
 
 
