@@ -76,7 +76,7 @@ std::vector<uint64_t> bytes_sent(const std::string& hosts, const Options& option
 }
 
 TEST(no_byte_crosses_more_often_than_the_order_of_addition_needs) {
-  constexpr size_t kCount = 240000;
+  constexpr size_t kCount = 240000 / testing::kSlowdown;
   struct Row {
     const char* hosts;
     Numerics numerics;

@@ -11,7 +11,6 @@
 #include <cstdint>
 #include <cstring>
 #include <deque>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -55,6 +54,42 @@ struct World {
 };
 static_assert(std::has_unique_object_representations_v<World>);
 
+struct Hash {  // two states have the same one once in 2^80 walks
+  uint64_t first, second;
+  bool operator==(const Hash&) const = default;
+};
+
+// Numbers states in the order in which they come. In one array, as millions of them are looked up.
+class Numbers {
+ public:
+  // The state's number, and whether it is a new one.
+  std::pair<int, bool> number(const Hash& hash) {
+    if (2 * count_ == slots_.size()) {
+      for (const Slot& old : std::exchange(slots_, std::vector<Slot>(2 * slots_.size())))
+        if (old.number >= 0) find(old.hash) = old;
+    }
+    Slot& slot = find(hash);
+    const bool is_new = slot.number < 0;
+    if (is_new) slot = {hash, static_cast<int>(count_++)};
+    return {slot.number, is_new};
+  }
+  size_t size() const { return count_; }
+
+ private:
+  struct Slot {
+    Hash hash{};
+    int number = -1;
+  };
+  Slot& find(const Hash& hash) {
+    size_t at = hash.first & (slots_.size() - 1);
+    while (slots_[at].number >= 0 && slots_[at].hash != hash) at = (at + 1) & (slots_.size() - 1);
+    return slots_[at];
+  }
+
+  std::vector<Slot> slots_ = std::vector<Slot>(1024);
+  size_t count_ = 0;
+};
+
 class Walk {
  public:
   // `hosts`: of each its members. So many losses, so often somebody is impatient, and so many connections are cut.
@@ -73,7 +108,7 @@ class Walk {
       successors(world, at);
     }
     check_ends();
-    return number_.size();
+    return numbers_.size();
   }
 
  private:
@@ -344,9 +379,9 @@ class Walk {
 
   // From everywhere there is a way to the end; and where nobody was given up, all who are there have joined by then.
   void check_ends() {
-    std::vector<std::vector<int>> before(number_.size());
+    std::vector<std::vector<int>> before(numbers_.size());
     for (auto [from, to] : edges_) before[to].push_back(from);
-    std::vector<bool> ends(number_.size());
+    std::vector<bool> ends(numbers_.size());
     size_t count = 0;
     while (!over_.empty()) {
       const int at = over_.front();
@@ -356,16 +391,9 @@ class Walk {
       ++count;
       for (int from : before[at]) over_.push_back(from);
     }
-    CHECK_EQ(count, number_.size());
+    CHECK_EQ(count, numbers_.size());
   }
 
-  struct Hash {
-    uint64_t first, second;
-    bool operator==(const Hash&) const = default;
-    struct Short {
-      size_t operator()(const Hash& hash) const { return hash.first; }
-    };
-  };
   static Hash hash(const World& world) {
     static_assert(sizeof(World) % sizeof(uint64_t) == 0);
     uint64_t words[sizeof(World) / sizeof(uint64_t)];
@@ -386,8 +414,8 @@ class Walk {
       world.down[me] = 0;
       for (int other = 0; other < size_; ++other) world.channels[other][me] = {};
     }
-    auto [found, is_new] = number_.try_emplace(hash(world), static_cast<int>(number_.size()));
-    if (from >= 0) edges_.emplace_back(from, found->second);
+    const auto [number, is_new] = numbers_.number(hash(world));
+    if (from >= 0) edges_.emplace_back(from, number);
     if (!is_new) return;
     check(world);
     frontier_.push_back(world);
@@ -395,13 +423,13 @@ class Walk {
     for (int me = 0; me < size_; ++me) all &= world.members[me].over();
     if (!all) return;
     check_end(world);
-    over_.push_back(found->second);
+    over_.push_back(number);
   }
 
   const std::vector<uint64_t> hosts_;
   const int losses_, suspicions_, cuts_;
   int host_of_[kMost] = {}, size_ = 0;
-  std::unordered_map<Hash, int, Hash::Short> number_;  // two states of one hash: once in 2^80 walks
+  Numbers numbers_;
   std::deque<World> frontier_;
   std::deque<int> over_;
   std::vector<std::pair<int, int>> edges_;

@@ -23,7 +23,7 @@ TEST(flags_travel_with_an_operation) {
     for (size_t words : {size_t{1}, size_t{3}, kMaxFlagWords}) {
       run_hosts(hosts, {}, [&](int rank, Communicator& communicator) {
         auto slots = communicator.reserve_slots(1);
-        for (uint64_t round = 0; round < 4 * shm::kRecords; ++round) {  // records and their flags are used again
+        for (uint64_t round = 0; round < 2 * shm::kRecords; ++round) {  // records and their flags are used again
           float data = 1.0f;
           std::vector<uint64_t> flags(words), expected(words);
           flags[round % words] = uint64_t{1} << (rank + round % 59);
