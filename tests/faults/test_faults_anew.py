@@ -330,7 +330,6 @@ def test_a_communicator_that_was_passed_in_stays_dead():
     check_training(syncengine.Parallel(Mlp(), process_group=alive), alive)
 
 
-@pytest.mark.thorough
 @run_on_ranks(world=3, gloo=True, settings=None)
 def test_communicators_of_torch_groups():
     """A group of torch's whose store works; the others are not asked."""

@@ -20,12 +20,10 @@ def build_id_of(root: Path) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=600).stdout.strip()
 
 
-@pytest.mark.thorough
 def test_both_builds_make_the_same_number() -> None:
     assert _C.build_id == build_id_of(ROOT)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("file", "counts"),
     mostly_nightly(

@@ -33,6 +33,7 @@ print(syncengine._C is _C, _C.__file__)
 
 
 def imported_from(programs: RankPool, folder: Path, **environ: str) -> Result:
+    """The program runs where that folder is the first of sys.path, as the working directory is for `python -c`."""
     script = folder / "program.py"
     script.write_text(AS_A_USER_HAS_IT)
     return run_programs(programs, [str(script)], [environ_of(PYTHONPATH=str(folder), **environ)])[0]
@@ -43,7 +44,6 @@ def last_line(told: Result) -> str:
     return told.stderr.splitlines()[-1]
 
 
-@pytest.mark.thorough
 def test_in_the_source_folder_it_says_so(programs: RankPool, tmp_path: Path):
     """Python finds the sources first, also where the package is installed."""
     copy_of_packages(tmp_path)

@@ -22,7 +22,6 @@ logging.getLogger("syncengine").warning("a %s", "warning")
 OURS = "syncengine: a line\nsyncengine: a warning\n"
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("configure", "expected"),
     mostly_nightly(

@@ -277,7 +277,6 @@ def staged_of_a_step(rows: int, given: bool = False) -> tuple[dict[str, int], st
     return {reason: size for reason, size in statistics["staged_bytes"].items() if size}, statistics["shortage"]
 
 
-@pytest.mark.thorough
 def test_the_reason_for_staging_is_told(pool: RankPool):
     arena = {"SYNCENGINE_ARENA_BYTES": str(64 * 2**20)}  # half of it for gradients
     for staged, shortage in pool.run(staged_of_a_step, 9 * 1024, settings=None, environ=arena):

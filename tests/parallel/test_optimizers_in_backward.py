@@ -275,7 +275,6 @@ def test_on_one_rank_too_the_forward_decides_whether_its_backward_steps():
     torch.testing.assert_close(module.weight.detach(), start - (2 + 3) * RATE)  # gradients have accumulated
 
 
-@pytest.mark.thorough
 @pytest.mark.usefixtures("kinds_of_buckets")
 @flat_at_night
 @run_on_ranks()

@@ -172,7 +172,6 @@ def test_a_copy_in_mixed_precision_sends_small_gradients_too():
     assert all(torch.equal(grad, grad.bfloat16().float()) for grad in gradients(other))
 
 
-@pytest.mark.thorough
 @run_on_ranks()
 def test_a_copy_takes_neither_a_weight_nor_a_step_along():
     """What is on its way to one backward of the original."""

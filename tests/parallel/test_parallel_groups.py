@@ -72,7 +72,6 @@ def test_models_over_two_groups_in_two_threads(pool: RankPool, world: int, with_
     pool.run(as_under_ddp, with_default, world=world, gloo=True, settings=None, environ={"SYNCENGINE_TIMEOUT": "10"})
 
 
-@pytest.mark.thorough
 @run_on_ranks(world=4, gloo=True, settings=None)
 def test_device_meshes():
     mesh = init_device_mesh("cpu", (4,))
@@ -138,7 +137,6 @@ def test_communicators_of_groups_end_with_shutdown_and_with_the_group():
     assert not groups.all_group_communicators()
 
 
-@pytest.mark.thorough
 @run_on_ranks(world=4, gloo=True, settings=None, environ={"SYNCENGINE_TIMEOUT": "1"})
 def test_a_missing_member_is_named():
     group = pairs()

@@ -166,7 +166,6 @@ def test_after_join_buckets_are_skipped_again():
     assert model.sync_stats()["reduced_bytes"] == used
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("torchs", [True, False])
 @run_on_ranks(world=3, gloo=True)
 def test_throw_on_early_termination(torchs: bool):

@@ -174,7 +174,6 @@ def test_check_reducer_finalized():
     syncengine.barrier()  # a model that goes with a backward that is not complete refuses it for all ranks
 
 
-@pytest.mark.thorough
 @run_on_ranks(world=4, gloo=True)
 def test_update_process_group():
     def step(model: nn.Module) -> None:

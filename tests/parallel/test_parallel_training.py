@@ -118,7 +118,6 @@ def test_create_graph_gives_averages_too():
     assert not different_bits(*results)
 
 
-@pytest.mark.thorough
 @run_on_ranks(gloo=True)
 def test_a_checkpoint_around_the_wrapper():
     def step(model: nn.Module, reentrant: bool) -> None:

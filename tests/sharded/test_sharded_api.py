@@ -175,7 +175,6 @@ def test_two_models():
     return different(nets)
 
 
-@pytest.mark.thorough
 @run_on_ranks()
 def test_a_group_of_a_model_that_was_there_before():
     """Which has been trained without it before."""
@@ -196,7 +195,6 @@ def test_a_group_of_a_model_that_was_there_before():
     return wrong + different(nets)
 
 
-@pytest.mark.thorough
 @run_on_ranks()
 def test_an_optimizer_for_each_of_two_models():
     """Two optimizers, each of one model; the other model's last backward is this rank's own."""

@@ -205,7 +205,6 @@ def calls_of_a_step(layers: int, fused: bool) -> tuple[int, int]:
     return len(calls), len(hooks) - hooks.count("_check_no_step")
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("fused", mostly_nightly([False, True], 0))
 def test_a_step_makes_few_python_calls(pool: RankPool, fused: bool):
     """Whatever the number of parameters is."""

@@ -98,7 +98,6 @@ def test_a_forked_child_reads_weights_that_nobody_has_copied():
     train(model, optimizer, 1)
 
 
-@pytest.mark.thorough
 @run_on_ranks()
 def test_a_survivor_takes_the_memory_of_one_copy():
     """What this rank takes when the communicator has failed, and what its weights and state are."""

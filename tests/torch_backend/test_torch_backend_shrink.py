@@ -156,7 +156,6 @@ def lose(dead: list[int], stopped: list[int]) -> tuple[int, int]:
     return result
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("dead", "stopped", "hosts"),
     mostly_nightly(

@@ -111,7 +111,6 @@ def checkpoint(folder: str) -> None:
     assert not different_bits([full(p).detach() for p in other.parameters()], saved)
 
 
-@pytest.mark.thorough
 def test_a_sharded_model_is_saved_and_loaded(pool: RankPool, tmp_path: Path):
     pool.run(checkpoint, str(tmp_path), gloo=True, settings=None)
 
