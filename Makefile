@@ -128,7 +128,7 @@ test: build-for-tests
 # Three files run at a time, as much of it is waiting; tests that keep to a clock run alone, without an import of all
 # other files, which takes longer than they do. CI takes both kinds in one run.
 MARKED = not thorough and not nightly
-ALONE := $(shell grep -rl 'mark\.alone' tests --include='test_*.py')
+ALONE = $(shell grep -rl 'mark\.alone' tests --include='test_*.py')
 test-thorough: MARKED = thorough and not nightly
 test-python test-thorough: build-for-tests .venv-openmpi/ready .venv-mpich/ready
 	$(PY) -m pytest -q -m "$(MARKED) and not alone" --numprocesses 3 --dist loadfile --no-loadscope-reorder
@@ -156,8 +156,7 @@ PAGES_TESTS := tests/parallel/test_gradient_memory.py tests/communicator/test_ze
   'tests/faults/test_faults_stop.py::test_woken_rank_changes_nobodys_memory[2-points0]' tests/sharded/test_sharded_memory.py
 pages: build-for-tests
 	$(MAKE) --no-print-directory -C tests/core pages
-	LD_PRELOAD=$(abspath build/page_size.so) PAGE_SIZE=65536 $(PY) -m pytest -q -p no:cacheprovider --numprocesses 2 \
-	  --dist loadfile $(PAGES_TESTS) --deselect 'tests/parallel/test_gradient_memory.py::test_bits_are_those_of_the_staged_way[4]'
+	LD_PRELOAD=$(abspath build/page_size.so) PAGE_SIZE=65536 $(PY) -m pytest -q -p no:cacheprovider $(PAGES_TESTS) --deselect 'tests/parallel/test_gradient_memory.py::test_bits_are_those_of_the_staged_way[4]'
 
 arm-check:
 	$(MAKE) --no-print-directory -C tests/core -j$(shell nproc) arm-check

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from command import syncengine
+from command import alone, syncengine
 from doctor_ranks import PATIENT
+from pool import RankPool
 
 from syncengine import _C
 
@@ -24,9 +25,9 @@ def test_alone_it_says_how_to_start():
 
 @pytest.mark.thorough
 @pytest.mark.skipif(CPUS < 2, reason="two ranks on one CPU are a finding")
-def test_it_starts_ranks_itself_and_prints_one_report():
+def test_it_starts_ranks_itself_and_prints_one_report(programs: RankPool):
     """With threads that are too many, as a user meets it."""
-    result = syncengine("doctor", "--ranks", "2", *PATIENT, environ={"OMP_NUM_THREADS": str(CPUS)})
+    result = alone(programs, "doctor", "--ranks", "2", *PATIENT, environ={"OMP_NUM_THREADS": str(CPUS)})
     assert result.returncode == 1, result.stdout + result.stderr
     assert result.stdout.count("syncengine doctor:") == 1
     assert result.stdout.startswith("syncengine doctor: 2 ranks on 1 host, started by itself\n")
