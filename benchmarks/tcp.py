@@ -20,7 +20,7 @@ from .support.ranks import REPOSITORY
 sys.path.insert(0, str(REPOSITORY / "tests" / "support"))
 from hosts import INTERFACE, Hosts, why_not
 
-PROGRAM = REPOSITORY / "build" / "tcp_rank"
+PROGRAM = REPOSITORY / "build" / "core-plain" / "tcp_rank"
 MODES = ("pump", "raw")
 
 
@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--out", type=Path, default=RESULTS / "tcp.json")
     options = parser.parse_args()
-    subprocess.run(["make", "-s", "-C", str(REPOSITORY / "tests" / "core"), "tcp-rank"], check=True)
+    subprocess.run(["make", "-s", "-C", str(REPOSITORY / "tests" / "core"), "tcp-rank", "EXTENSION="], check=True)
     results, rows = [], [("link", "sockets", "transport MB/s", "raw MB/s", "ratio")]
     for rate in options.links.split(","):
         if rate != "loopback" and (reason := why_not()):

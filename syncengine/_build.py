@@ -6,7 +6,7 @@ extension. So a wheel has a file for each minor release, `syncengine/_ext/torch2
 `_ext/source` of a wheel has the archive, and the sources that an extension for another release is compiled from.
 
 All files of a folder are compiled as one, because most of a compiler's time goes into headers that the files share,
-torch's above all. Therefore two files of a folder can't use one name of internal linkage for different things.
+torch's above all. Therefore two files of one unit can't use one name of internal linkage for different things.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def table(runs: list[Run], differences: list[tuple[int, float]]) -> str:
 
 def plot(runs: list[Run], path: Path) -> None:
     """Loss curves of all runs, and each step's time split into compute and exposed synchronization."""
-    from matplotlib.figure import Figure  # here, since ranks come past the head of this file and draw nothing
+    from matplotlib.figure import Figure  # ranks, which import this file, too, draw nothing
 
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     curves, bars = figure.subplots(1, 2, width_ratios=(3, 2))

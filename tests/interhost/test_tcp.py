@@ -26,7 +26,7 @@ def program() -> Path:
         ["make", "-s", "-C", str(ROOT / "tests/core"), "tcp-rank"], capture_output=True, text=True, timeout=1800
     )
     assert make.returncode == 0, make.stderr
-    return ROOT / "build" / "tcp_rank"
+    return ROOT / "build" / "core-extension" / "tcp_rank"
 
 
 class Job:

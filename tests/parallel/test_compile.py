@@ -176,13 +176,15 @@ def test_the_whole_module_may_be_asked_for_in_one_graph():
 
 @run_on_ranks(gloo=True)
 def test_compiled_autograd_is_refused_by_name():
+    from torch._dynamo import compiled_autograd
+
     with fresh_dynamo("python_reducer"):
         model = syncengine.Parallel(Wide())
         model(data()).square().sum().backward()  # without it the option changes nothing
         assert_averaged(model.module, model.module(data()).square().sum())
         loss = model(data()).sum()
         with (
-            torch._dynamo.compiled_autograd._enable(lambda graph: torch.compile(graph, backend="eager")),
+            compiled_autograd._enable(lambda graph: torch.compile(graph, backend="eager")),
             pytest.raises(InvalidUsage, match="does not work with compiled autograd"),
         ):
             loss.backward()

@@ -22,7 +22,7 @@ def manifests(name: str) -> list[dict[str, Any]]:
 
 def differs_from_its_model(jobset: dict[str, Any]) -> bool:
     """Whether the model of a JobSet raises, or drops something: it takes unknown keys without a word."""
-    # Here, since its import takes seconds and each process of a test run comes past the head of this file.
+    # The import is here, since it takes seconds, and each process of a test run imports this file.
     models = pytest.importorskip("kubeflow_trainer_api.models", reason="make test installs kubeflow-trainer-api")
     return models.JobsetV1alpha2JobSet.from_dict(jobset).to_dict() != jobset
 

@@ -42,7 +42,7 @@ class Case(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """RAdam's updates are others from the sixth on."""
+        """The number of steps: RAdam's updates are others from the sixth on."""
         return 8 if self.optimizer == "RAdam" else 3
 
     @property
@@ -83,7 +83,7 @@ class Together(nn.Module):
 
 
 def train_together(
-    cases: Sequence[Case], wrap: Callable[[nn.Module], nn.Module], make_optimizer: Callable
+    steps: int, cases: Sequence[Case], wrap: Callable[[nn.Module], nn.Module], make_optimizer: Callable
 ) -> tuple[Together, list]:
     torch.set_num_threads(1)
     net = Together(cases)
@@ -92,7 +92,7 @@ def train_together(
         make_optimizer(each.parameters(), getattr(torch.optim, case.optimizer), **case.options)
         for each, case in zip(net.models, cases, strict=True)
     ]
-    for step in range(cases[0].steps):
+    for step in range(steps):
         model.zero_grad()
         model(batch(step)).backward()
         for optimizer in optimizers:
@@ -101,24 +101,23 @@ def train_together(
 
 
 def all_optimizers(beside_ddp: bool, elements: bool | None) -> list[str]:
-    cases = sorted(CASES, key=lambda case: case.steps)
-    return [
-        one
-        for _, together in itertools.groupby(cases, lambda case: case.steps)
-        for one in all_of(list(together), beside_ddp, elements)
-    ]
+    by_steps = itertools.groupby(sorted(CASES, key=lambda case: case.steps), lambda case: case.steps)
+    return [one for steps, cases in by_steps for one in optimizers_of(steps, list(cases), beside_ddp, elements)]
 
 
-def all_of(cases: Sequence[Case], beside_ddp: bool, elements: bool | None) -> list[str]:
+def optimizers_of(steps: int, cases: Sequence[Case], beside_ddp: bool, elements: bool | None) -> list[str]:
     begin = Together(cases).state_dict()
     wrap = DistributedDataParallel if beside_ddp else syncengine.Parallel
-    theirs, plain_optimizers = train_together(cases, wrap, lambda parameters, kind, **how: kind(parameters, **how))
+    theirs, plain_optimizers = train_together(
+        steps, cases, wrap, lambda parameters, kind, **how: kind(parameters, **how)
+    )
     weights = dict(theirs.named_parameters())
     still = [name for name, value in weights.items() if torch.equal(value, begin[name])]
-    wrong = [name for name in still if "body.0.bias" not in name]  # before BatchNorm: it has no gradient
-    wrong += [name for name, value in weights.items() if not value.isfinite().all()]
+    odd = [name for name in still if "body.0.bias" not in name]  # before BatchNorm: it has no gradient
+    odd += [name for name, value in weights.items() if not value.isfinite().all()]
+    wrong = [f"{cases[int(name.split('.')[1])]}: {name}" for name in odd]
     make_sharded = functools.partial(syncengine.ShardedOptimizer, elements=elements)
-    ours, optimizers = train_together(cases, syncengine.Parallel, make_sharded)
+    ours, optimizers = train_together(steps, cases, syncengine.Parallel, make_sharded)
     for i, case in enumerate(cases):
         found = different_weights(ours.models[i], theirs.models[i])
         found += differences(plain_optimizers[i].state_dict(), optimizers[i].state_dict())

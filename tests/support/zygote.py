@@ -68,7 +68,8 @@ def _serve(control: socket.socket, test_run: int) -> Connection | None:
                 os._exit(0)  # the new process is an orphan now: the test run adopts it
             control.close()
             if request != b"+":
-                _prepare(request.decode())
+                importlib.import_module(request.decode())
+                _prepare()
                 return _serve(socket.socket(fileno=descriptors[0]), test_run)
             connection, log = descriptors
             _enter_process(log, test_run)
@@ -193,10 +194,8 @@ def _use_huge_pages() -> None:
                 libc.madvise(ctypes.c_void_p(begin + size), ctypes.c_size_t(end - begin - size), collapse)
 
 
-def _prepare(*packages: str) -> None:
-    """Makes forks of this process cheap, with these packages imported."""
-    for package in packages:
-        importlib.import_module(package)
+def _prepare() -> None:
+    """Makes forks of this process cheap, with what it has imported."""
     threads = len(list(Path("/proc/self/task").iterdir()))
     assert threads == 1, f"fork needs a process of one thread, not {threads}"
     _keep_shared_modules()

@@ -1,6 +1,6 @@
 // The headers of the standard library that most files of the core and its tests include. They are compiled once a
-// flavor, since they took a fifth of the compiler's time. Each file includes what it needs by itself, too, because the
-// extension is built without this header.
+// flavor, since they took a fifth of the compiler's time. The files of csrc include what they need by themselves,
+// too, because the extension is built without this header.
 #include <algorithm>
 #include <array>
 #include <atomic>

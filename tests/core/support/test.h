@@ -76,7 +76,7 @@ std::string check_throws(Call&& call, ErrorKind kind, const char* text, const ch
     if (error.kind() == kind) return error.what();
     fail(file, line, std::string(text) + " threw " + name(error.kind()) + ", not " + name(kind) + ": " + error.what());
   }
-  fail(file, line, std::string(text).append(" did not throw ").append(name(kind)));
+  fail(file, line, std::string(text).append(" did not throw ").append(name(kind)));  // GCC 12 warns of +
 }
 
 // Whether a check of the call fails: the other side of a walk that finds nothing.

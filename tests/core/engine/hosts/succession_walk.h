@@ -59,7 +59,7 @@ struct Hash {  // two states have the same one once in 2^80 walks
   bool operator==(const Hash&) const = default;
 };
 
-// Numbers states in the order in which they come. In one array, as millions of them are looked up.
+// Numbers states in the order in which they come. They lie in one array, since millions are looked up.
 class Numbers {
  public:
   // The state's number, and whether it is a new one.

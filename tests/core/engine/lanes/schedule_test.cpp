@@ -78,7 +78,10 @@ struct State {
   std::string key() const {
     char key[1024];  // a fraction of the time that a string takes to grow by one
     size_t size = 0;
-    auto add = [&](int value) { key[size++] = static_cast<char>(value); };
+    auto add = [&](int value) {
+      CHECK(size < sizeof(key));
+      key[size++] = static_cast<char>(value);
+    };
     auto add_items = [&](const std::vector<Waiting>& items) {
       add(static_cast<int>(items.size()));
       for (const Waiting& item : items) add(item.slot * 16 + item.step * 2 + item.logged);
@@ -107,7 +110,6 @@ struct State {
     }
     add_items(log);
     add(failed);
-    CHECK(size < sizeof(key) / 2);
     return {key, size};
   }
 };

@@ -21,9 +21,9 @@ namespace {
 
 const auto kCounts = testing::kSlowdown > 1 ? std::vector<size_t>{0, 1, 3, 1000, 70001}
                                             : std::vector<size_t>{0, 1, 3, 1000, 4097, 40000, 200003};
-// Without the largest for many ranks under sanitizers: with few of them errors and races show, too.
+// Sanitizers leave out the largest for 8 ranks. It is staged in several chunks, which 5 ranks do, too.
 std::span<const size_t> counts_for(int size) {
-  return std::span(kCounts).first(kCounts.size() - (testing::kSlowdown > 1 && size > 3));
+  return std::span(kCounts).first(kCounts.size() - (testing::kSlowdown > 1 && size == 8));
 }
 constexpr Algorithm kAlgorithms[] = {Algorithm::Auto, Algorithm::Direct, Algorithm::Staged, Algorithm::OneShot};
 
@@ -118,7 +118,7 @@ TEST(announced_operations_complete_in_any_order) {
         std::vector<std::shared_ptr<Work>> works;
         for (size_t bucket : testing::shuffled(kBuckets, random)) {
           auto& data = buckets[bucket];
-          data.resize(bucket * (1000 / testing::kSlowdown) + 1);
+          data.resize(bucket * (bucket > 35 ? 1000 : 1000 / testing::kSlowdown) + 1);  // some in several chunks
           fill(data, rank, bucket);
           works.push_back(communicator.announce(slots, bucket, step + 1, all_reduce_of(data)));
           if (bucket % 7 == 0) {  // the user's own calls go on in between
