@@ -31,7 +31,11 @@ settings.load_profile("syncengine")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in LONG)
-    gc.freeze()  # the collector would look at all of torch again and again
+
+
+def pytest_collection_finish() -> None:
+    """Takes torch and the tests away from the collector, which would go through all of them again and again."""
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

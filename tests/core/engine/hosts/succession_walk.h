@@ -7,14 +7,13 @@
 #pragma once
 
 #include <algorithm>
-#include <bit>
 #include <cstdint>
-#include <cstring>
 #include <deque>
 #include <utility>
 #include <vector>
 
 #include "engine/hosts/succession.h"
+#include "state_numbers.h"
 #include "test.h"
 
 namespace syncengine::succession_walk {
@@ -52,44 +51,6 @@ struct World {
   uint8_t down[kMost] = {};  // of each, those of whom nothing comes any more: the dead, and the cut off
   uint8_t padding[5] = {};
 };
-static_assert(std::has_unique_object_representations_v<World>);
-
-struct Hash {  // two states have the same one once in 2^80 walks
-  uint64_t first, second;
-  bool operator==(const Hash&) const = default;
-};
-
-// Numbers states in the order in which they come. They lie in one array, since millions are looked up.
-class Numbers {
- public:
-  // The state's number, and whether it is a new one.
-  std::pair<int, bool> number(const Hash& hash) {
-    if (2 * count_ == slots_.size()) {
-      for (const Slot& old : std::exchange(slots_, std::vector<Slot>(2 * slots_.size())))
-        if (old.number >= 0) find(old.hash) = old;
-    }
-    Slot& slot = find(hash);
-    const bool is_new = slot.number < 0;
-    if (is_new) slot = {hash, static_cast<int>(count_++)};
-    return {slot.number, is_new};
-  }
-  size_t size() const { return count_; }
-
- private:
-  struct Slot {
-    Hash hash{};
-    int number = -1;
-  };
-  Slot& find(const Hash& hash) {
-    size_t at = hash.first & (slots_.size() - 1);
-    while (slots_[at].number >= 0 && slots_[at].hash != hash) at = (at + 1) & (slots_.size() - 1);
-    return slots_[at];
-  }
-
-  std::vector<Slot> slots_ = std::vector<Slot>(1024);
-  size_t count_ = 0;
-};
-
 class Walk {
  public:
   // `hosts`: of each its members. So many losses, so often somebody is impatient, and so many connections are cut.
@@ -394,18 +355,6 @@ class Walk {
     CHECK_EQ(count, numbers_.size());
   }
 
-  static Hash hash(const World& world) {
-    static_assert(sizeof(World) % sizeof(uint64_t) == 0);
-    uint64_t words[sizeof(World) / sizeof(uint64_t)];
-    std::memcpy(words, &world, sizeof(world));
-    Hash hash{0xcbf29ce484222325, 0x9e3779b97f4a7c15};
-    for (uint64_t word : words) {
-      hash.first = std::rotl((hash.first ^ word) * 0xff51afd7ed558ccd, 31);
-      hash.second = std::rotl((hash.second + word) * 0xc4ceb9fe1a85ec53, 29) ^ hash.first;
-    }
-    return hash;
-  }
-
   void add(World world, int from) {
     for (int me = 0; me < size_; ++me) {  // what nobody looks at any more
       Member& member = world.members[me];
@@ -414,7 +363,7 @@ class Walk {
       world.down[me] = 0;
       for (int other = 0; other < size_; ++other) world.channels[other][me] = {};
     }
-    const auto [number, is_new] = numbers_.number(hash(world));
+    const auto [number, is_new] = numbers_.number(world);
     if (from >= 0) edges_.emplace_back(from, number);
     if (!is_new) return;
     check(world);
@@ -429,7 +378,7 @@ class Walk {
   const std::vector<uint64_t> hosts_;
   const int losses_, suspicions_, cuts_;
   int host_of_[kMost] = {}, size_ = 0;
-  Numbers numbers_;
+  StateNumbers<World> numbers_;
   std::deque<World> frontier_;
   std::deque<int> over_;
   std::vector<std::pair<int, int>> edges_;

@@ -15,7 +15,7 @@ inline constexpr bool kCountsBytes = kSlowdown == 1;
 inline char* chars(const std::shared_ptr<void>& memory) { return static_cast<char*>(memory.get()); }
 
 inline bool all_are(const char* data, size_t bytes, char value) {
-  return bytes == 0 || (data[0] == value && std::memcmp(data, data + 1, bytes - 1) == 0);  // one look for sanitizers
+  return bytes == 0 || (data[0] == value && std::memcmp(data, data + 1, bytes - 1) == 0);  // one check for sanitizers
 }
 
 // A pool in an arena of so many bytes.
