@@ -33,7 +33,10 @@ print(syncengine._C is _C, _C.__file__)
 
 
 def imported_from(programs: RankPool, folder: Path, **environ: str) -> Result:
-    """The program runs where that folder is the first of sys.path, as the working directory is for `python -c`."""
+    """The program runs where that folder is the first of sys.path, as the working directory is for `python -c`.
+
+    It runs in a fork, which has imported torch, and with it this checkout's `syncengine_autoload`.
+    """
     script = folder / "program.py"
     script.write_text(AS_A_USER_HAS_IT)
     return run_programs(programs, [str(script)], [environ_of(PYTHONPATH=str(folder), **environ)])[0]
