@@ -20,11 +20,11 @@
 #include "reducer/buckets/bucket_lane.h"
 #include "reducer/buckets/flat_buckets.h"
 #include "reducer/gradients/gradient_memory.h"
+#include "reducer/gradients/record.h"
 #include "reducer/parameters/parameters.h"
 #include "steps/bucket_plan.h"
 #include "steps/forwards.h"
 #include "steps/lifecycle.h"
-#include "steps/record.h"
 
 namespace syncengine {
 

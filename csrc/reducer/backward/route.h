@@ -24,10 +24,10 @@
 #include "reducer/buckets/nonfinite.h"
 #include "reducer/gradients/gradient.h"
 #include "reducer/gradients/gradient_memory.h"
+#include "reducer/gradients/record.h"
 #include "reducer/gradients/tree_sums.h"
 #include "steps/bucket_plan.h"
 #include "steps/lifecycle.h"
-#include "steps/record.h"
 
 namespace syncengine {
 

@@ -10,9 +10,9 @@
 #include <vector>
 
 #include "engine/progress/work.h"
+#include "reducer/gradients/record.h"
 #include "reducer/torch/profile.h"
 #include "steps/bucket_plan.h"
-#include "steps/record.h"
 #include "transport/shm/pool.h"
 
 namespace syncengine {

@@ -14,9 +14,9 @@
 #include <cstdint>
 #include <string>
 
+#include "reducer/gradients/record.h"
 #include "reducer/gradients/tree_sums.h"
 #include "reducer/torch/tensors.h"
-#include "steps/record.h"
 
 namespace syncengine {
 

@@ -21,8 +21,8 @@
 #include <utility>
 #include <vector>
 
+#include "reducer/gradients/record.h"
 #include "steps/bucket_plan.h"
-#include "steps/record.h"
 #include "transport/shm/pool.h"
 
 namespace syncengine {
