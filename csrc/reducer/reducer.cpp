@@ -64,6 +64,10 @@ bool Reducer::begin_forward(bool synchronize) {
       give_up(text);
       throw Error(ErrorKind::InvalidUsage, text);
     }
+    case Lifecycle::Begin::Averaging:
+      throw Error(ErrorKind::InvalidUsage, names().model +
+                                               ": a backward() still waits for averages, on another thread "
+                                               "or around this hook: run this forward when it has returned");
     case Lifecycle::Begin::Unwatched: return false;
     case Lifecycle::Begin::Local: break;
     case Lifecycle::Begin::Arm: await_end(*model_, lock); break;
@@ -129,7 +133,7 @@ void Reducer::expect_backward() {
 void Reducer::refuse_forward(const std::string& text) {
   std::lock_guard lock(mutex_);
   switch (life().forward_raised(Facts{*this})) {
-    case Lifecycle::ForwardError::Recomputed: return;
+    case Lifecycle::ForwardError::Untold: return;
     case Lifecycle::ForwardError::Expected: return expect_backward();
     case Lifecycle::ForwardError::GivesUp: return give_up_forward(text);
   }
@@ -170,9 +174,14 @@ void Reducer::shadow_backward() {
     model_->backward.reset();  // this rank's own forward was dropped
     model_->coming_backward().forwards.expect(model_->forward);
     model_->record.no_batch();
-    begin_backward();
-    model_->forward.reset();
-    model_->backward->collect_absent();
+    try {
+      begin_backward();
+      model_->forward.reset();
+      model_->backward->collect_absent();
+    } catch (...) {
+      give_up(text_for_peers());
+      throw;
+    }
     model_->record.begin_wait();
     life().shadow_waits();
   }

@@ -124,12 +124,9 @@ class CurrentPlan {
     used_ = wanted_ = false;
     covers_.reset();
   }
-  // Returns the plan for a backward that begins. `shows_order`: its gradients come in the order of later backwards, as
-  // they do unless it observes a static graph.
-  std::shared_ptr<const BucketPlan> use(bool shows_order) {
-    used_ = shows_order;
-    return plan_;
-  }
+  // Notes that a backward goes by this plan. `shows_order`: its gradients come in the order of later backwards, as they
+  // do unless it observes a static graph.
+  void use(bool shows_order) { used_ = shows_order; }
 
   // Whether another plan must be installed before the next backward: the parameters are not those that this plan
   // covers, or the plan is provisional and the order in which gradients become ready is now known. `changed`: some

@@ -52,7 +52,7 @@ concept Sees = requires(S& sees, size_t parameter) {
 struct Standing {
   Phase phase;
   bool claimed = false;         // Armed: the backward that runs comes from an output of this model
-  bool given_up = false;        // Consumed: the last backward was given up here
+  bool given_up = false;        // Consumed: the last backward was given up
   bool outputs_hooked = false;  // Consumed: a backward from an output of the last forward would have been heard of
 };
 
@@ -120,6 +120,7 @@ class Lifecycle {
   bool is_recomputed(Sees auto&& sees) const { return phase_ == Phase::Syncing && sees.in_task(); }
   enum class Begin : uint8_t {
     Unfinished,  // an error: a backward still waits for gradients
+    Averaging,   // an error: a backward waits for averages, on another thread or around a user's hook
     Unwatched,   // nothing is to be done: hooks were removed, and its backward is this rank's own
     Local,       // its backward is this rank's own
     Arm,         // its backward averages; the end of a refused step comes before
@@ -127,6 +128,7 @@ class Lifecycle {
   // Counts the forward, and returns what follows. The caller has waited for all tasks of earlier forwards: if one
   // fails after this count, a step that waits for gradients is not given up any more, see task_failed().
   Begin begin_forward(bool synchronize, Sees auto&& sees) {
+    if (synchronize && phase_ == Phase::Finalizing) return Begin::Averaging;
     if (!sees.in_task()) ++forwards_;
     if (phase_ == Phase::Syncing) return Begin::Unfinished;
     if (synchronize) return Begin::Arm;
@@ -142,12 +144,12 @@ class Lifecycle {
     phase_ = Phase::Armed;
   }
   enum class ForwardError : uint8_t {
-    Recomputed,  // its backward will say so
-    Expected,    // all parameters are frozen: no rank waits for what it would have brought
-    GivesUp,     // see raised()
+    Untold,    // its backward, which computes it again, will say so; or there is no plan yet, and nobody waits
+    Expected,  // all parameters are frozen: no rank waits for what it would have brought
+    GivesUp,   // see raised()
   };
   ForwardError forward_raised(Sees auto&& sees) const {
-    if (is_unfinished() || !sees.has_plan()) return ForwardError::Recomputed;
+    if (is_unfinished() || !sees.has_plan()) return ForwardError::Untold;
     return sees.all_frozen() ? ForwardError::Expected : ForwardError::GivesUp;
   }
 
@@ -169,7 +171,7 @@ class Lifecycle {
     return Output::Claims;
   }
   Attribution gradient(size_t parameter, Sees auto&& sees) const {
-    return attribute({phase_, claimed_, is_ending(), outputs_hooked_}, parameter, sees);
+    return attribute({phase_, claimed_, lost_, outputs_hooked_}, parameter, sees);
   }
   void backward_begins() { phase_ = Phase::Syncing; }
   // Counts a step in which all ranks announce or refuse something: it has buckets, or is only a vote.

@@ -154,7 +154,7 @@ def test_hooks_in_join():
         assert not different_bits(*of_both(step, bucket_cap_mb=0.5)), divide
 
 
-@run_on_ranks(gloo=True)
+@run_on_ranks(world=3, gloo=True)
 def test_hooks_make_the_weighted_mean():
     """Though they divide by the number of ranks."""
     for register in (
@@ -170,7 +170,7 @@ def test_hooks_make_the_weighted_mean():
         for parameter, grad in zip(model.parameters(), local, strict=True):
             total = grad * (1 + 4 * syncengine.rank())
             dist.all_reduce(total)
-            torch.testing.assert_close(parameter.grad, total / 6)
+            torch.testing.assert_close(parameter.grad, total / 15)
 
 
 @pytest.mark.thorough
@@ -308,6 +308,27 @@ def test_a_future_that_never_comes_is_a_timeout():
     loss = model(data()).sum()
     with pytest.raises((syncengine.errors.Timeout, Aborted), match=r"bucket 0 of Parallel.Mlp"):
         loss.backward()
+
+
+@run_on_ranks(gloo=True)
+def test_a_hook_may_not_run_a_forward_that_averages():
+    """The hook runs while its backward waits: the first backward of a static graph has all gradients at its end."""
+    model = syncengine.Parallel(Mlp(), static_graph=True)
+    errors = []
+
+    def hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        with torch.enable_grad():
+            with pytest.raises(InvalidUsage, match="still waits for averages") as caught:
+                model(data(0))
+            errors.append(caught)
+            with model.no_sync():
+                model(data(0))
+        return average(state, bucket)
+
+    model.register_comm_hook(None, hook)
+    model(data(0)).square().sum().backward()
+    assert errors
+    assert_averaged(model.module, model.module(data(0)).square().sum())
 
 
 @run_on_ranks(gloo=True)

@@ -1,10 +1,12 @@
 """Uneven inputs: ranks that run out of batches shadow the others, and everybody ends with DDP's bits."""
 
 import contextlib
+import resource
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -205,6 +207,39 @@ def test_freezing_after_a_rank_has_joined():
             model.zero_grad()
             model(data(step)).sum().backward()
             assert (model.module.head.weight.grad is None) == (step == 3)
+
+
+@contextlib.contextmanager
+def no_memory_for(parameter: torch.Tensor) -> Iterator[None]:
+    """The process can't allocate another tensor like it."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**20, before[1]))
+    taken = []
+    try:
+        with contextlib.suppress(RuntimeError):
+            while True:
+                taken.append(torch.empty_like(parameter))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@run_on_ranks(settings={"timeout": 20.0})
+def test_a_rank_without_memory_for_its_zeros_is_no_longer_waited_for():
+    model, x = syncengine.Parallel(nn.Linear(3072, 3072)), torch.ones(1, 3072)
+    for _ in range(3):
+        model(x).sum().backward()
+    if syncengine.rank() == 0:
+        with pytest.raises(syncengine.errors.Aborted, match="rank 1: backward aborted"), model.join():
+            model(x).sum().backward()
+    else:
+        with (
+            pytest.raises(RuntimeError, match="can't allocate memory"),
+            no_memory_for(model.module.weight),
+            model.join(),
+        ):
+            pass
 
 
 @run_on_ranks()

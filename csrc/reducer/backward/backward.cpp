@@ -12,12 +12,12 @@ namespace syncengine {
 
 void Backward::begin() {
   Usage& usage = model_.usage;
-  if (auto plan = forwards.plan(model_.plan.shared(), model_.parameters); plan != model_.plan.shared()) {
-    model_.install(std::move(plan));
-  }
-  // A backward that observes a static graph collects all gradients at its end: it does not show when they become ready.
-  const auto plan = model_.plan.use(/*shows_order=*/!usage.observes());
+  const auto plan = forwards.plan(model_.plan.shared(), model_.parameters);
+  // Counted before anything can fail: an error refuses the step by its number.
   if (!plan->buckets().empty()) model_.life.step_begins();
+  if (plan != model_.plan.shared()) model_.install(plan);
+  // A backward that observes a static graph collects all gradients at its end: it does not show when they become ready.
+  model_.plan.use(/*shows_order=*/!usage.observes());
   model_.record.begin_backward(model_.parameters.size(), plan->buckets().size());
   if (usage.observes()) usage.static_graph()->begin_observation();
   if (model_.flat) {

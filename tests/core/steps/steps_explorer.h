@@ -56,7 +56,7 @@ class Explorer {
     if (world.engine.failed) {
       bool behind = false;
       for (const Rank& rank : world.ranks)
-        for (uint8_t outcome : rank.outcome) behind |= outcome == kBehind;
+        for (uint8_t outcome : rank.outcome) behind |= outcome == kBehind || outcome == kAtEnd;
       CHECK(behind);
       return;
     }
@@ -64,6 +64,7 @@ class Explorer {
       CHECK(rank.pc == Pc::Over);
       for (size_t i = 0; i < iterations(); ++i) {
         auto averaged = [i](const Rank& of) { return of.outcome[i] == kAveraged || of.outcome[i] == kBehind; };
+        if (rank.outcome[i] == kAtEnd || world.ranks[0].outcome[i] == kAtEnd) continue;
         CHECK_EQ(averaged(rank), averaged(world.ranks[0]));
       }
     }
@@ -140,6 +141,7 @@ class Explorer {
           CHECK(!rank.model.kept.empty());
           sees.give_up(Lifecycle::Where::Backward, false);
           break;
+        case Lifecycle::Begin::Averaging: throw testing::Failure("this thread waits for averages");
         case Lifecycle::Begin::Unwatched:
           CHECK(life.hooks_removed());
           next_iteration(rank, kLocal);
@@ -324,6 +326,7 @@ class Explorer {
       rank.pc = Pc::Over;
       return push(next);
     }
+    wait(world, me);
     if (world.engine.is_refused(kVote, step)) {
       shell(next, me).refused();
       return fail(next, me, /*by_hook=*/false, /*reached=*/true);
@@ -333,7 +336,20 @@ class Explorer {
     push(next);
   }
 
+  // While a rank waits for averages, another thread's forward changes nothing, and the wait may raise.
+  void wait(const World& world, size_t me) {
+    World next = world;
+    Rank& rank = next.ranks[me];
+    CHECK(rank.model.life.begin_forward(/*synchronize=*/true, shell(next, me)) == Lifecycle::Begin::Averaging);
+    CHECK(next.key() == world.key());
+    if (place(rank, me) != Place::AtEnd) return;
+    rank.raised = true;
+    shell(next, me).give_up(Lifecycle::Where::Backward, false);
+    fail(next, me, /*by_hook=*/false, /*reached=*/true, kAtEnd);
+  }
+
   void await_buckets(const World& world, size_t me) {
+    if (!world.engine.failed) wait(world, me);
     const uint64_t step = world.ranks[me].model.life.step();
     for (size_t bucket = 0; bucket < kVote; ++bucket) {
       if (world.engine.failed) break;

@@ -11,11 +11,12 @@ namespace syncengine::walk {
 
 inline constexpr uint8_t kAll = (1 << kParameters) - 1;
 
-// The place where a rank raises in an iteration, once; InBackward stands for each place there. Removes: a hook of the
-// user takes the model's hooks away there, and each later forward raises.
-enum class Place : uint8_t { Nowhere, InForward, InBackward, Behind, Removes };
-inline constexpr Place kAnywhere[] = {Place::Nowhere, Place::InForward, Place::InBackward, Place::Behind,
-                                      Place::Removes};
+// The place where a rank raises in an iteration, once; InBackward stands for each place there, AtEnd for each while the
+// rank waits for averages. Removes: a hook of the user takes the model's hooks away there, and each later forward
+// raises.
+enum class Place : uint8_t { Nowhere, InForward, InBackward, AtEnd, Behind, Removes };
+inline constexpr Place kAnywhere[] = {Place::Nowhere, Place::InForward, Place::InBackward,
+                                      Place::AtEnd,   Place::Behind,    Place::Removes};
 using Places = std::vector<std::vector<Place>>;  // by rank and iteration
 
 struct Options {
@@ -29,7 +30,8 @@ struct Options {
 };
 
 enum class Pc : uint8_t { Begin, AwaitEnd, Forward, Between, Task, AwaitVote, AwaitBuckets, Over };
-enum Outcome : uint8_t { kNone, kAveraged, kLost, kBehind, kLocal };
+// kAtEnd: the rank has raised when it had announced everything, so the others may have averages.
+enum Outcome : uint8_t { kNone, kAveraged, kLost, kAtEnd, kBehind, kLocal };
 
 struct Rank {
   Pc pc = Pc::Begin;

@@ -71,10 +71,29 @@ TEST(an_error_in_forward_counts_if_peers_expect_a_backward) {
     const Lifecycle life = life_in(phase);
     const bool recomputes = phase == Phase::Syncing || phase == Phase::Finalizing;
     for (bool frozen : {false, true}) {
-      CHECK(life.forward_raised(Known{.frozen = frozen, .plan = false}) == ForwardError::Recomputed);
+      CHECK(life.forward_raised(Known{.frozen = frozen, .plan = false}) == ForwardError::Untold);
       const ForwardError otherwise = frozen ? ForwardError::Expected : ForwardError::GivesUp;
-      CHECK(life.forward_raised(Known{.frozen = frozen}) == (recomputes ? ForwardError::Recomputed : otherwise));
+      CHECK(life.forward_raised(Known{.frozen = frozen}) == (recomputes ? ForwardError::Untold : otherwise));
     }
+  }
+}
+
+TEST(a_forward_that_averages_waits_for_the_end_of_a_backward) {
+  using Begin = Lifecycle::Begin;
+  constexpr Begin kAverages[] = {Begin::Arm, Begin::Arm, Begin::Unfinished, Begin::Averaging, Begin::Arm};
+  for (size_t i = 0; i < std::size(kPhases); ++i) {
+    CHECK(life_in(kPhases[i]).begin_forward(/*synchronize=*/true, Known{}) == kAverages[i]);
+    const Begin own = kPhases[i] == Phase::Syncing ? Begin::Unfinished : Begin::Local;
+    CHECK(life_in(kPhases[i]).begin_forward(/*synchronize=*/false, Known{}) == own);
+  }
+}
+
+// On another thread than the error. Peers may not have heard of it by a refusal.
+TEST(a_gradient_behind_an_error_is_given_up_and_not_too_late) {
+  for (bool lost : {false, true}) {
+    Lifecycle life = life_in(Phase::Syncing);
+    lost ? life.step_lost() : life.delivered(1);
+    CHECK(life.gradient(0, Known{.ours = true}) == (lost ? Attribution::GivenUp : Attribution::TooLate));
   }
 }
 
