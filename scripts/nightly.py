@@ -39,7 +39,7 @@ PARTS = {
     "lint": Part(1, "make lint"),
     "build": Part(5, "make build-for-tests .venv-openmpi/ready .venv-mpich/ready"),
     "docs": Part(1, "make docs"),
-    "core": Part(15, "make core-test sanitize"),
+    "core": Part(15, "make core-test sanitize pages"),
     "tests": Part(22, f"{PYTEST} -m 'not alone'"),
     "alone": Part(1, f"{PYTEST} -n 0 -m 'alone and not gpu'"),
     "programs": Part(12, f"{PYTEST} -k programs tests/parallel tests/sharded tests/torch_backend",
