@@ -16,6 +16,7 @@ from repository import ROOT, SUPPORT
 from torch import nn
 
 import syncengine
+from syncengine.launch import local
 from syncengine.launch.local import JOIN
 
 STEPS, TOTAL = 300, 8
@@ -67,6 +68,43 @@ def test_another_process_joins_in_the_place_of_the_dead(pool, programs):
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(done.stdout.splitlines()) == [f"{undisturbed} [0, 2, 4]"] * 3, done.stdout + done.stderr
     assert "Mismatch: rank 3 has another state for elastic() than rank 0" in done.stderr
+
+
+REPLACED = """
+import os, pathlib, sys, time
+came, instead = pathlib.Path({came!r}), os.environ.get({instead!r})
+if instead:
+    came.write_text(f"{{os.environ[{join!r}]}} for {{instead}}")
+elif os.environ["RANK"] == "1":
+    sys.exit(3)
+while not came.exists() and time.monotonic() < {deadline}:
+    time.sleep(0.01)
+"""
+
+
+def run_as_if_all_had_met(script):
+    """`syncengine run -n 2 --keep-going --restart script`, with ranks that only pretend to meet."""
+    serve_store = local.serve_store
+
+    def serve(*arguments):
+        store = serve_store(*arguments)
+        store.set(local._CONNECTED, "")
+        return store
+
+    local.serve_store = serve
+    try:
+        return local.run_script(2, [script], keep_going=True, restart=True)
+    finally:
+        local.serve_store = serve_store
+
+
+def test_a_process_is_started_in_the_place_of_the_dead(pool, tmp_path):
+    script, came = tmp_path / "script.py", tmp_path / "came"
+    script.write_text(
+        REPLACED.format(came=str(came), join=local.JOIN, instead=local.INSTEAD, deadline=time.monotonic() + 60)
+    )
+    assert pool.run(run_as_if_all_had_met, str(script), world=1, settings=None) == [0]
+    assert came.read_text() == "2 for 1/2"
 
 
 @pytest.mark.thorough

@@ -215,8 +215,8 @@ def go_on_without_notice(way: str) -> list[int]:
 
 
 @needs_seccomp
-@pytest.mark.nightly
-@pytest.mark.parametrize("way", ["shrink", "elastic"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("way", mostly_nightly(["shrink", "elastic"], 1))
 def test_the_others_go_on_without_robust_futexes(pool: RankPool, way: str):
     with pool.spawn_ranks(go_on_without_notice, way, world=3, settings=None) as ranks:
         assert [ranks[0].result(), ranks[2].result()] == [[0, 2], [0, 2]]

@@ -104,7 +104,7 @@ def compared(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[
         compare.launch = by_torchrun
 
 
-@pytest.mark.nightly
+@pytest.mark.thorough
 def test_compare_trains_the_same_bits(compared):
     out, text = compared
     for engine in ("syncengine", "sharded"):

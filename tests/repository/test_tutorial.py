@@ -1,12 +1,17 @@
-"""The scripts of the tutorial do what its pages say, each night."""
+"""The scripts of the tutorial do what its pages say. CI runs the first one, the night all of them."""
 
+import contextlib
+import io
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from pool import RankPool
+from ports import unused_ports
 from repository import ROOT
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -24,10 +29,24 @@ def said(launcher: list[str], script: str, *arguments: str, **variables: object)
     return done.stdout, done.stderr
 
 
-@pytest.mark.nightly
-def test_one_line():
-    lines = [said(TORCHRUN, "one_line", *arguments)[0] for arguments in ([], ["--ddp"])]
-    (ours,), (theirs,) = ([line for line in text.splitlines() if "weights" in line] for text in lines)
+def said_on_this_rank(script: str, *arguments: str) -> str:
+    sys.argv[1:] = arguments
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        runpy.run_path(str(ROOT / "examples" / "tutorial" / f"{script}.py"), run_name="__main__")
+    return out.getvalue()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("by_torchrun", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_one_line(pool: RankPool, by_torchrun: bool):
+    said_by = []
+    for arguments in ([], ["--ddp"]):
+        if by_torchrun:
+            said_by.append(said(TORCHRUN, "one_line", *arguments)[0])
+        else:
+            environ = {"MASTER_PORT": str(unused_ports()[0])}
+            said_by += pool.run(said_on_this_rank, "one_line", *arguments, settings=None, environ=environ)[:1]
+    (ours,), (theirs,) = ([line for line in text.splitlines() if "weights" in line] for text in said_by)
     assert ours.startswith("Parallel on 2 ranks: loss ")
     assert theirs == ours.replace("Parallel", "DistributedDataParallel")
 
