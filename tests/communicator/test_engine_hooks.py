@@ -17,12 +17,13 @@ from syncengine.errors import InvalidUsage
 pytestmark = pytest.mark.usefixtures("kinds_of_buckets")
 
 
-def averages(hook: Any, dtype: torch.dtype) -> None:
+def averages(hook: Any, dtype: torch.dtype, divides_first: bool = True) -> None:
+    """Of contributions in `dtype`: each is divided, or their sum, which is added in the order of ranks in float32."""
     assert not dist.is_initialized()
     torch.manual_seed(0)
     module = Mlp()
     local = []
-    for rank in range(2):
+    for rank in range(3):
         x = torch.randn(5, 24, generator=torch.Generator().manual_seed(rank))
         local.append(torch.autograd.grad(module(x).square().mean(), list(module.parameters())))
     model = syncengine.Parallel(module, **CAP)
@@ -31,11 +32,12 @@ def averages(hook: Any, dtype: torch.dtype) -> None:
         model.zero_grad()
         model(data()).square().mean().backward()
     for grad, *parts in zip(gradients(model), *local, strict=True):
-        halves = [part.to(dtype).div_(2) for part in parts]
-        assert torch.equal(grad, (halves[0] + halves[1]).to(grad.dtype))
+        first, second, third = (part.to(dtype).div_(3 if divides_first else 1).float() for part in parts)
+        total = (first + second + third) * (1.0 if divides_first else 1 / 3)
+        assert torch.equal(grad, total.to(dtype).to(grad.dtype))
 
 
-@run_on_ranks()
+@run_on_ranks(world=3)
 def test_compression_over_the_engine():
     averages(syncengine.hooks.fp16_compress, torch.float16)
     averages(syncengine.hooks.bf16_compress, torch.bfloat16)
@@ -49,13 +51,13 @@ def test_compression_over_the_engine():
         syncengine.Parallel(Mlp()).register_comm_hook(object(), syncengine.hooks.bf16_compress)
 
 
-@run_on_ranks()
+@run_on_ranks(world=3)
 def test_a_hook_over_the_communicator():
     def compress(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         return syncengine.hooks.fp16_compress(state, bucket)  # called, not registered: blocks
 
     averages(compress, torch.float16)
-    averages(average, torch.float32)
+    averages(average, torch.float32, divides_first=False)
 
 
 @run_on_ranks()

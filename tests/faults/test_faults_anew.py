@@ -172,7 +172,7 @@ def test_a_new_communicator_after_a_failure(hosts: str, how: str, numerics: str)
     check_training(model)
 
 
-@run_on_ranks(world=3, settings=None)
+@run_on_ranks(settings=None)
 def test_it_may_have_other_settings():
     syncengine.init(timeout=20.0, numerics="ring", log_after=3.0)
     with pytest.raises(InvalidUsage, match="already has numerics='ring'"):

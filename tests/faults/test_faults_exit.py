@@ -63,7 +63,7 @@ def test_the_others_hear_of_an_end(pool, how):
 
 
 def last_of_all() -> Outcome:
-    """Rank 0 has done its part of the broadcast and ends; the others still read."""
+    """Rank 0 has done its part of the broadcast and ends; the other one still reads."""
 
     def body(step):
         tensor = torch.ones(100_000) * (1 + my_rank())
@@ -76,7 +76,7 @@ def last_of_all() -> Outcome:
 
 
 def test_a_normal_end_is_no_error_for_those_who_do_not_wait(pool):
-    for outcome, _ in ended(pool, last_of_all, world=3, settings=None):
+    for outcome, _ in ended(pool, last_of_all, settings=None):
         outcome.check()
         assert outcome.value == 100_000.0
 

@@ -74,7 +74,7 @@ def test_another_layout_of_the_same_elements():
     suffer(body, timeout=100.0).check("Mismatch", "layout")
 
 
-@run_on_ranks(world=3, settings=None)
+@run_on_ranks(world=2, settings=None)
 def test_another_order():
     def body(step):
         sizes = [100, 200] if my_rank() == 0 else [200, 100]
@@ -107,7 +107,7 @@ def test_leaving_while_others_wait(world, trains):
 
 
 @pytest.mark.parametrize("in_arena", [False, True])
-@run_on_ranks(world=3, settings=None)
+@run_on_ranks(world=2, settings=None)
 def test_shutdown_while_work_is_pending(in_arena, tmp_path):
     has_left = tmp_path / "has left"
 

@@ -103,7 +103,7 @@ def test_optimizers_dropped_on_one_rank_alone_stay_in_step():
     del last
 
 
-@run_on_ranks(world=3)
+@run_on_ranks()
 def test_the_later_of_two_on_one_parameter_takes_over():
     """Also where Python still holds the earlier one: by a scheduler, or a name."""
     hvd.init()

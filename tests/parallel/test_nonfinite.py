@@ -160,7 +160,7 @@ def test_several_ranks_and_opposite_infinities(pool: RankPool, world: int):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@run_on_ranks(world=3)
+@run_on_ranks()
 def test_a_sum_that_overflows_is_nobodys(dtype: torch.dtype):
     model = syncengine.Parallel(Given([5, 60_000], dtype), nonfinite="raise")
     given = gradients(model.module, [])

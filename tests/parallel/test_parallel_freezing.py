@@ -91,21 +91,23 @@ def frozen_and_every(model: syncengine.Parallel, weight: float | None = None) ->
     if weight is not None:
         model.weight(weight)
     backward(model, 1)
-    syncengine.all_gather(every := torch.empty(2, *own.shape), own)
+    syncengine.all_gather(every := torch.empty(3, *own.shape), own)
     return frozen.grad, every
 
 
-@run_on_ranks()
+@run_on_ranks(world=3)
 def test_weights_and_hooks_apply_to_them():
-    average, (first, second) = frozen_and_every(syncengine.Parallel(small(), **UNUSED), 1.0 + 2 * syncengine.rank())
-    torch.testing.assert_close(average, (first + 3 * second) / 4)
+    model = syncengine.Parallel(small(), **UNUSED)
+    average, (first, second, third) = frozen_and_every(model, 1.0 + 2 * syncengine.rank())
+    torch.testing.assert_close(average, (first + 3 * second + 5 * third) / 9)
     model = syncengine.Parallel(small(), **UNUSED)
     model.register_comm_hook(None, syncengine.hooks.bf16_compress)
-    average, (first, second) = frozen_and_every(model)
-    assert torch.equal(average, (first.bfloat16() / 2 + second.bfloat16() / 2).float())
+    average, every = frozen_and_every(model)
+    first, second, third = ((own.bfloat16() / 3).float() for own in every)
+    assert torch.equal(average, (first + second + third).bfloat16().float())
 
 
-@run_on_ranks()
+@run_on_ranks(world=3)
 def test_a_rank_without_a_batch_changes_nothing_of_its_own():
     model = syncengine.Parallel(small(), **UNUSED)
     frozen = model.module[0].weight
@@ -115,7 +117,7 @@ def test_a_rank_without_a_batch_changes_nothing_of_its_own():
         model.module[0].requires_grad_(False)
         if syncengine.rank() == 0:
             backward(model, 1)
-            assert torch.equal(frozen.grad, own / 2)
+            assert torch.equal(frozen.grad, own * (1 / 3))
     assert syncengine.rank() == 0 or torch.equal(frozen.grad, own)
 
 
@@ -188,16 +190,16 @@ def test_a_forward_under_no_sync_alone_is_no_gradient():
     backward(model, 2)
 
 
-@run_on_ranks()
+@run_on_ranks(world=3)
 def test_a_bucket_with_accumulated_gradients_is_not_skipped():
     """Under DDP it is: the gradients stay local."""
     for options in (CAP, {}):
         model = syncengine.Parallel(small(), skip_all_reduce_unused_params=True, **UNUSED, **options)
-        average, every = frozen_and_every(model)
-        assert torch.equal(average, every.mean(0))
+        average, (first, second, third) = frozen_and_every(model)
+        assert torch.equal(average, (first + second + third) * (1 / 3))
 
 
-@run_on_ranks()
+@run_on_ranks(world=3)
 def test_a_sparse_table_that_one_rank_has_trained_alone():
     model = syncengine.Parallel(nn.Sequential(nn.EmbeddingBag(9, 24, sparse=True), nn.Linear(24, 3)), **UNUSED)
     table, head = model.module
@@ -212,7 +214,7 @@ def test_a_sparse_table_that_one_rank_has_trained_alone():
         table.requires_grad_(True)
         model.zero_grad()
     expected = torch.zeros(9, 24)
-    expected[1:3] = head.weight.detach().sum(0) / 4  # the mean of two rows, and of two ranks
+    expected[1:3] = head.weight.detach().sum(0) / 6  # the mean of two rows, and of three ranks
     average = found.pop(2)
     torch.testing.assert_close(average, expected)
     assert found == [None] * 3

@@ -65,28 +65,28 @@ def test_models_that_share_a_part_keep_the_memory_of_its_gradients():
         assert not different_bits([flat], [torch.cat([gradient.flatten() for gradient in expected])]), i
 
 
-@run_on_ranks()
+@run_on_ranks(world=3)
 def test_weights_of_models_that_share_a_large_part():
     encoder = nn.Linear(64, 64, bias=False)
     models = [syncengine.Parallel(around(encoder, 1)) for _ in range(2)]
     for model in models:
         nn.init.ones_(model.module.head.weight)
-        model.weight(3 if syncengine.rank() == 0 else 1)
+        model.weight([1, 3, 4][syncengine.rank()])
     x = torch.full((1, 64), 1.0 + syncengine.rank())
     sum(model(x, True).sum() for model in models).backward()
-    assert encoder.weight.grad.unique().tolist() == [2.5]  # (3 * 2 + 1 * 4) / 4
+    assert encoder.weight.grad.unique().tolist() == [4.75]  # (1 * 2 + 3 * 4 + 4 * 6) / 8
 
 
-@run_on_ranks()
+@run_on_ranks(world=3)
 def test_a_sparse_table_of_two_models():
     table = nn.Embedding(100, 64, sparse=True)
     models = [syncengine.Parallel(nn.Sequential(table)) for _ in range(2)]
     for model in models:
-        model.weight(3 if syncengine.rank() == 0 else 1)
+        model.weight([1, 3, 4][syncengine.rank()])
     rows = torch.tensor([syncengine.rank(), 5])
     sum(model(rows).sum() for model in models).backward()
     dense = table.weight.grad.to_dense()
-    assert dense[[0, 1, 5, 6], 0].tolist() == [1.5, 0.5, 2.0, 0.0]
+    assert dense[[0, 1, 2, 5, 6], 0].tolist() == [0.25, 0.75, 1.0, 2.0, 0.0]
 
 
 @run_on_ranks(gloo=True)

@@ -85,21 +85,21 @@ def test_a_rank_without_samples_brings_nothing():
     assert torch.allclose(model.module.weight.grad, torch.full((3, 24), (0 + 2) / 2 / 3))
 
 
-@run_on_ranks()
+@run_on_ranks(world=3)
 def test_a_weight_holds_for_one_synchronized_forward():
     rank = syncengine.rank()
     model = syncengine.Parallel(nn.Linear(1, 1, bias=False))
     x = torch.full((1, 1), 12.0 * (rank + 1))
-    model.weight(1 + 2 * rank)  # 1, 3
+    model.weight([1, 3, 4][rank])
     with torch.no_grad():
         model(x)
     with model.no_sync():
         model(x).backward()  # neither uses it up
     model(x).backward()
-    assert model.module.weight.grad.item() == (1 * 24 + 3 * 48) / 4
+    assert model.module.weight.grad.item() == (1 * 24 + 3 * 48 + 4 * 72) / 8
     model.zero_grad()
     model(x).backward()
-    assert model.module.weight.grad.item() == (12 + 24) / 2
+    assert model.module.weight.grad.item() == (12 + 24 + 36) / 3
 
 
 @run_on_ranks(world=3)
@@ -152,11 +152,11 @@ def assert_mean(model: nn.Module, loss: torch.Tensor, message: str | None = None
     torch.testing.assert_close(gradients(model), averages(model, loss), rtol=1e-5, atol=1e-6, msg=message)
 
 
-@run_on_ranks(gloo=True)
+@run_on_ranks(world=3, gloo=True)
 def test_weights_where_a_tool_arms_the_reducer():
     """Lightning's manual optimization calls private methods of DDP's in the forward or after it, and Accelerate's
     trigger_sync_in_backward after a forward under no_sync."""
-    rank = syncengine.rank()
+    rank, weights = syncengine.rank(), [4.0, 1.0, 3.0]
     model = syncengine.Parallel(nn.Linear(24, 3))
 
     def arm() -> None:
@@ -178,7 +178,7 @@ def test_weights_where_a_tool_arms_the_reducer():
             x = batch(rank, i)
             model.zero_grad()
             if given:
-                model.weight(3.0 if rank == 0 else 1.0)
+                model.weight(weights[rank])
             with model.no_sync() if how == "no_sync" else contextlib.nullcontext():
                 loss = model(x)
             model.require_backward_grad_sync = True
@@ -186,7 +186,7 @@ def test_weights_where_a_tool_arms_the_reducer():
                 arm()
             if how != "inside":
                 loss.backward()
-            share = (1.5 if rank == 0 else 0.5) if given else 1.0
+            share = 3 * weights[rank] / sum(weights) if given else 1.0
             past_the_hook = model.module.forward(x)
             assert_mean(model, past_the_hook.square().mean() * share, f"step {i}: {how}, {given}")
 

@@ -60,7 +60,7 @@ def raises_in_update(kind: type[BaseException]) -> list[str]:
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
 def test_an_error_within_an_update_tears_the_weights_on_all_ranks(pool: RankPool, kind: type[BaseException]):
     torn = "TornWeights: the weights are torn at step 3"
-    for rank, answer in enumerate(pool.run(raises_in_update, kind, world=3)):
+    for rank, answer in enumerate(pool.run(raises_in_update, kind)):
         if rank == 1 and kind is KeyboardInterrupt:
             assert answer.pop(0) == "KeyboardInterrupt"
         assert all(torn in text for text in answer), answer

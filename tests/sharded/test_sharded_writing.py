@@ -155,7 +155,7 @@ def test_assign_is_refused():
 
 
 @pytest.mark.parametrize("elements", [True, False])
-@run_on_ranks(world=3)
+@run_on_ranks()
 def test_step_alone_changes_weights_and_the_versions_of_all_of_them(elements: bool):
     net, model, optimizer = trained(1, elements=elements)
     weights = copies(net)
@@ -237,7 +237,7 @@ def test_weights_that_backward_reads_late():
     return different_weights(ours, theirs)
 
 
-@run_on_ranks(world=3)
+@run_on_ranks()
 def test_a_graph_from_before_the_step_can_not_be_used():
     _, model, optimizer, loss = with_an_older_graph()
     optimizer.zero_grad()
