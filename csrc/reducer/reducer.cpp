@@ -58,19 +58,19 @@ bool Reducer::begin_forward(bool synchronize) {
   std::unique_lock lock(mutex_);
   if (recomputing()) return false;
   tasks_.wait_for_all(lock);
+  if (synchronize) check_not_averaging();
   switch (life().begin_forward(synchronize, Facts{*this})) {
     case Lifecycle::Begin::Unfinished: {
       const std::string text = unfinished();
       give_up(text);
       throw Error(ErrorKind::InvalidUsage, text);
     }
-    case Lifecycle::Begin::Averaging:
-      throw Error(ErrorKind::InvalidUsage, names().model +
-                                               ": a backward() still waits for averages, on another thread "
-                                               "or around this hook: run this forward when it has returned");
     case Lifecycle::Begin::Unwatched: return false;
     case Lifecycle::Begin::Local: break;
-    case Lifecycle::Begin::Arm: await_end(*model_, lock); break;
+    case Lifecycle::Begin::Arm:
+      await_end(*model_, lock);
+      check_not_averaging();
+      break;
   }
   if (life().hooks_removed()) {
     give_up_forward(removed_text(names()));
@@ -122,7 +122,15 @@ std::vector<at::Tensor> Reducer::prepare_for_backward(const std::vector<at::Tens
   return other_leaves;
 }
 
+void Reducer::check_not_averaging() const {
+  if (life().phase() != Phase::Finalizing) return;
+  throw Error(ErrorKind::InvalidUsage, names().model +
+                                           ": a backward() still waits for averages, on another thread or around this "
+                                           "hook: run this forward when it has returned");
+}
+
 void Reducer::expect_backward() {
+  check_not_averaging();
   Forward& forward = model_->coming_forward();
   const bool outputs_hooked = !forward.outputs.empty();
   forward.plan = model_->plan.shared();

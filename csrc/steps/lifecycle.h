@@ -120,7 +120,6 @@ class Lifecycle {
   bool is_recomputed(Sees auto&& sees) const { return phase_ == Phase::Syncing && sees.in_task(); }
   enum class Begin : uint8_t {
     Unfinished,  // an error: a backward still waits for gradients
-    Averaging,   // an error: a backward waits for averages, on another thread or around a user's hook
     Unwatched,   // nothing is to be done: hooks were removed, and its backward is this rank's own
     Local,       // its backward is this rank's own
     Arm,         // its backward averages; the end of a refused step comes before
@@ -128,7 +127,6 @@ class Lifecycle {
   // Counts the forward, and returns what follows. The caller has waited for all tasks of earlier forwards: if one
   // fails after this count, a step that waits for gradients is not given up any more, see task_failed().
   Begin begin_forward(bool synchronize, Sees auto&& sees) {
-    if (synchronize && phase_ == Phase::Finalizing) return Begin::Averaging;
     if (!sees.in_task()) ++forwards_;
     if (phase_ == Phase::Syncing) return Begin::Unfinished;
     if (synchronize) return Begin::Arm;

@@ -49,10 +49,15 @@ class JoinContext:
         self._joinable._join_config = _JoinConfig.construct_disabled_join_config()
         if not self._config.enable or not self._steps.reducer.reduces:
             return
-        if kind is None:
-            self._follow()
-        elif isinstance(error, Exception) and not self._steps.uneven.join_is_over:
-            self._leave(error)
+        try:
+            if kind is None:
+                self._follow()
+        except Exception as raised:
+            error = raised
+            raise
+        finally:
+            if isinstance(error, Exception) and not self._steps.uneven.join_is_over:
+                self._leave(error)
 
     def _leave(self, error: Exception) -> None:
         """Tells the others that ``error`` has ended this rank's part, so that they don't wait for it."""
@@ -68,6 +73,7 @@ class JoinContext:
         """Takes part in the other ranks' steps until they have run out of batches, too."""
         communicator = self._steps.model.communicator
         is_last = True
+        self._steps.uneven.join_is_over = True  # what is raised here, all raise, but for errors of a backward
         while (current := tell(communicator, Intent(trains=0.0))).training:
             if self._config.throw_on_early_termination:
                 raise InvalidUsage(f"Rank {communicator.global_ranks[communicator.rank]} exhausted all inputs.")

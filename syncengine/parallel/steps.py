@@ -163,7 +163,9 @@ class Steps:
         self.switches.require_forward_param_sync = current.synchronizes
         if current.synchronizes:
             self.uneven.set_average(current)
+            self.uneven.join_is_over = False
             self.reducer.shadow_backward()
+            self.uneven.join_is_over = True
 
 
 class _Undecided:

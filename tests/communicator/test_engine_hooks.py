@@ -1,7 +1,5 @@
 """Communication hooks that need no torch.distributed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -18,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("kinds_of_buckets")
 
 
 def averages(hook: Any, dtype: torch.dtype, divides_first: bool = True) -> None:
-    """Of contributions in `dtype`: each is divided, or their sum, which is added in the order of ranks in float32."""
+    """Contributions in `dtype` are added in the order of ranks, in float32. Each of them is divided, or their sum."""
     assert not dist.is_initialized()
     torch.manual_seed(0)
     module = Mlp()

@@ -52,7 +52,7 @@ def test_an_error_in_backward_reaches_all_ranks(world: int, part: str):
 
 
 @pytest.mark.thorough
-@run_on_ranks()
+@run_on_ranks(world=3)
 def test_an_error_in_forward_reaches_all_ranks():
     def forward(x: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"no such token: {x.shape}")

@@ -214,7 +214,7 @@ def no_memory_for(parameter: torch.Tensor) -> Iterator[None]:
     """The process can't allocate another tensor like it."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**20, before[1]))
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**24, before[1]))
     taken = []
     try:
         with contextlib.suppress(RuntimeError):
@@ -240,6 +240,16 @@ def test_a_rank_without_memory_for_its_zeros_is_no_longer_waited_for():
             model.join(),
         ):
             pass
+    syncengine.barrier()
+
+
+@run_on_ranks(settings={"timeout": 20.0})
+def test_a_rank_without_a_batch_raises_for_nan_and_all_go_on():
+    model = syncengine.Parallel(nn.Linear(24, 2), nonfinite="raise")
+    with pytest.raises(syncengine.errors.NotFinite, match="rank 0 brought NaN"), model.join():
+        if syncengine.rank() == 0:
+            (torch.nan * model(data(0)).sum()).backward()
+    syncengine.barrier()
 
 
 @run_on_ranks()

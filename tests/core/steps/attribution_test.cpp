@@ -1,5 +1,6 @@
 // Every combination of what may be known where a gradient comes, against a table of rules, the first that fits; and
 // what is asked for that, since some facts are dear.
+#include <array>
 #include <cstddef>
 #include <optional>
 #include <string>
@@ -18,27 +19,25 @@ constexpr Maybe kAny = std::nullopt;
 struct Rule {
   const char* what;
   Phase phase;
-  Maybe claimed, claimed_elsewhere, in_our_task, given_up, outputs_hooked, awaited_elsewhere, made_by_forward;
+  std::array<Maybe, 7> facts;
   Attribution verdict;
 };
 
 // claimed, claimed elsewhere; in our task, given up, outputs hooked, awaited elsewhere, made by a forward
 const std::vector<Rule> kRules = {
-    {"under no_sync", Phase::Local, kAny, kAny, kAny, kAny, kAny, kAny, kAny, Attribution::Local},
-    {"from our output", Phase::Armed, true, kAny, kAny, kAny, kAny, kAny, kAny, Attribution::First},
-    {"another wrapper's", Phase::Armed, false, true, kAny, kAny, kAny, kAny, kAny, Attribution::Foreign},
-    {"past every output", Phase::Armed, false, false, kAny, kAny, kAny, kAny, kAny, Attribution::First},
-    {"the next one", Phase::Syncing, kAny, kAny, kAny, kAny, kAny, kAny, kAny, Attribution::Mine},
-    {"while averages come", Phase::Finalizing, kAny, kAny, kAny, kAny, kAny, kAny, kAny, Attribution::TooLate},
-    {"lost on another thread", Phase::Consumed, kAny, kAny, true, true, kAny, kAny, kAny, Attribution::GivenUp},
-    {"an outer task's", Phase::Consumed, kAny, kAny, true, false, kAny, kAny, kAny, Attribution::TooLate},
-    {"past our outputs", Phase::Consumed, kAny, kAny, false, kAny, true, kAny, kAny, Attribution::Foreign},
-    {"a new wrapper's", Phase::Consumed, kAny, kAny, false, kAny, false, true, kAny, Attribution::Foreign},
-    {"of another graph", Phase::Consumed, kAny, kAny, false, kAny, false, false, false, Attribution::Foreign},
-    {"a second time", Phase::Consumed, kAny, kAny, false, kAny, false, false, true, Attribution::Consumed},
+    {"under no_sync", Phase::Local, {kAny, kAny, kAny, kAny, kAny, kAny, kAny}, Attribution::Local},
+    {"from our output", Phase::Armed, {true, kAny, kAny, kAny, kAny, kAny, kAny}, Attribution::First},
+    {"another wrapper's", Phase::Armed, {false, true, kAny, kAny, kAny, kAny, kAny}, Attribution::Foreign},
+    {"past every output", Phase::Armed, {false, false, kAny, kAny, kAny, kAny, kAny}, Attribution::First},
+    {"the next one", Phase::Syncing, {kAny, kAny, kAny, kAny, kAny, kAny, kAny}, Attribution::Mine},
+    {"while averages come", Phase::Finalizing, {kAny, kAny, kAny, kAny, kAny, kAny, kAny}, Attribution::TooLate},
+    {"lost on another thread", Phase::Consumed, {kAny, kAny, true, true, kAny, kAny, kAny}, Attribution::GivenUp},
+    {"an outer task's", Phase::Consumed, {kAny, kAny, true, false, kAny, kAny, kAny}, Attribution::TooLate},
+    {"past our outputs", Phase::Consumed, {kAny, kAny, false, kAny, true, kAny, kAny}, Attribution::Foreign},
+    {"a new wrapper's", Phase::Consumed, {kAny, kAny, false, kAny, false, true, kAny}, Attribution::Foreign},
+    {"of another graph", Phase::Consumed, {kAny, kAny, false, kAny, false, false, false}, Attribution::Foreign},
+    {"a second time", Phase::Consumed, {kAny, kAny, false, kAny, false, false, true}, Attribution::Consumed},
 };
-
-bool fits(Maybe wanted, bool is) { return !wanted || *wanted == is; }
 
 // The bits of one combination, which counts what is asked of it.
 struct Bits {
@@ -58,39 +57,28 @@ struct Bits {
 
 const Rule& rule_for(Phase phase, const Bits& bit) {
   for (const Rule& rule : kRules) {
-    if (rule.phase == phase && fits(rule.claimed, bit(0)) && fits(rule.claimed_elsewhere, bit(1)) &&
-        fits(rule.in_our_task, bit(2)) && fits(rule.given_up, bit(3)) && fits(rule.outputs_hooked, bit(4)) &&
-        fits(rule.awaited_elsewhere, bit(5)) && fits(rule.made_by_forward, bit(6))) {
-      return rule;
-    }
+    bool fits = rule.phase == phase;
+    for (unsigned fact = 0; fact < 7; ++fact) fits &= rule.facts[fact].value_or(bit(fact)) == bit(fact);
+    if (fits) return rule;
   }
   throw testing::Failure("no rule");
 }
 
-// A rule that names a fact needs it; one that comes later may be decided by it.
-bool may_ask(const Rule& rule, unsigned fact) {
-  const Maybe named[] = {kAny, rule.claimed_elsewhere, rule.in_our_task,    kAny,
-                         kAny, rule.awaited_elsewhere, rule.made_by_forward};
-  return named[fact].has_value();
-}
-
 TEST(whose_a_gradient_is) {
   std::vector<size_t> used(kRules.size());
-  for (int phase = 0; phase < 5; ++phase) {
+  for (int phase = 0; phase < 5; ++phase)
     for (unsigned bits = 0; bits < 128; ++bits) {
       Bits here{bits};
       const Rule& rule = rule_for(static_cast<Phase>(phase), here);
       ++used[&rule - kRules.data()];
       const Standing standing{static_cast<Phase>(phase), here(0), here(3), here(4)};
       const bool right = attribute(standing, 0, here) == rule.verdict;
-      bool lazy = true;
-      for (unsigned fact = 0; fact < 7; ++fact) lazy &= (here.asked >> fact & 1) == 0 || may_ask(rule, fact);
-      if (!right || !lazy) {
+      bool lazy = true;  // a rule that names a fact needs it; one that comes later may be decided by it
+      for (unsigned fact = 0; fact < 7; ++fact) lazy &= (here.asked >> fact & 1) == 0 || rule.facts[fact].has_value();
+      if (!right || !lazy)
         throw testing::Failure(std::string(rule.what) + ", phase " + std::to_string(phase) + ", bits " +
                                std::to_string(bits) + (right ? ": asks too much" : ""));
-      }
     }
-  }
   for (size_t i = 0; i < used.size(); ++i) CHECK(used[i] > 0);
 }
 

@@ -4,7 +4,6 @@
 
 #include <memory>
 #include <optional>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -93,9 +92,9 @@ TEST(a_backward_comes_from_the_forwards_that_live_and_take_part) {
 
 TEST(a_backward_goes_by_the_plan_of_the_forward_that_it_comes_from) {
   const auto all = plan_of({{0, 1}, {2}}), frozen = plan_of({{0, 1}}), none = plan_of({});
-  for (const auto& current : {all, frozen, none}) {
-    for (bool takes_part : {false, true}) {
-      for (bool trained : {false, true}) {
+  for (const auto& current : {all, frozen, none})
+    for (bool takes_part : {false, true})
+      for (bool trained : {false, true})
         for (size_t bytes : {4, 8}) {
           Forwards book;
           auto forward = std::make_shared<Forward>(Forward{.weighting = {.divisor = 1}, .plan = all});
@@ -109,9 +108,6 @@ TEST(a_backward_goes_by_the_plan_of_the_forward_that_it_comes_from) {
           const bool fits = bytes == 4 || current == frozen || current == none;
           CHECK(plan == (lacks && takes_part && fits ? all : current));
         }
-      }
-    }
-  }
 }
 
 TEST(buckets_are_made_of_facts_or_refused_by_name) {

@@ -1,6 +1,7 @@
 // The walk of all that can happen to the ranks of steps_world.h, from their first forward until none can go on.
 #pragma once
 
+#include <algorithm>
 #include <string>
 #include <unordered_set>
 #include <utility>
@@ -52,21 +53,26 @@ class Explorer {
     moved_ = true;
   }
 
+  static bool averaged(const Rank& rank, size_t i) {
+    return rank.outcome[i] == kAveraged || rank.outcome[i] == kBehind;
+  }
+  static bool any_averaged(const World& world, size_t i) {
+    return std::any_of(world.ranks.begin(), world.ranks.end(), [i](const Rank& rank) { return averaged(rank, i); });
+  }
+
   void check_end(const World& world) const {
     if (world.engine.failed) {
       bool behind = false;
       for (const Rank& rank : world.ranks)
-        for (uint8_t outcome : rank.outcome) behind |= outcome == kBehind || outcome == kAtEnd;
+        for (size_t i = 0; i < iterations(); ++i)
+          behind |= rank.outcome[i] == kBehind || (rank.outcome[i] == kAtEnd && any_averaged(world, i));
       CHECK(behind);
       return;
     }
     for (const Rank& rank : world.ranks) {
       CHECK(rank.pc == Pc::Over);
-      for (size_t i = 0; i < iterations(); ++i) {
-        auto averaged = [i](const Rank& of) { return of.outcome[i] == kAveraged || of.outcome[i] == kBehind; };
-        if (rank.outcome[i] == kAtEnd || world.ranks[0].outcome[i] == kAtEnd) continue;
-        CHECK_EQ(averaged(rank), averaged(world.ranks[0]));
-      }
+      for (size_t i = 0; i < iterations(); ++i)
+        CHECK(rank.outcome[i] == kAtEnd || averaged(rank, i) || !any_averaged(world, i));
     }
   }
 
@@ -97,12 +103,12 @@ class Explorer {
     const Rank& rank = world.ranks[me];
     drop_late(world, me);
     switch (rank.pc) {
-      case Pc::Begin: return begin(world, me);
-      case Pc::AwaitEnd: return await_end(world, me);
+      case Pc::Begin: return rank.iteration == iterations() ? end(world, me) : begin(world, me);
+      case Pc::AwaitEnd: return world.engine.failed ? end(world, me) : await_end(world, me);
       case Pc::Forward: return forward(world, me);
       case Pc::Between: return between(world, me);
       case Pc::Task: return task(world, me);
-      case Pc::AwaitVote: return await_vote(world, me);
+      case Pc::AwaitVote: return world.engine.failed ? end(world, me) : await_vote(world, me);
       case Pc::AwaitBuckets: return await_buckets(world, me);
       case Pc::Over: return;
     }
@@ -122,26 +128,27 @@ class Explorer {
     push(next);
   }
 
+  void end(const World& world, size_t me) {
+    World next = world;
+    next.ranks[me].pc = Pc::Over;
+    push(next);
+  }
+
   void begin(const World& world, size_t me) {
     for (bool synchronize : {true, false}) {
       // Behind a synchronized forward without its backward, one under no_sync is averaged, as under DDP.
       if (!synchronize && (!options_.local || world.ranks[me].model.life.phase() == Phase::Armed)) continue;
       World next = world;
       Rank& rank = next.ranks[me];
-      if (rank.iteration == iterations()) {
-        rank.pc = Pc::Over;
-        return push(next);
-      }
       Shell sees = shell(next, me);
       Lifecycle& life = rank.model.life;
-      CHECK(!life.is_recomputed(sees));
+      CHECK(!life.is_recomputed(sees) && life.phase() != Phase::Finalizing);
       rank.synchronize = synchronize;
       switch (life.begin_forward(synchronize, sees)) {
         case Lifecycle::Begin::Unfinished:  // only where nobody has heard of a failed task yet
           CHECK(!rank.model.kept.empty());
           sees.give_up(Lifecycle::Where::Backward, false);
           break;
-        case Lifecycle::Begin::Averaging: throw testing::Failure("this thread waits for averages");
         case Lifecycle::Begin::Unwatched:
           CHECK(life.hooks_removed());
           next_iteration(rank, kLocal);
@@ -160,10 +167,6 @@ class Explorer {
     World next = world;
     Rank& rank = next.ranks[me];
     Lifecycle& life = rank.model.life;
-    if (world.engine.failed) {
-      rank.pc = Pc::Over;
-      return push(next);
-    }
     if (life.is_ending() && flaw_ != Flaw::NoEndAwaited) {
       if (!world.engine.has_run(kEnd, rank.model.ends)) return;
       life.refusal_ended();
@@ -217,22 +220,15 @@ class Explorer {
     if (options_.hooked && !rank.started) {
       World next = world;
       next.ranks[me].started = true;
-      if (shell(next, me).output(/*own=*/!rank.synchronize)) {
-        fail(next, me, /*by_hook=*/true, /*reached=*/false);
-      } else {
-        push(next);
-      }
-      return;
+      const bool raises = shell(next, me).output(/*own=*/!rank.synchronize);
+      return raises ? fail(next, me, /*by_hook=*/true, /*reached=*/false) : push(next);
     }
     for (size_t i = 0; i < kParameters; ++i) {
       if (rank.arrived >> i & 1) continue;
       World next = world;
       next.ranks[me].arrived |= static_cast<uint8_t>(1 << i);
-      if (!rank.model.life.hooks_removed() && shell(next, me).gradient(i)) {
-        fail(next, me, /*by_hook=*/true, /*reached=*/false);
-      } else {
-        push(next);
-      }
+      const bool raises = !rank.model.life.hooks_removed() && shell(next, me).gradient(i);
+      raises ? fail(next, me, /*by_hook=*/true, /*reached=*/false) : push(next);
       if (options_.ordered) break;
     }
     if (options_.nested && !rank.nested) {
@@ -322,11 +318,7 @@ class Explorer {
     World next = world;
     Rank& rank = next.ranks[me];
     const uint64_t step = rank.model.life.step();
-    if (world.engine.failed) {
-      rank.pc = Pc::Over;
-      return push(next);
-    }
-    wait(world, me);
+    raise_at_end(world, me);
     if (world.engine.is_refused(kVote, step)) {
       shell(next, me).refused();
       return fail(next, me, /*by_hook=*/false, /*reached=*/true);
@@ -336,20 +328,17 @@ class Explorer {
     push(next);
   }
 
-  // While a rank waits for averages, another thread's forward changes nothing, and the wait may raise.
-  void wait(const World& world, size_t me) {
+  // The wait for averages raises.
+  void raise_at_end(const World& world, size_t me) {
+    if (place(world.ranks[me], me) != Place::AtEnd) return;
     World next = world;
-    Rank& rank = next.ranks[me];
-    CHECK(rank.model.life.begin_forward(/*synchronize=*/true, shell(next, me)) == Lifecycle::Begin::Averaging);
-    CHECK(next.key() == world.key());
-    if (place(rank, me) != Place::AtEnd) return;
-    rank.raised = true;
-    shell(next, me).give_up(Lifecycle::Where::Backward, false);
+    next.ranks[me].raised = true;
+    if (flaw_ != Flaw::EndUntold) shell(next, me).give_up(Lifecycle::Where::Backward, false);
     fail(next, me, /*by_hook=*/false, /*reached=*/true, kAtEnd);
   }
 
   void await_buckets(const World& world, size_t me) {
-    if (!world.engine.failed) wait(world, me);
+    if (!world.engine.failed) raise_at_end(world, me);
     const uint64_t step = world.ranks[me].model.life.step();
     for (size_t bucket = 0; bucket < kVote; ++bucket) {
       if (world.engine.failed) break;

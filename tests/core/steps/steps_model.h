@@ -40,6 +40,7 @@ enum class Flaw : uint8_t {
   ClaimForgotten,     // nobody knows from whose output a backward comes
   SpentIsForeign,     // a second backward through one forward is taken for another model's
   Undecided,          // an error in forward decides about .grad before the peers have
+  EndUntold,          // an error while a rank waits for averages gives nothing up
   RecomputedForward,  // an error of a checkpoint's forward is told, and again when its backward fails
 };
 constexpr Flaw kLastFlaw = Flaw::RecomputedForward;

@@ -48,21 +48,16 @@ Lifecycle life_in(Phase phase, bool outputs_hooked = true) {
 
 TEST(peers_hear_of_an_error_if_they_wait) {
   using Tell = Lifecycle::Tell;
-  struct Row {
-    bool failed, refuses, frozen;
-    Tell verdict;
-  };
-  constexpr Row kRows[] = {
-      {false, true, false, Tell::Refuse}, {false, true, true, Tell::Refuse},
-      {false, false, false, Tell::Abort},  // they wait for what no refusal ends
-      {false, false, true, Tell::Nobody},  // no rank has buckets
-      {true, true, false, Tell::Nobody},  {true, true, true, Tell::Nobody},
-      {true, false, false, Tell::Nobody}, {true, false, true, Tell::Nobody},
-  };
-  for (const Row& row : kRows)
-    for (Phase phase : kPhases)
-      CHECK(life_in(phase).tell(Known{.failed = row.failed, .refuses = row.refuses, .frozen = row.frozen}) ==
-            row.verdict);
+  for (Phase phase : kPhases) {
+    const Lifecycle life = life_in(phase);
+    for (bool frozen : {false, true}) {
+      CHECK(life.tell(Known{.refuses = true, .frozen = frozen}) == Tell::Refuse);
+      // They wait for what no refusal ends, unless no rank has buckets.
+      CHECK(life.tell(Known{.frozen = frozen}) == (frozen ? Tell::Nobody : Tell::Abort));
+      for (bool refuses : {false, true})
+        CHECK(life.tell(Known{.failed = true, .refuses = refuses, .frozen = frozen}) == Tell::Nobody);
+    }
+  }
 }
 
 TEST(an_error_in_forward_counts_if_peers_expect_a_backward) {
@@ -78,17 +73,7 @@ TEST(an_error_in_forward_counts_if_peers_expect_a_backward) {
   }
 }
 
-TEST(a_forward_that_averages_waits_for_the_end_of_a_backward) {
-  using Begin = Lifecycle::Begin;
-  constexpr Begin kAverages[] = {Begin::Arm, Begin::Arm, Begin::Unfinished, Begin::Averaging, Begin::Arm};
-  for (size_t i = 0; i < std::size(kPhases); ++i) {
-    CHECK(life_in(kPhases[i]).begin_forward(/*synchronize=*/true, Known{}) == kAverages[i]);
-    const Begin own = kPhases[i] == Phase::Syncing ? Begin::Unfinished : Begin::Local;
-    CHECK(life_in(kPhases[i]).begin_forward(/*synchronize=*/false, Known{}) == own);
-  }
-}
-
-// On another thread than the error. Peers may not have heard of it by a refusal.
+// The gradient comes on another thread than the error. Peers may not have heard of that by a refusal.
 TEST(a_gradient_behind_an_error_is_given_up_and_not_too_late) {
   for (bool lost : {false, true}) {
     Lifecycle life = life_in(Phase::Syncing);
@@ -128,8 +113,8 @@ TEST(a_backward_ends_with_its_gradients_or_as_it_was_observed) {
 TEST(a_backward_claims_the_model_if_it_runs_through_the_whole_graph) {
   using Output = Lifecycle::Output;
   constexpr Output kWhole[] = {Output::Ignore, Output::Claims, Output::Ignore, Output::Ignore, Output::Spent};
-  for (size_t i = 0; i < std::size(kPhases); ++i) {
-    for (bool accumulates : {false, true}) {
+  for (size_t i = 0; i < std::size(kPhases); ++i)
+    for (bool accumulates : {false, true})
       for (bool whole : {false, true}) {
         const Known known{.accumulated = accumulates, .whole = whole};
         Lifecycle own = life_in(kPhases[i]), averaged = life_in(kPhases[i]);
@@ -138,8 +123,6 @@ TEST(a_backward_claims_the_model_if_it_runs_through_the_whole_graph) {
         CHECK(!own.claimed());
         CHECK_EQ(averaged.claimed(), whole && kPhases[i] == Phase::Armed);
       }
-    }
-  }
 }
 
 }  // namespace
