@@ -21,14 +21,11 @@ TEST(deadline_left_is_cut_to_the_slice) {
   CHECK(Deadline::after(seconds(1)).left(seconds(60)) <= seconds(1));
 }
 
-TEST(average_needs_a_floating_dtype) {
+TEST(average_needs_a_floating_dtype_and_bool_has_no_sum) {
   CHECK(is_supported(DType::Float16, ReduceOp::Avg));
   CHECK(is_supported(DType::Float64, ReduceOp::Avg));
   CHECK(!is_supported(DType::Int8, ReduceOp::Avg));
   CHECK(!is_supported(DType::Bool, ReduceOp::Avg));
-}
-
-TEST(bool_has_no_sum) {
   CHECK(!is_supported(DType::Bool, ReduceOp::Sum));
   CHECK(is_supported(DType::Bool, ReduceOp::Max));
 }

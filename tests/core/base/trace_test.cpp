@@ -12,7 +12,7 @@
 #include "child.h"
 #include "test.h"
 
-namespace syncengine {
+namespace syncengine::testing {
 namespace {
 
 // What syncengine/tracing/events.py reads, by its own knowledge of the layout.
@@ -87,7 +87,7 @@ TEST(trace_is_read_while_it_goes_on_and_afterwards) {
 TEST(trace_keeps_the_last_events_and_counts_all) {
   Traced traced(16);
   const auto record = [](int64_t at) { trace::record({.kind = trace::Kind::Message, .begin = at, .end = at}); };
-  testing::run_ranks(4, [&](int) {
+  run_ranks(4, [&](int) {
     for (int64_t k = 0; k < 1000; ++k) record(k);
   });
   for (const auto& event : Read(traced.path).events) {
@@ -107,28 +107,23 @@ std::string maps() {
 }
 
 TEST(trace_lets_go_of_the_file_of_the_one_before) {
-  {
-    Traced before(4);
-  }
+  Traced(4);
   Traced traced(4);
-  CHECK(testing::contains(maps(), traced.path + "\n"));
-  CHECK(!testing::contains(maps(), traced.path + " (deleted)"));
+  CHECK(contains(maps(), traced.path + "\n"));
+  CHECK(!contains(maps(), traced.path + " (deleted)"));
 }
 
 TEST(trace_lets_go_later_of_a_file_that_the_kernel_did_not_let_go) {
-  if (testing::kSlowdown > 1) return;  // sanitizers need addresses
-  CHECK(testing::true_in_child([] {
+  if (kSlowdown > 1) return;  // sanitizers need addresses
+  CHECK(true_in_child([] {
+    Traced(4);
+    std::string text;
     {
-      Traced before(4);
+      const Limited no_mmap(RLIMIT_AS, 4096);
+      text = CHECK_THROWS(Traced(4), ErrorKind::InvalidUsage);
     }
-    rlimit usual{};
-    getrlimit(RLIMIT_AS, &usual);
-    const rlimit none{.rlim_cur = 4096, .rlim_max = usual.rlim_max};
-    setrlimit(RLIMIT_AS, &none);  // no mmap() from here on
-    const auto text = CHECK_THROWS(Traced(4), ErrorKind::InvalidUsage);
-    setrlimit(RLIMIT_AS, &usual);
     Traced after(4);
-    return testing::contains(text, "Cannot allocate memory") && !testing::contains(maps(), after.path + " (deleted)");
+    return contains(text, "Cannot allocate memory") && !contains(maps(), after.path + " (deleted)");
   }));
 }
 
@@ -142,10 +137,10 @@ TEST(trace_has_room_for_only_so_many_texts) {
 
 TEST(trace_says_where_it_can_not_be_written) {
   const auto text = CHECK_THROWS(trace::start("/nowhere/rank-0", 16, "", 0), ErrorKind::InvalidUsage);
-  CHECK(testing::contains(text, "/nowhere/rank-0: No such file or directory"));
+  CHECK(contains(text, "/nowhere/rank-0: No such file or directory"));
   Traced traced(4);
   CHECK_THROWS(trace::start(traced.path + ".other", 16, "", 0), ErrorKind::InvalidUsage);
 }
 
 }  // namespace
-}  // namespace syncengine
+}  // namespace syncengine::testing

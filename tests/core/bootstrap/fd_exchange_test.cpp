@@ -24,9 +24,7 @@
 #include "child.h"
 #include "job.h"
 
-namespace syncengine {
-
-using testing::run_ranks, testing::with_limit;
+namespace syncengine::testing {
 
 namespace {
 
@@ -78,10 +76,8 @@ UniqueFd memory_of(int rank) {
 
 void check_memories(int rank, const std::vector<UniqueFd>& memories) {
   for (int peer = 0; peer < static_cast<int>(memories.size()); ++peer) {
-    if (peer == rank) {
-      CHECK(!memories[peer]);
-      continue;
-    }
+    CHECK_EQ(static_cast<bool>(memories[peer]), peer != rank);
+    if (peer == rank) continue;
     struct stat status{};
     CHECK_EQ(fstat(memories[peer].get(), &status), 0);
     CHECK_EQ(status.st_size, 4096 * (peer + 1));
@@ -113,11 +109,18 @@ int count_descriptors() {
 
 constexpr Duration kPatience = std::chrono::seconds(60);
 
-void check_exchange(std::vector<FdExchange>& fd_exchanges) {
-  const auto names = addresses_of(fd_exchanges);
+std::vector<UniqueFd> exchange(FdExchange& fd_exchange, int rank, const std::vector<std::string>& addresses,
+                               const std::function<void()>& interrupted = {}, Duration limit = kPatience) {
+  const UniqueFd own = memory_of(rank);
+  return fd_exchange.exchange(rank, addresses, own.get(), Deadline::after(limit), interrupted);
+}
+
+// Rank 0 calls `interrupted`.
+void check_exchange(std::vector<FdExchange>& fd_exchanges, const std::function<void()>& interrupted = {}) {
+  const auto addresses = addresses_of(fd_exchanges);
   run_ranks(static_cast<int>(fd_exchanges.size()), [&](int rank) {
-    UniqueFd own = memory_of(rank);
-    check_memories(rank, fd_exchanges[rank].exchange(rank, names, own.get(), Deadline::after(kPatience), {}));
+    const std::function<void()> nothing;
+    check_memories(rank, exchange(fd_exchanges[rank], rank, addresses, rank == 0 ? interrupted : nothing));
   });
 }
 
@@ -133,8 +136,6 @@ TEST(every_rank_gets_the_memory_of_every_other_one) {
     CHECK_EQ(count_descriptors(), before);
   }
 }
-
-TEST(names_are_random) { CHECK(FdExchange().name() != FdExchange().name()); }
 
 TEST(strangers_get_nothing_and_do_no_harm) {
   std::vector<FdExchange> fd_exchanges(3);
@@ -156,12 +157,11 @@ TEST(strangers_get_nothing_and_do_no_harm) {
 // Whoever comes second under the name of a rank that was served gets nothing.
 TEST(a_rank_is_served_once) {
   FdExchange fd_exchange, silent;
-  const std::vector<std::string> names{fd_exchange.address(), silent.address()};
-  UniqueFd own = memory_of(0);
+  const std::vector<std::string> addresses{fd_exchange.address(), silent.address()};
   const Greeting greeting = greeting_of(1, secret_of(fd_exchange));
   const UniqueFd first = dial_and_say(fd_exchange.name(), greeting);  // both wait in the listener's queue
   const UniqueFd second = dial_and_say(fd_exchange.name(), greeting);
-  CHECK_THROWS(fd_exchange.exchange(0, names, own.get(), Deadline::after(seconds(1)), {}), ErrorKind::Timeout);
+  CHECK_THROWS(exchange(fd_exchange, 0, addresses, {}, seconds(1)), ErrorKind::Timeout);
   CHECK_EQ(descriptors_until_closed(first), 1);
   CHECK_EQ(descriptors_until_closed(second), 0);
 }
@@ -172,13 +172,9 @@ TEST(who_knows_the_name_but_not_the_secret_gets_nothing) {
   const std::string name = fd_exchanges[0].name();
   const auto addresses = addresses_of(fd_exchanges);
   std::atomic<bool> refused{false};
-  struct SetAtEnd {  // also by a check that fails
-    std::atomic<bool>& flag;
-    ~SetAtEnd() { flag = true; }
-  };
   run_ranks(3, [&](int rank) {
     if (rank == 2) {
-      const SetAtEnd done{refused};
+      const std::shared_ptr<void> end(nullptr, [&](void*) { refused = true; });  // also of a check that fails
       std::string almost = secret_of(fd_exchanges[0]);
       almost.back() = almost.back() == '0' ? '1' : '0';
       std::vector<UniqueFd> outsiders;
@@ -193,8 +189,7 @@ TEST(who_knows_the_name_but_not_the_secret_gets_nothing) {
     }
     while (rank == 1 && !refused)
       std::this_thread::sleep_for(std::chrono::milliseconds(1));  // the outsiders come first
-    UniqueFd own = memory_of(rank);
-    check_memories(rank, fd_exchanges[rank].exchange(rank, addresses, own.get(), Deadline::after(kPatience), {}));
+    check_memories(rank, exchange(fd_exchanges[rank], rank, addresses));
   });
 }
 
@@ -206,9 +201,7 @@ TEST(a_listener_that_does_not_know_the_secret_is_not_believed) {
   const std::vector<std::string> addresses{fd_exchange.address(), name + "/" + std::string(64, 'a')};
   run_ranks(2, [&](int rank) {
     if (rank == 0) {
-      UniqueFd own = memory_of(0);
-      const auto text = CHECK_THROWS(fd_exchange.exchange(0, addresses, own.get(), Deadline::after(kPatience), {}),
-                                     ErrorKind::PeerLost);
+      const auto text = CHECK_THROWS(exchange(fd_exchange, 0, addresses), ErrorKind::PeerLost);
       CHECK(text.starts_with("rank 1 broke off"));
       return;
     }
@@ -228,14 +221,14 @@ TEST(a_listener_that_does_not_know_the_secret_is_not_believed) {
   });
 }
 
-TEST(secrets_are_random_and_in_no_name) {
+TEST(names_and_secrets_are_random_and_no_name_has_a_secret) {
   FdExchange fd_exchange;
-  CHECK(secret_of(fd_exchange) != secret_of(FdExchange()));
+  CHECK(fd_exchange.name() != FdExchange().name() && secret_of(fd_exchange) != secret_of(FdExchange()));
   CHECK_EQ(secret_of(fd_exchange).size(), 64U);
   CHECK(fd_exchange.address().size() < FdExchange::kMostAddress);
   std::ifstream sockets("/proc/net/unix");
   const std::string text((std::istreambuf_iterator<char>(sockets)), {});
-  CHECK(testing::contains(text, fd_exchange.name()) && !testing::contains(text, secret_of(fd_exchange)));
+  CHECK(contains(text, fd_exchange.name()) && !contains(text, secret_of(fd_exchange)));
 }
 
 TEST(crowds_of_strangers_leave_room_for_ranks) {
@@ -244,27 +237,18 @@ TEST(crowds_of_strangers_leave_room_for_ranks) {
   for (int i = 0; i < 100; ++i) strangers.push_back(dial(fd_exchanges[0].name()));
   const int before = count_descriptors();
   int most = 0;
-  const auto addresses = addresses_of(fd_exchanges);
-  run_ranks(2, [&](int rank) {
-    UniqueFd own = memory_of(rank);
-    auto look = [&] {
-      if (rank == 0) most = std::max(most, count_descriptors());
-    };
-    check_memories(rank, fd_exchanges[rank].exchange(rank, addresses, own.get(), Deadline::after(kPatience), look));
-  });
+  check_exchange(fd_exchanges, [&] { most = std::max(most, count_descriptors()); });
   CHECK(most - before < 90);
 }
 
 TEST(missing_ranks_are_named) {
   with_limit(2, [](double limit) {  // within which ranks 0 and 2 serve each other
     std::vector<FdExchange> fd_exchanges(4);
-    const auto names = addresses_of(fd_exchanges);
+    const auto addresses = addresses_of(fd_exchanges);
     run_ranks(4, [&](int rank) {
       if (rank == 1 || rank == 3) return;
-      UniqueFd own = memory_of(rank);
-      const Deadline deadline = Deadline::after(seconds(limit));
       const auto text =
-          CHECK_THROWS(fd_exchanges[rank].exchange(rank, names, own.get(), deadline, {}), ErrorKind::Timeout);
+          CHECK_THROWS(exchange(fd_exchanges[rank], rank, addresses, {}, seconds(limit)), ErrorKind::Timeout);
       // Its own words, or those of the other one that waited.
       CHECK(text == "rank 0 waited in init() for ranks 1, 3" || text == "rank 2 waited in init() for ranks 1, 3");
     });
@@ -273,10 +257,8 @@ TEST(missing_ranks_are_named) {
 
 TEST(a_rank_that_is_gone_is_named) {
   FdExchange fd_exchange;
-  const std::vector<std::string> names{fd_exchange.address(), FdExchange().address()};
-  UniqueFd own = memory_of(0);
-  const auto text =
-      CHECK_THROWS(fd_exchange.exchange(0, names, own.get(), Deadline::after(kPatience), {}), ErrorKind::PeerLost);
+  const std::vector<std::string> addresses{fd_exchange.address(), FdExchange().address()};
+  const auto text = CHECK_THROWS(exchange(fd_exchange, 0, addresses), ErrorKind::PeerLost);
   CHECK(text.starts_with("rank 0 can't reach rank 1"));
 }
 
@@ -284,8 +266,8 @@ TEST(a_rank_that_is_gone_is_named) {
 TEST(a_rank_that_breaks_off_is_named) {
   for (bool calls : {false, true}) {
     FdExchange fd_exchange, other;
-    const std::vector<std::string> names{fd_exchange.address(), other.address()};
-    UniqueFd own = memory_of(0), called;
+    const std::vector<std::string> addresses{fd_exchange.address(), other.address()};
+    UniqueFd called;
     if (calls) called = dial_and_say(fd_exchange.name(), Greeting{.rank = 1});
     int looks = 0;
     auto end = [&] {
@@ -293,42 +275,30 @@ TEST(a_rank_that_breaks_off_is_named) {
       called.reset();
       other = FdExchange();  // closes the listener with the call in its queue
     };
-    const auto text =
-        CHECK_THROWS(fd_exchange.exchange(0, names, own.get(), Deadline::after(kPatience), end), ErrorKind::PeerLost);
+    const auto text = CHECK_THROWS(exchange(fd_exchange, 0, addresses, end), ErrorKind::PeerLost);
     CHECK(text.starts_with("rank 1 "));
   }
 }
 
 TEST(a_forked_child_keeps_no_socket) {
   using local_socket::Called;
-  int ends[2];
-  CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends), 0);
-  UniqueFd here(ends[0]), there(ends[1]);
   std::optional<FdExchange> fd_exchange(std::in_place);
   const std::string name = fd_exchange->name();
   ParentFd caller, other;
   CHECK(local_socket::call(name, caller) == Called::Connected);
-  const pid_t child = testing::start_child([&] {
-    char byte = 0;
-    here.reset();
-    return send(there.get(), &byte, 1, MSG_NOSIGNAL) == 1 &&
-           recv(there.get(), &byte, 1, 0) == 0;  // lives until the parent closes its end
-  });
-  there.reset();
-  char byte = 0;
-  CHECK_EQ(recv(here.get(), &byte, 1, 0), 1);
+  IdleChild child;
   fd_exchange.reset();
   const Called again = local_socket::call(name, other);
-  const auto heard = local_socket::receive(caller.get(), ends, sizeof(ends));
-  here.reset();
-  CHECK(testing::was_true(child));
+  Greeting greeting;
+  const auto heard = local_socket::receive(caller.get(), &greeting, sizeof(greeting));
+  child.end();
   CHECK(again == Called::Refused);
   CHECK(heard == local_socket::Got::BrokenOff);
 }
 
 TEST(a_death_is_seen_beside_signals) {
-  CHECK(testing::true_in_child([] {
-    const pid_t dying = testing::start_child([] {
+  CHECK(true_in_child([] {
+    const pid_t dying = start_child([] {
       std::this_thread::sleep_for(std::chrono::milliseconds(100));
       return true;
     });
@@ -347,7 +317,7 @@ TEST(a_death_is_seen_beside_signals) {
       if (!seen && (!found.empty() || Clock::now() - begin < seconds(0.15))) break;  // it has to look for 0.2 s
     }
     setitimer(ITIMER_REAL, std::array<itimerval, 1>{}.data(), nullptr);
-    return seen && testing::was_true(dying);
+    return seen && was_true(dying);
   }));
 }
 
@@ -358,41 +328,29 @@ TEST(ranks_do_not_connect_to_what_is_no_address) {
   CHECK_THROWS(job.connect({"garbage", "more of it"}, Deadline::after(kPatience)), ErrorKind::InvalidUsage);
 }
 
-namespace {
-
-void limit_descriptors(size_t count) {
-  const rlimit limits{.rlim_cur = count, .rlim_max = count};
-  CHECK_EQ(setrlimit(RLIMIT_NOFILE, &limits), 0);
-}
-
-// The number of the next descriptor; with none free below it, how many are open.
-size_t next_descriptor() { return static_cast<size_t>(UniqueFd(dup(0)).get()); }
-
-}  // namespace
-
 TEST(a_limit_on_descriptors_that_is_too_low_is_told_before_anything_else) {
-  CHECK(testing::true_in_child([] {
+  CHECK(true_in_child([] {
     std::vector<FdExchange> fd_exchanges(9);
     const auto addresses = addresses_of(fd_exchanges);
     UniqueFd own = memory_of(0);
     const int open = count_descriptors();
-    limit_descriptors(open + 20);  // it takes 24
+    const Limited few(RLIMIT_NOFILE, open + 20);  // it takes 24
     const auto text = CHECK_THROWS(fd_exchanges[4].exchange(4, addresses, own.get(), Deadline::after(kPatience), {}),
                                    ErrorKind::InvalidUsage);
     CHECK(text.starts_with("rank 4 with 8 peers on its host needs 24 file descriptors"));
-    CHECK(testing::contains(text, "ulimit -n is " + std::to_string(open + 20)));
-    CHECK(testing::contains(text, "raise ulimit -n to at least " + std::to_string(open + 24)));
+    CHECK(contains(text, "ulimit -n is " + std::to_string(open + 20)));
+    CHECK(contains(text, "raise ulimit -n to at least " + std::to_string(open + 24)));
     return true;
   }));
 }
 
 // Others of its process may take them meanwhile.
 TEST(a_rank_that_runs_out_of_descriptors_says_so) {
-  CHECK(testing::true_in_child([] {
+  CHECK(true_in_child([] {
     FdExchange fd_exchange, silent;
     const std::vector<std::string> addresses{fd_exchange.address(), silent.address()};
     UniqueFd own = memory_of(0), caller;
-    limit_descriptors(next_descriptor() + 10);
+    const Limited few(RLIMIT_NOFILE, next_descriptor() + 10);
     std::vector<UniqueFd> taken;
     auto take_all = [&] {
       if (caller) return;
@@ -401,18 +359,17 @@ TEST(a_rank_that_runs_out_of_descriptors_says_so) {
     };
     const auto text = CHECK_THROWS(fd_exchange.exchange(0, addresses, own.get(), Deadline::after(kPatience), take_all),
                                    ErrorKind::InvalidUsage);
-    return testing::contains(text, "ulimit -n");
+    return contains(text, "ulimit -n");
   }));
-  CHECK(testing::true_in_child([] {
-    int pair[2];
-    CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, pair), 0);
-    UniqueFd one(pair[0]), other(pair[1]), own = memory_of(3), received;
+  CHECK(true_in_child([] {
+    const auto [one, other] = socket_pair(SOCK_NONBLOCK);
+    UniqueFd own = memory_of(3), received;
     char letter = 'x';
     CHECK(local_socket::send_fd(one.get(), &letter, 1, own.get()) == local_socket::Sent::Done);
-    limit_descriptors(next_descriptor());
+    const Limited none(RLIMIT_NOFILE, next_descriptor());
     const auto text =
         CHECK_THROWS(local_socket::receive_fd(other.get(), &letter, 1, received, "rank 7"), ErrorKind::InvalidUsage);
-    return testing::contains(text, "rank 7") && testing::contains(text, "ulimit -n");
+    return contains(text, "rank 7") && contains(text, "ulimit -n");
   }));
 }
 
@@ -429,32 +386,17 @@ void with_descriptors_in_flight(const std::function<void(UniqueFd&)>& body) {
     std::fprintf(stderr, "        not tried: only root can become a user of whom nobody else has processes\n");
     return;
   }
-  CHECK(testing::true_in_child([&] {
+  CHECK(true_in_child([&] {
     constexpr uid_t kNobody = 54321;
     CHECK_EQ(setgid(kNobody), 0);
     CHECK_EQ(setuid(kNobody), 0);
-    int hog[2];
-    CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, hog), 0);
-    UniqueFd sender(hog[0]), receiver(hog[1]);
-    constexpr int kInFlight = 200;
-    std::vector<int> same(kInFlight, 0);
-    std::vector<char> control(CMSG_SPACE(sizeof(int) * kInFlight));
+    using local_socket::Sent;
+    auto [sender, receiver] = socket_pair(SOCK_NONBLOCK);
     char byte = 0;
-    iovec piece{&byte, 1};
-    msghdr message{};
-    message.msg_iov = &piece;
-    message.msg_iovlen = 1;
-    message.msg_control = control.data();
-    message.msg_controllen = control.size();
-    cmsghdr* header = CMSG_FIRSTHDR(&message);
-    header->cmsg_level = SOL_SOCKET;
-    header->cmsg_type = SCM_RIGHTS;
-    header->cmsg_len = CMSG_LEN(sizeof(int) * kInFlight);
-    std::memcpy(CMSG_DATA(header), same.data(), sizeof(int) * kInFlight);
-    CHECK_EQ(sendmsg(sender.get(), &message, MSG_NOSIGNAL), 1);
-    limit_descriptors(120);
-    CHECK_EQ(sendmsg(sender.get(), &message, MSG_NOSIGNAL), -1);
-    CHECK_EQ(errno, ETOOMANYREFS);
+    for (int i = 0; i < 140; ++i) CHECK(local_socket::send_fd(sender.get(), &byte, 1, 0) == Sent::Done);
+    const Limited few(RLIMIT_NOFILE, 120);
+    CHECK(local_socket::send_fd(sender.get(), &byte, 1, 0) == Sent::NotYet);
+    CHECK_EQ(send(sender.get(), &byte, 1, MSG_NOSIGNAL), 1);  // the socket has room
     body(receiver);
     return true;
   }));
@@ -465,14 +407,9 @@ void with_descriptors_in_flight(const std::function<void(UniqueFd&)>& body) {
 TEST(a_limit_on_descriptors_in_flight_is_waited_out) {
   with_descriptors_in_flight([](UniqueFd& receiver) {
     std::vector<FdExchange> fd_exchanges(3);
-    const auto addresses = addresses_of(fd_exchanges);
-    std::atomic<int> calls{0};
-    run_ranks(3, [&](int rank) {
-      UniqueFd own = memory_of(rank);
-      auto let_go = [&] {
-        if (rank == 0 && ++calls == 20) receiver.reset();
-      };
-      check_memories(rank, fd_exchanges[rank].exchange(rank, addresses, own.get(), Deadline::after(kPatience), let_go));
+    int calls = 0;
+    check_exchange(fd_exchanges, [&] {
+      if (++calls == 20) receiver.reset();
     });
     CHECK(calls >= 20);  // nobody had come through before
   });
@@ -484,11 +421,10 @@ TEST(a_limit_on_descriptors_in_flight_is_named_at_the_deadline) {
       std::vector<FdExchange> fd_exchanges(2);
       const auto addresses = addresses_of(fd_exchanges);
       run_ranks(2, [&](int rank) {
-        UniqueFd own = memory_of(rank);
-        const Deadline deadline = Deadline::after(rank == 0 ? seconds(limit) : kPatience);
+        const Duration patience = rank == 0 ? seconds(limit) : kPatience;
         const ErrorKind kind = rank == 0 ? ErrorKind::Timeout : ErrorKind::PeerLost;
-        const auto text = CHECK_THROWS(fd_exchanges[rank].exchange(rank, addresses, own.get(), deadline, {}), kind);
-        if (rank == 0) CHECK(testing::contains(text, "no more descriptors of this user than ulimit -n allows"));
+        const auto text = CHECK_THROWS(exchange(fd_exchanges[rank], rank, addresses, {}, patience), kind);
+        if (rank == 0) CHECK(contains(text, "no more descriptors of this user than ulimit -n allows"));
       });
     });
   });
@@ -505,12 +441,10 @@ TEST(a_rank_that_goes_while_descriptors_are_in_flight_is_lost) {
         std::this_thread::sleep_for(std::chrono::milliseconds(100));
         return;
       }
-      UniqueFd own = memory_of(0);
-      const auto text = CHECK_THROWS(fd_exchange.exchange(0, addresses, own.get(), Deadline::after(kPatience), {}),
-                                     ErrorKind::PeerLost);
+      const auto text = CHECK_THROWS(exchange(fd_exchange, 0, addresses), ErrorKind::PeerLost);
       CHECK(text.starts_with("rank 1 "));
     });
   });
 }
 
-}  // namespace syncengine
+}  // namespace syncengine::testing

@@ -1,12 +1,11 @@
 // Plans of hops between hosts, walked for many placements without a process.
+#include <algorithm>
 #include <map>
 #include <set>
 #include <tuple>
 
 #include "collectives/interhost_plan.h"
 #include "engine/hosts/network.h"
-#include "kernels/reduce.h"
-#include "kernels_oracle.h"
 #include "test.h"
 
 namespace syncengine {
@@ -40,12 +39,11 @@ void check_envelopes(const std::vector<Placement>& placements, const InterhostCh
       CHECK(placement.host_of[other] != placement.host);
       CHECK(std::count(known.begin(), known.end(), other) == 1);
     };
-    for (const InterhostCell& cell : cells) {
+    for (const InterhostCell& cell : cells)
       for (const InterhostStep& step : cell.steps) {
         for (const Envelope& envelope : step.sends) note(sent, placement.rank, envelope.peer, envelope, cell);
         for (const Envelope& envelope : step.receives) note(received, envelope.peer, placement.rank, envelope, cell);
       }
-    }
   }
   CHECK(sent == received);
 }
@@ -66,7 +64,7 @@ struct HopsWalk {
   void run_without(int rank, size_t cell, size_t step) {
     for (bool moved = true; moved;) {
       moved = false;
-      for (int at = 0; at < static_cast<int>(cells.size()); ++at) {
+      for (int at = 0; at < static_cast<int>(cells.size()); ++at)
         for (size_t i = 0; i < cells[at].size(); ++i) {
           if (steps[at][i] == cells[at][i].steps.size()) continue;
           const InterhostStep& next = cells[at][i].steps[steps[at][i]];
@@ -79,7 +77,6 @@ struct HopsWalk {
           ++steps[at][i];
           moved = true;
         }
-      }
     }
   }
 };
@@ -88,7 +85,7 @@ struct HopsWalk {
 int check_answers(const std::vector<Placement>& placements, const InterhostChunk& chunk) {
   HopsWalk all(placements, chunk);
   int answers = 0;
-  for (int rank = 0; rank < static_cast<int>(placements.size()); ++rank) {
+  for (int rank = 0; rank < static_cast<int>(placements.size()); ++rank)
     for (size_t cell = 0; cell < all.cells[rank].size(); ++cell) {
       const auto& steps = all.cells[rank][cell].steps;
       for (size_t step = 0; step + 1 < steps.size(); ++step) {
@@ -100,7 +97,6 @@ int check_answers(const std::vector<Placement>& placements, const InterhostChunk
         }
       }
     }
-  }
   return answers;
 }
 
@@ -109,7 +105,7 @@ int check_answers(const std::vector<Placement>& placements, const InterhostChunk
 TEST(stripes_of_a_host_cover_everything_once) {
   for (const char* hosts : kPlacements) {
     auto placements = everybodys(hosts);
-    for (size_t length : {size_t{0}, size_t{1}, size_t{64}, size_t{1000}, size_t{131072}}) {
+    for (size_t length : {size_t{0}, size_t{1}, size_t{64}, size_t{1000}, size_t{131072}})
       for (const auto& ranks : placements[0].members) {
         size_t end = 0;
         for (int rank : ranks) {
@@ -119,7 +115,6 @@ TEST(stripes_of_a_host_cover_everything_once) {
         }
         CHECK_EQ(end, length);
       }
-    }
   }
 }
 
@@ -159,12 +154,11 @@ TEST(what_is_sent_is_received) {
         check_envelopes(placements, chunk);
       }
       chunk.collective = Collective::Broadcast;
-      for (chunk.root = 0; chunk.root < size; ++chunk.root) {
+      for (chunk.root = 0; chunk.root < size; ++chunk.root)
         for (bool relay : {false, true}) {
           chunk.relay = relay;
           check_envelopes(placements, chunk);
         }
-      }
       chunk.root = 0;
     }
   }
@@ -235,29 +229,6 @@ TEST(the_chain_is_taken_where_it_is_quicker) {
   operation.input = operation.output = SpanList(memory.data(), size_t{1} << 40);  // nobody looks into it
   CHECK(way("abcdefgh", DType::Float32) == Way::Exchange);
   CHECK(way("aabbccdd", DType::Float32) == Way::Chain);
-}
-
-TEST(halves_are_widened_exactly_and_narrowed_as_the_kernels_do) {
-  for (auto [dtype, format] : {std::pair{DType::Float16, testing::kFloat16}, {DType::BFloat16, testing::kBFloat16}}) {
-    std::vector<uint16_t> halves(65537), back(halves.size());
-    for (size_t i = 0; i < halves.size(); ++i) halves[i] = static_cast<uint16_t>(i);
-    std::vector<float> wide(halves.size());
-    kernels::widen(dtype, wide.data(), halves.data(), halves.size());
-    kernels::narrow(dtype, back.data(), wide.data(), wide.size());
-    for (size_t i = 0; i < halves.size(); ++i) {
-      double value = testing::decode(format, halves[i]);
-      if (value != value) {
-        CHECK(wide[i] != wide[i]);
-        continue;
-      }
-      CHECK_EQ(static_cast<double>(wide[i]), value);
-      CHECK_EQ(back[i], halves[i]);
-    }
-    for (size_t i = 0; i + 1 < wide.size(); ++i) wide[i] = wide[i] * 1.0003f + wide[i + 1] * 0.001f;  // to be rounded
-    kernels::narrow(dtype, back.data(), wide.data(), wide.size());
-    for (size_t i = 0; i < wide.size(); ++i)
-      if (wide[i] == wide[i]) CHECK_EQ(back[i], testing::encode(format, static_cast<double>(wide[i])));
-  }
 }
 
 }  // namespace syncengine

@@ -62,38 +62,33 @@ class Memory {
 
 class Walk {
  public:
-  Walk(Collective collective, Path path, int world, int root, size_t block, bool stage_all, bool pull_results = false)
-      : collective_(collective),
-        path_(path),
-        world_(world),
-        root_(root),
-        block_(block),
-        stage_all_(stage_all),
-        pull_results_(pull_results),
-        inputs_(world),
-        outputs_(world),
-        slots_(world) {
-    for (int rank = 0; rank < world; ++rank) {
-      inputs_[rank].resize(collective == Collective::ReduceScatter ? block * world : block);
+  // The operation as one chunk: each chunk that is walked has a rank, beginning and length of its own.
+  explicit Walk(const Chunk& whole)
+      : whole_(whole), world_(whole.world), inputs_(world_), outputs_(world_), slots_(world_) {
+    const size_t block = whole.block, all = block * world_;
+    for (int rank = 0; rank < world_; ++rank) {
+      inputs_[rank].resize(whole.collective == Collective::ReduceScatter ? all : block);
       for (size_t i = 0; i < inputs_[rank].size(); ++i) inputs_[rank].set(i, {i, 1u << rank});
-      outputs_[rank].resize(collective == Collective::AllGather ? block * world : block);
+      outputs_[rank].resize(whole.collective == Collective::AllGather ? all : block);
     }
   }
 
   void run() {
-    size_t chunk = chunk_bytes(collective_, path_, world_, kSlot, kDirect);
+    size_t chunk = chunk_bytes(whole_.collective, whole_.path, world_, kSlot, kDirect);
     CHECK(chunk > 0 && chunk % 64 == 0);
     size_t begin = 0;
     do {
-      run_chunk(begin, std::min(chunk, block_ - begin));
+      run_chunk(begin, std::min(chunk, whole_.block - begin));
       begin += chunk;
-    } while (begin < block_);
+    } while (begin < whole_.block);
     check_results();
   }
 
  private:
-  bool in_place() const { return collective_ == Collective::AllReduce || collective_ == Collective::Broadcast; }
-  bool direct() const { return path_ == Path::Direct; }
+  bool in_place() const {
+    return whole_.collective == Collective::AllReduce || whole_.collective == Collective::Broadcast;
+  }
+  bool direct() const { return whole_.path == Path::Direct; }
   Memory& input(int rank) { return inputs_[rank]; }
   Memory& output(int rank) { return in_place() ? inputs_[rank] : outputs_[rank]; }
   // What `slot` offsets count into.
@@ -110,17 +105,11 @@ class Walk {
     plans_.assign(world_, {});
     slots_.assign(world_, {});
     for (int rank = 0; rank < world_; ++rank) {
-      plan_chunk({.collective = collective_,
-                  .path = path_,
-                  .rank = rank,
-                  .world = world_,
-                  .root = root_,
-                  .block = block_,
-                  .begin = begin,
-                  .length = length,
-                  .stage_all = stage_all_,
-                  .pull_results = pull_results_},
-                 plans_[rank]);
+      Chunk chunk = whole_;
+      chunk.rank = rank;
+      chunk.begin = begin;
+      chunk.length = length;
+      plan_chunk(chunk, plans_[rank]);
       slots_[rank].resize(kSlot);
     }
     phase([&](int rank, const ChunkPlan& plan) { stage(rank, plan); });
@@ -132,24 +121,23 @@ class Walk {
 
   void stage(int rank, const ChunkPlan& plan) {
     CHECK(!direct() || plan.stage.empty());
-    for (const Copy& copy : plan.stage) {
+    for (const Copy& copy : plan.stage)
       for (size_t i = 0; i < copy.bytes; ++i) {
         Symbol symbol = input(rank).read(rank, copy.user + i);
-        symbol.scaled = stage_all_;
+        symbol.scaled = whole_.stage_all;
         slots_[rank].write(rank, copy.slot + i, symbol);
       }
-    }
   }
 
   void reduce(int rank, const ChunkPlan& plan) {
     if (!plan.reduces) return;
     const Reduce& step = plan.reduce;
     for (size_t i = 0; i < step.bytes; ++i) {
-      Symbol result = {.place = step.input + i, .ranks = 0, .scaled = stage_all_};
+      Symbol result = {.place = step.input + i, .ranks = 0, .scaled = whole_.stage_all};
       for (int peer = 0; peer < world_; ++peer) {
         bool from_user = peer == rank && !step.own_from_slot;
         Symbol part = from_user ? input(rank).read(rank, step.input + i) : shared(peer).read(rank, step.slot + i);
-        CHECK(part == (Symbol{step.input + i, 1u << peer, stage_all_}));
+        CHECK(part == (Symbol{step.input + i, 1u << peer, whole_.stage_all}));
         result.ranks |= part.ranks;
       }
       output(rank).write(rank, step.output + i, result);
@@ -161,10 +149,9 @@ class Walk {
 
   void pull(int rank, const ChunkPlan& plan) {
     CHECK(plan.pulls || plan.pull.empty());
-    for (const Pull& step : plan.pull) {
+    for (const Pull& step : plan.pull)
       for (size_t i = 0; i < step.bytes; ++i)
         output(rank).write(rank, step.user + i, shared(step.peer).read(rank, step.slot + i));
-    }
   }
 
   // A rank whose memory a peer reads must not end before: it awaits the reduce phase by pulling, the pull phase by
@@ -178,11 +165,11 @@ class Walk {
 
   Symbol expected(int rank, size_t i) const {
     unsigned everybody = (1u << world_) - 1;
-    switch (collective_) {
-      case Collective::AllReduce: return {i, everybody, stage_all_};
-      case Collective::ReduceScatter: return {rank * block_ + i, everybody, stage_all_};
-      case Collective::AllGather: return {i % block_, 1u << (i / block_), stage_all_};
-      case Collective::Broadcast: return {i, 1u << root_, stage_all_ && rank != root_};
+    switch (whole_.collective) {
+      case Collective::AllReduce: return {i, everybody, whole_.stage_all};
+      case Collective::ReduceScatter: return {rank * whole_.block + i, everybody, whole_.stage_all};
+      case Collective::AllGather: return {i % whole_.block, 1u << (i / whole_.block), whole_.stage_all};
+      case Collective::Broadcast: return {i, 1u << whole_.root, whole_.stage_all && rank != whole_.root};
       case Collective::Barrier: break;
     }
     return {};
@@ -191,7 +178,7 @@ class Walk {
   void check_results() {
     for (int rank = 0; rank < world_; ++rank) {
       Memory& result = output(rank);
-      int writes = collective_ == Collective::Broadcast && rank == root_ ? 0 : 1;
+      int writes = whole_.collective == Collective::Broadcast && rank == whole_.root ? 0 : 1;
       for (size_t i = 0; i < result.size(); ++i) {
         CHECK(result.at(i) == expected(rank, i));
         CHECK_EQ(result.writes(i), writes);
@@ -199,11 +186,8 @@ class Walk {
     }
   }
 
-  Collective collective_;
-  Path path_;
-  int world_, root_;
-  size_t block_;
-  bool stage_all_, pull_results_;
+  const Chunk whole_;
+  const int world_;
   std::vector<Memory> inputs_, outputs_, slots_;
   std::vector<ChunkPlan> plans_;
 };
@@ -212,18 +196,23 @@ constexpr int kMaxWorld = 9;
 const std::vector<size_t> kBlocks = {0, 1, 63, 64, 65, 600, 640, 641, 1500};
 
 void walk_all(Collective collective, bool pull_results = false) {
-  for (int world = 1; world <= kMaxWorld; ++world) {
+  for (int world = 1; world <= kMaxWorld; ++world)
     for (Path path : {Path::OneShot, Path::Staged, Path::Direct}) {
       if (pull_results && path == Path::OneShot) continue;
-      for (size_t block : kBlocks) {
+      for (size_t block : kBlocks)
         for (bool stage_all : {false, true}) {
           if (stage_all && path == Path::Direct) continue;  // scaled contributions are never direct
           for (int root = 0; root < (collective == Collective::Broadcast ? world : 1); ++root)
-            Walk(collective, path, world, root, block, stage_all, pull_results).run();
+            Walk({.collective = collective,
+                  .path = path,
+                  .world = world,
+                  .root = root,
+                  .block = block,
+                  .stage_all = stage_all,
+                  .pull_results = pull_results})
+                .run();
         }
-      }
     }
-  }
 }
 
 }  // namespace
@@ -246,7 +235,7 @@ TEST(plan_of_a_barrier_waits_and_moves_nothing) {
 // and neither do its waits, in each of which it reads one line of each peer.
 TEST(bytes_and_waits_of_an_all_reduce_by_ranks) {
   constexpr size_t kBlock = 32 << 20, kSlotBytes = 256 << 10;
-  for (const Path path : {Path::Staged, Path::Direct}) {
+  for (const Path path : {Path::Staged, Path::Direct})
     for (const size_t world : {2, 4, 8, 16}) {
       const size_t step = chunk_bytes(Collective::AllReduce, path, static_cast<int>(world), kSlotBytes, 1 << 20);
       size_t copied = 0, read = 0, written = 0, waits = 0;
@@ -272,11 +261,10 @@ TEST(bytes_and_waits_of_an_all_reduce_by_ranks) {
       CHECK_EQ(written, kBlock);
       CHECK_EQ(waits, 2 * (kBlock / (path == Path::Direct ? std::min(kBlock, world << 20) : kSlotBytes)));
     }
-  }
 }
 
 TEST(slices_partition_the_block_on_cache_lines) {
-  for (int world = 1; world <= 64; ++world) {
+  for (int world = 1; world <= 64; ++world)
     for (size_t length : {0, 1, 63, 64, 65, 4095, 4096, 262144, 262145}) {
       size_t end = 0;
       for (int rank = 0; rank < world; ++rank) {
@@ -287,7 +275,6 @@ TEST(slices_partition_the_block_on_cache_lines) {
       }
       CHECK_EQ(end, length);
     }
-  }
 }
 
 // A plan is refilled for each chunk: nothing of the chunk before may stay.
@@ -297,9 +284,7 @@ TEST(a_refilled_plan_forgets_the_last_one) {
               .path = Path::Staged,
               .rank = 1,
               .world = 3,
-              .root = 0,
               .block = 640,
-              .begin = 0,
               .length = 640,
               .stage_all = true};
   plan_chunk(chunk, used);

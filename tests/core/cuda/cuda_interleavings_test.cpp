@@ -1,12 +1,12 @@
 // Walks all interleavings of the steps of a few GPU ranks: nobody waits for ever, no signal is lost, no kernel touches
 // memory that another running one writes, and all words end as they began. So the order of eager calls and replays does
 // not matter: each collective begins from nothing but zeros.
-#include <memory>
 #include <set>
 #include <string>
 #include <vector>
 
 #include "cuda/sequence.h"
+#include "cuda_twin.h"
 #include "test.h"
 
 namespace syncengine {
@@ -187,24 +187,14 @@ struct Call {
 // `calls` one after the other on every rank; between them each rank's program writes its tensor.
 void explore(int world, const std::vector<Call>& calls) {
   constexpr size_t kSlot = 128, kTensor = 4096;
-  std::vector<std::vector<std::byte>> inputs(world), outputs(world), slots(world);
-  std::vector<cuda::Control> controls(1);
-  auto places = std::make_unique_for_overwrite<cuda::InKernelArea[]>(world);  // of which nothing is written
-  std::vector<cuda::InKernelArea*> areas;
-  cuda::Site site{.world = world, .control = controls.data(), .slots = {}, .slot_bytes = kSlot};
-  for (int rank = 0; rank < world; ++rank) {
-    inputs[rank].resize(kTensor);
-    outputs[rank].resize(kTensor);
-    slots[rank].resize(2 * kSlot);
-    site.slots.push_back(slots[rank].data());
-    areas.push_back(&places[rank]);
-  }
+  std::vector<std::vector<std::byte>> inputs(world, std::vector<std::byte>(kTensor)), outputs = inputs;
+  const testing::TwinGroup group(world, kSlot, /*one_kernel=*/true);
   std::vector<std::vector<Action>> programs;
   for (int rank = 0; rank < world; ++rank) {
     Recorder recorder(rank, world);
-    site.rank = rank;
     for (const Call& call : calls) {
-      site.areas = call.in_kernel ? areas : decltype(areas)();
+      cuda::Site site = group.site(rank);
+      if (!call.in_kernel) site.areas.clear();
       Operation operation;
       operation.collective = call.collective;
       if (call.collective == Collective::Broadcast) operation.root = 0;

@@ -8,8 +8,7 @@ namespace syncengine {
 
 namespace {
 
-using testing::Case;
-using testing::Tensors;
+using testing::Case, testing::Tensors;
 
 // A piece is a collective of its own on every rank's slot.
 void run_piece(const Case& whole, std::vector<Tensors>& ranks, const std::vector<cuda::ProxyPiece>& pieces,

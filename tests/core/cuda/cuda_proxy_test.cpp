@@ -32,9 +32,7 @@ struct Slot {
     cuda::store(word, 0);
   }
   bool is_ones() const {
-    for (float value : data)
-      if (std::bit_cast<uint32_t>(value) != 0xffffffff) return false;
-    return true;
+    return std::ranges::all_of(data, [](float value) { return std::bit_cast<uint32_t>(value) == 0xffffffff; });
   }
 };
 

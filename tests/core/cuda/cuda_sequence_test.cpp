@@ -1,6 +1,5 @@
 // GPU sequences on threads: results against the CPU's kernels, eager calls and replays of a captured graph mixed,
 // aborts.
-#include <atomic>
 #include <cstring>
 #include <functional>
 #include <vector>
@@ -12,13 +11,8 @@ namespace syncengine {
 
 namespace {
 
-using testing::Case;
-using testing::expected;
-using testing::operation_of;
-using testing::run_ranks;
-using testing::Tensors;
-using testing::TwinGroup;
-using testing::TwinSteps;
+using testing::Case, testing::expected, testing::operation_of, testing::run_ranks, testing::Tensors;
+using testing::TwinGroup, testing::TwinSteps;
 
 constexpr size_t kSlot = 640;  // bytes of half a staging buffer: small, so that a tensor takes several chunks
 

@@ -2,7 +2,6 @@
 // words.
 #pragma once
 
-#include <algorithm>
 #include <cstring>
 #include <functional>
 #include <memory>

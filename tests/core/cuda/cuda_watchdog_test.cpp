@@ -17,9 +17,7 @@ namespace syncengine {
 
 namespace {
 
-using testing::contains;
-using testing::run_job;
-using testing::TwinSteps;
+using testing::contains, testing::run_job;
 
 // What DeviceGroup has, without a device.
 struct TwinRank {
@@ -32,13 +30,11 @@ struct TwinRank {
   }
   // A barrier on the stream, which is this thread.
   void barrier(double prescale = 1.0, const std::string& text = "barrier()") {
-    Operation operation;
-    operation.collective = Collective::Barrier;
-    operation.prescale = prescale;
+    const Operation operation{.collective = Collective::Barrier, .prescale = prescale};
     const uint32_t mark = cuda::fingerprint(operation, Path::Staged, 0);
     watchdog->throw_if_failed();
     watchdog->publish(mark, text);
-    TwinSteps steps(rank, controls);
+    testing::TwinSteps steps(rank, controls);
     cuda::Site site{
         .rank = rank, .world = static_cast<int>(controls.size()), .control = controls[rank], .slot_bytes = 64};
     site.slots.resize(site.world);
@@ -51,12 +47,7 @@ struct TwinRank {
   std::optional<cuda::Watchdog> watchdog;
 };
 
-Options with_timeout(double timeout) {
-  Options options;
-  options.timeout = seconds(timeout);
-  options.log_after = seconds(60);
-  return options;
-}
+Options with_timeout(double timeout) { return {.timeout = seconds(timeout), .log_after = seconds(60)}; }
 
 std::string error_of(TwinRank& rank, ErrorKind kind) {
   const auto deadline = Deadline::after(seconds(60));

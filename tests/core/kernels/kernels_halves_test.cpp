@@ -78,9 +78,8 @@ TEST(kernels_widen_every_half_exactly) {
       std::array<float, kVectorAndOne + 4> floats{pair.low[0], pair.high[0], pair.low[1], pair.high[2]};
       halves.fill(static_cast<uint16_t>(half));
       kernels::widen(is_float16 ? DType::Float16 : DType::BFloat16, floats.data() + 4, halves.data(), halves.size());
-      for (float got : floats) {
+      for (float got : floats)
         CHECK(std::isnan(wanted) ? std::isnan(got) : got == wanted && std::signbit(got) == std::signbit(wanted));
-      }
       CHECK(pair.low[2] == 0 && pair.high[1] == 0);
     }
   }
@@ -90,7 +89,7 @@ TEST(kernels_widen_every_half_exactly) {
 TEST(kernels_scale_every_half) {
   Array all(2 * 65536), result(2 * 65536);
   for (uint32_t half = 0; half < 65536; ++half) reinterpret_cast<uint16_t*>(all.data())[half] = half;
-  for (DType dtype : {DType::Float16, DType::BFloat16}) {
+  for (DType dtype : {DType::Float16, DType::BFloat16})
     for (double scale : {1.0 / 3, 0.5, 1024.0, 1048576.0 / 3, std::ldexp(1.0, -14)}) {
       const auto wanted = expected({.dtype = dtype, .op = ReduceOp::Sum, .scale = scale}, {all.data()}, 65536);
       for (Isa isa : available_isas()) {
@@ -98,7 +97,6 @@ TEST(kernels_scale_every_half) {
         CHECK_EQ(first_difference(dtype, result.data(), wanted.data(), 65536), -1);
       }
     }
-  }
 }
 
 }  // namespace

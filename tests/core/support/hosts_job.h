@@ -53,6 +53,12 @@ inline void run_hosts(const std::string& hosts, const Options& options, const Ho
   HostsJob(hosts, options).run(body);
 }
 
+// One after the other.
+inline void run_on_each(const std::vector<std::string>& placements, const Options& options,
+                        const HostsJob::Body& body) {
+  for (const auto& hosts : placements) run_hosts(hosts, options, body);
+}
+
 // The same four ranks: on one host each, two and two, three and one, and so that neighbors never share a host.
 inline const std::vector<std::string> kPlacements =
     kSlowdown > 1 ? std::vector<std::string>{"ab", "aabb", "aaab", "abab"}

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <cstring>
@@ -56,14 +57,10 @@ class Running {
 
   // Sleeps until `condition`, looking only when the endpoint says that something moved.
   void wait(const std::function<bool()>& condition, const char* what) {
-    Deadline deadline = Deadline::after(limit_);
-    std::unique_lock lock(mutex_);
-    while (!condition()) {
-      uint64_t seen = rings_;
-      lock.unlock();
-      bool met = condition();  // again: a ring may have come before `seen`
-      lock.lock();
-      if (met) return;
+    for (const Deadline deadline = Deadline::after(limit_);;) {
+      const uint64_t seen = rings_;
+      if (condition()) return;
+      std::unique_lock lock(mutex_);
       if (!changed_.wait_for(lock, deadline.left(limit_), [&] { return rings_ != seen; }))
         throw Error(ErrorKind::Timeout, std::string("not within the limit: ") + what);
     }
@@ -108,7 +105,7 @@ class Running {
   const Duration limit_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  uint64_t rings_ = 0;
+  std::atomic<uint64_t> rings_ = 0;
   std::thread thread_;  // last: starts when the rest is ready
 };
 

@@ -4,16 +4,15 @@
 //
 // It prints "address <hex>", reads a line of hex from each rank ("-" for none), prints "connected", and then:
 //
-//   exchange   all pairs swap `transfers` transfers of `bytes` and compare every byte, `rounds` times ("round <n>"
-//   each) pump       ranks 0 and 1 send each other `rounds` x `bytes`, `transfers` at a time: "pumped <bytes>
-//   <seconds>" raw        the same over the same sockets without protocol: what there is to reach
+// - exchange: all pairs swap `transfers` transfers of `bytes` and compare every byte, `rounds` times ("round <n>" each)
+// - pump: ranks 0 and 1 send each other `rounds` x `bytes`, `transfers` at a time ("pumped <bytes> <seconds>")
+// - raw: the same over the same sockets without protocol, which is what there is to reach
 //
 // At the end "done", or "error <kind> <seconds since the last round> <text>" and exit code 1.
 // Settings: interface sockets checksum heartbeat silence secret timeout bytes transfers rounds pause.
 #include <poll.h>
 #include <sys/socket.h>
 
-#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -102,26 +101,25 @@ void exchange(const Settings& settings, Running& endpoint, Clock::time_point& la
   int transfers = static_cast<int>(settings.number("transfers", 4));
   int rounds = static_cast<int>(settings.number("rounds", 10));
   auto seed = [&](int from, int to, int i) { return (uint64_t{1} * from * settings.size + to) * 1000 + i; };
-  std::vector<Bytes> out, in, wanted;
-  std::vector<std::pair<int, int>> jobs;  // peer, number
+  struct Swap {
+    int peer, number;
+    Bytes out, in, wanted;
+  };
+  std::vector<Swap> swaps;
   for (int peer = 0; peer < settings.size; ++peer) {
-    for (int i = 0; i < transfers && peer != settings.rank; ++i) {
-      jobs.emplace_back(peer, i);
-      in.emplace_back(bytes);
-      out.push_back(pattern(bytes, seed(settings.rank, peer, i)));
-      wanted.push_back(pattern(bytes, seed(peer, settings.rank, i)));
-    }
+    for (int i = 0; i < transfers && peer != settings.rank; ++i)
+      swaps.push_back({peer, i, pattern(bytes, seed(settings.rank, peer, i)), Bytes(bytes),
+                       pattern(bytes, seed(peer, settings.rank, i))});
   }
   for (int round = 0; round < rounds; ++round) {
     std::vector<Transfer> all;
-    for (size_t job = 0; job < jobs.size(); ++job) {
-      auto [peer, i] = jobs[job];
-      std::memset(in[job].data(), 0, bytes);
-      all.push_back(endpoint->receive(peer, i, in[job].data(), bytes));
-      all.push_back(endpoint->send(peer, i, out[job].data(), bytes));
+    for (auto& [peer, i, out, in, wanted] : swaps) {
+      std::memset(in.data(), 0, bytes);
+      all.push_back(endpoint->receive(peer, i, in.data(), bytes));
+      all.push_back(endpoint->send(peer, i, out.data(), bytes));
     }
     for (auto& transfer : all) endpoint.wait_done(transfer);
-    for (size_t job = 0; job < jobs.size(); ++job) expect_equal(in[job], wanted[job]);
+    for (const Swap& swap : swaps) expect_equal(swap.in, swap.wanted);
     last_round = Clock::now();
     std::cout << "round " << round << std::endl;
     std::this_thread::sleep_for(seconds(settings.number("pause", 0)));
@@ -165,13 +163,13 @@ void raw(const Settings& settings, const tcp::Sockets& sockets) {
   struct Lane {
     size_t to_send, to_receive;
   };
-  std::vector<Lane> work(lanes, {total / lanes / kCall * kCall, total / lanes / kCall * kCall});
+  const size_t share = total / lanes / kCall * kCall;
+  std::vector<Lane> work(lanes, {share, share});
   char go = 1;
   (void)!send(sockets[0].get(), &go, 1, 0);
   pollfd wait{sockets[0].get(), POLLIN, 0};
   poll(&wait, 1, -1);
   auto begin = Clock::now();
-  size_t moved = 0;
   for (bool left = true; left;) {
     std::vector<pollfd> polls;
     left = false;
@@ -192,14 +190,14 @@ void raw(const Settings& settings, const tcp::Sockets& sockets) {
         size_t at = (kCall - rest.to_receive % kCall) % kCall;
         ssize_t got = recv(polls[lane].fd, in.data() + lane * kCall + at, std::min(kCall - at, rest.to_receive), 0);
         if (got == 0) throw Error(ErrorKind::PeerLost, "the other side closed");
-        if (got > 0) rest.to_receive -= got, moved += got;
+        if (got > 0) rest.to_receive -= got;
       }
     }
   }
   double took = since(begin);
   for (size_t lane = 0; lane < lanes; ++lane)
     expect_equal(Bytes(in.begin() + lane * kCall, in.begin() + (lane + 1) * kCall), wanted);
-  std::cout << "pumped " << moved << " " << took << std::endl;
+  std::cout << "pumped " << lanes * share << " " << took << std::endl;
   send(sockets[0].get(), &go, 1, MSG_NOSIGNAL);  // nobody closes before the other is done
   char bytes_left[2];
   wait.revents = 0;

@@ -13,8 +13,7 @@
 
 namespace syncengine {
 
-using testing::all_reduce_of;
-using testing::run_job;
+using testing::all_reduce_of, testing::run_job;
 
 namespace {
 
@@ -151,10 +150,8 @@ TEST(whoever_is_interrupted_in_shrink_tells_those_that_go_on_with_it) {
   struct Pressed : std::runtime_error, Interruption {
     Pressed() : std::runtime_error("Ctrl-C"), Interruption("") {}
   };
-  Options options;
-  options.timeout = seconds(60);
   std::barrier meet(2);
-  run_job(2, options, [&](int rank, Communicator& communicator) {
+  run_job(2, {.timeout = seconds(60)}, [&](int rank, Communicator& communicator) {
     std::string said;
     if (rank == 1) meet.arrive_and_wait();
     try {

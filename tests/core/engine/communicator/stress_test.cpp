@@ -1,23 +1,15 @@
 // Many threads, communicators and operations at once, with delays where they hurt: nothing hangs, nothing is mixed up.
-#include <atomic>
-#include <numeric>
 #include <random>
 
 #include "hosts_job.h"
 
 namespace syncengine {
 
-using testing::all_reduce_of;
-using testing::run_job;
+using testing::all_reduce_of, testing::run_job;
 
 namespace {
 
 void pause(int milliseconds) { std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds)); }
-
-// Something that an operation keeps alive and that takes its time to go: a rank that stalls where the operation ends.
-std::shared_ptr<void> slow_to_let_go(int milliseconds) {
-  return {nullptr, [milliseconds](void*) { pause(milliseconds); }};
-}
 
 void check_all(const std::vector<float>& data, float expected) {
   for (float value : data) CHECK_EQ(value, expected);
@@ -37,7 +29,7 @@ TEST(records_outlast_a_rank_that_stalls) {
     auto* floats = static_cast<float*>(shared.get());
     std::fill_n(floats, kOperations * 100, 1.0f);
     Operation first = all_reduce_of(large);
-    if (rank == 1) first.keepalive = slow_to_let_go(200);
+    if (rank == 1) first.keepalive = {nullptr, [](void*) { pause(200); }};  // takes its time to go
     std::vector<std::shared_ptr<Work>> works{communicator.submit(std::move(first))};
     for (size_t i = 0; i < kOperations; ++i)  // another length each, so that records can't be taken for each other
       works.push_back(communicator.submit(all_reduce_of(floats + i * 100, (1 + i % 97) * 4)));
@@ -81,27 +73,25 @@ TEST(many_threads_and_communicators) {
 // Several threads wait for works of one communicator, in any order.
 TEST(several_threads_wait_on_one_communicator) {
   constexpr int kThreads = 4, kRounds = 80 / testing::kSlowdown;
-  for (const char* hosts : {"aa", "ab"}) {
-    testing::run_hosts(hosts, {}, [](int rank, Communicator& communicator) {
-      for (int round = 0; round < kRounds; ++round) {
-        std::vector<std::vector<float>> data(kThreads * 4);
-        std::vector<std::shared_ptr<Work>> works;
-        for (size_t i = 0; i < data.size(); ++i) {
-          data[i].assign(i % 5 ? 100 * i + 1 : 100000, static_cast<float>(rank + 1));
-          works.push_back(communicator.submit(all_reduce_of(data[i])));
-        }
-        testing::run_ranks(kThreads, [&](int thread) {
-          std::mt19937 random(thread * 1000 + round * 2 + rank);
-          if (random() % 4 == 0) pause(1);
-          for (size_t i : testing::shuffled(works.size(), random)) {
-            communicator.wait(works[i]);
-            CHECK_EQ(data[i].front(), 3.0f);
-            CHECK_EQ(data[i].back(), 3.0f);
-          }
-        });
+  testing::run_on_each({"aa", "ab"}, {}, [](int rank, Communicator& communicator) {
+    for (int round = 0; round < kRounds; ++round) {
+      std::vector<std::vector<float>> data(kThreads * 4);
+      std::vector<std::shared_ptr<Work>> works;
+      for (size_t i = 0; i < data.size(); ++i) {
+        data[i].assign(i % 5 ? 100 * i + 1 : 100000, static_cast<float>(rank + 1));
+        works.push_back(communicator.submit(all_reduce_of(data[i])));
       }
-    });
-  }
+      testing::run_ranks(kThreads, [&](int thread) {
+        std::mt19937 random(thread * 1000 + round * 2 + rank);
+        if (random() % 4 == 0) pause(1);
+        for (size_t i : testing::shuffled(works.size(), random)) {
+          communicator.wait(works[i]);
+          CHECK_EQ(data[i].front(), 3.0f);
+          CHECK_EQ(data[i].back(), 3.0f);
+        }
+      });
+    }
+  });
 }
 
 TEST(more_announcements_than_the_log_and_the_records_hold) {
@@ -226,7 +216,7 @@ TEST(a_communicator_closed_with_work_pending) {
 
 // Who has made its last call leaves at once, while slower ranks still look around for it.
 TEST(leaving_after_the_last_call_harms_nobody) {
-  for (int job = 0; job < 12 / testing::kSlowdown; ++job) {
+  for (int job = 0; job < 12 / testing::kSlowdown; ++job)
     run_job(3, {.arena_bytes = 2000 << 20}, [&](int rank, Communicator& communicator) {
       for (int round = 0; round < 20; ++round) {
         auto group = communicator.split({0, 1, 2});
@@ -237,7 +227,6 @@ TEST(leaving_after_the_last_call_harms_nobody) {
         check_all(data, 3);
       }
     });
-  }
 }
 
 // The rank that comes first sleeps once, the last one never: each finds all it needs when it wakes. The best of some

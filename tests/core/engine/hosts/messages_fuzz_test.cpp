@@ -6,7 +6,6 @@
 #include <cstdlib>
 #include <deque>
 #include <random>
-#include <thread>
 
 #include "engine/communicator/engine_communicator.h"
 #include "engine/hosts/interhost_members.h"

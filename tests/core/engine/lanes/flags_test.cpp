@@ -9,7 +9,7 @@
 namespace syncengine {
 namespace {
 
-using testing::all_reduce_of, testing::run_hosts, testing::run_job;
+using testing::all_reduce_of, testing::run_job;
 
 Operation with_flags(float& data, std::vector<uint64_t>& flags) {
   Operation operation = all_reduce_of(&data, sizeof(data));
@@ -19,42 +19,32 @@ Operation with_flags(float& data, std::vector<uint64_t>& flags) {
 }
 
 TEST(flags_travel_with_an_operation) {
-  for (const char* hosts : {"aaa", "ab", "aabb", "abbb"}) {
-    for (size_t words : {size_t{1}, size_t{3}, kMaxFlagWords}) {
-      run_hosts(hosts, {}, [&](int rank, Communicator& communicator) {
-        auto slots = communicator.reserve_slots(1);
-        for (uint64_t round = 0; round < 2 * shm::kRecords; ++round) {  // records and their flags are used again
-          float data = 1.0f;
-          std::vector<uint64_t> flags(words), expected(words);
-          flags[round % words] = uint64_t{1} << (rank + round % 59);
-          flags[words - 1] |= uint64_t{1} << 63;
-          expected[round % words] = ((uint64_t{1} << communicator.size()) - 1) << round % 59;
-          expected[words - 1] |= uint64_t{1} << 63;
-          const Operation operation = with_flags(data, flags);
-          communicator.wait(round / 2 % 2 ? communicator.announce(slots, 0, round + 1, operation)
-                                          : communicator.submit(operation));
-          CHECK(flags == expected);
-          CHECK_EQ(data, static_cast<float>(communicator.size()));
-        }
-      });
-    }
-  }
+  for (size_t words : {size_t{1}, size_t{3}, kMaxFlagWords})
+    testing::run_on_each({"aaa", "ab", "aabb", "abbb"}, {}, [&](int rank, Communicator& communicator) {
+      auto slots = communicator.reserve_slots(1);
+      for (uint64_t round = 0; round < 2 * shm::kRecords; ++round) {  // records and their flags are used again
+        float data = 1.0f;
+        std::vector<uint64_t> flags(words), expected(words);
+        flags[round % words] = uint64_t{1} << (rank + round % 59);
+        flags[words - 1] |= uint64_t{1} << 63;
+        expected[round % words] = ((uint64_t{1} << communicator.size()) - 1) << round % 59;
+        expected[words - 1] |= uint64_t{1} << 63;
+        const Operation operation = with_flags(data, flags);
+        communicator.wait(round / 2 % 2 ? communicator.announce(slots, 0, round + 1, operation)
+                                        : communicator.submit(operation));
+        CHECK(flags == expected);
+        CHECK_EQ(data, static_cast<float>(communicator.size()));
+      }
+    });
 }
 
-TEST(flags_of_different_number_are_a_mismatch) {
-  run_job(2, {}, [](int rank, Communicator& communicator) {
-    float data = 1.0f;
-    std::vector<uint64_t> flags(rank + 1);
-    CHECK_THROWS(communicator.run(with_flags(data, flags)), ErrorKind::Mismatch);
-  });
-}
-
-TEST(too_many_flags_are_refused) {
-  run_job(2, {}, [](int, Communicator& communicator) {
-    float data = 1.0f;
-    std::vector<uint64_t> flags(kMaxFlagWords + 1);
-    CHECK_THROWS(communicator.run(with_flags(data, flags)), ErrorKind::InvalidUsage);
-  });
+TEST(flags_of_different_or_too_large_number_are_refused) {
+  for (ErrorKind kind : {ErrorKind::Mismatch, ErrorKind::InvalidUsage})
+    run_job(2, {}, [kind](int rank, Communicator& communicator) {
+      float data = 1.0f;
+      std::vector<uint64_t> flags(kind == ErrorKind::Mismatch ? size_t{1} + rank : kMaxFlagWords + 1);
+      CHECK_THROWS(communicator.run(with_flags(data, flags)), kind);
+    });
 }
 
 }  // namespace

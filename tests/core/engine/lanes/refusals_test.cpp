@@ -17,11 +17,10 @@ namespace syncengine {
 
 namespace {
 
-using testing::all_reduce_of;
-using testing::run_hosts;
+using testing::all_reduce_of, testing::run_hosts, testing::run_on_each;
 
 constexpr size_t kBuckets = 4;
-constexpr const char* kPlacements[] = {"aaa", "ab", "aab", "abc"};
+const std::vector<std::string> kPlacements{"aaa", "ab", "aab", "abc"};
 
 std::string reason(int rank, uint64_t step) {
   return "rank " + std::to_string(rank) + " has a bad batch in step " + std::to_string(step) + std::string(40, '.');
@@ -74,97 +73,90 @@ std::string run_step(Communicator& communicator, const std::shared_ptr<const Slo
 
 // Every rank draws what all ranks do.
 TEST(a_step_has_results_on_all_ranks_or_on_none) {
-  for (const char* hosts : kPlacements) {
-    run_hosts(hosts, {}, [](int rank, Communicator& communicator) {
-      const int size = communicator.size();
-      std::mt19937 same(7), different(rank);
-      auto slots = communicator.reserve_slots(kBuckets + 1);
-      for (uint64_t number = 1, round = 0; round < 150; ++round, ++number) {
-        std::array<int, 3> announced{};  // -1: all
-        std::array<uint8_t, 3> how{};
-        bool refused = false;
-        for (int other = 0; other < size; ++other) {
-          announced[other] = same() % 3 == 0 ? static_cast<int>(same() % (kBuckets + 1)) : -1;
-          how[other] = same() % 2;
-          refused |= announced[other] >= 0;
-        }
-        Step step{communicator, slots, number};
-        const std::string text = step.run(different, announced[rank] >= 0, announced[rank], how[rank]);
-        CHECK_EQ(text.empty(), !refused);
-        if (!refused) {
-          for (size_t bucket = 0; bucket <= kBuckets; ++bucket)
-            CHECK_EQ(step.data[bucket], static_cast<float>(size * (size - 1)) / 2 + static_cast<float>(size * bucket));
-        } else {
-          bool is_a_refusers = false;
-          for (int other = 0; other < size; ++other)
-            is_a_refusers |= announced[other] >= 0 && text == reason(other, number);
-          CHECK(is_a_refusers);
-          CHECK_EQ(int{*step.ended}, int{*std::max_element(how.begin(), how.begin() + size)});
-        }
-        if (round % 40 == 39) {  // another holder, whose steps begin anew
-          slots.reset();
-          slots = communicator.reserve_slots(kBuckets + 1);
-          number = 0;
-        }
-        if (different() % 8 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  run_on_each(kPlacements, {}, [](int rank, Communicator& communicator) {
+    const int size = communicator.size();
+    std::mt19937 same(7), different(rank);
+    auto slots = communicator.reserve_slots(kBuckets + 1);
+    for (uint64_t number = 1, round = 0; round < 150; ++round, ++number) {
+      std::array<int, 3> announced{};  // -1: all
+      std::array<uint8_t, 3> how{};
+      bool refused = false;
+      for (int other = 0; other < size; ++other) {
+        announced[other] = same() % 3 == 0 ? static_cast<int>(same() % (kBuckets + 1)) : -1;
+        how[other] = same() % 2;
+        refused |= announced[other] >= 0;
       }
-    });
-  }
+      Step step{communicator, slots, number};
+      const std::string text = step.run(different, announced[rank] >= 0, announced[rank], how[rank]);
+      CHECK_EQ(text.empty(), !refused);
+      if (!refused) {
+        for (size_t bucket = 0; bucket <= kBuckets; ++bucket)
+          CHECK_EQ(step.data[bucket], static_cast<float>(size * (size - 1)) / 2 + static_cast<float>(size * bucket));
+      } else {
+        bool is_a_refusers = false;
+        for (int other = 0; other < size; ++other)
+          is_a_refusers |= announced[other] >= 0 && text == reason(other, number);
+        CHECK(is_a_refusers);
+        CHECK_EQ(int{*step.ended}, int{*std::max_element(how.begin(), how.begin() + size)});
+      }
+      if (round % 40 == 39) {  // another holder, whose steps begin anew
+        slots.reset();
+        slots = communicator.reserve_slots(kBuckets + 1);
+        number = 0;
+      }
+      if (different() % 8 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  });
 }
 
 // They had the results, and lose them: in the end all alike, or the communicator.
 TEST(results_that_are_refused_are_lost_by_all_ranks_or_end_the_communicator) {
-  for (const char* hosts : kPlacements) {
-    for (bool all : {true, false}) {
-      run_hosts(hosts, {}, [&](int rank, Communicator& communicator) {
-        auto slots = communicator.reserve_slots(kBuckets + 1);
-        std::mt19937 random(rank);
-        auto lose = [&] {
-          Step step{communicator, slots, 1};
-          CHECK_EQ(step.run(random, false, 0, 0), std::string());
-          if (!all && rank != 1) return;
-          communicator.refuse(slots, 1, reason(rank, 1));
-          step.end(1);
-        };
-        auto go_on = [&] { CHECK_EQ(run_step(communicator, slots, 2), std::string()); };
-        if (all) return lose(), go_on();
-        const std::string text = CHECK_THROWS((lose(), go_on()), ErrorKind::Aborted);
-        CHECK_EQ(text, reason(1, 1));
-        CHECK_THROWS(communicator.throw_if_failed(), ErrorKind::Aborted);
-      });
-    }
-  }
+  for (bool all : {true, false})
+    run_on_each(kPlacements, {}, [&](int rank, Communicator& communicator) {
+      auto slots = communicator.reserve_slots(kBuckets + 1);
+      std::mt19937 random(rank);
+      auto lose = [&] {
+        Step step{communicator, slots, 1};
+        CHECK_EQ(step.run(random, false, 0, 0), std::string());
+        if (!all && rank != 1) return;
+        communicator.refuse(slots, 1, reason(rank, 1));
+        step.end(1);
+      };
+      auto go_on = [&] { CHECK_EQ(run_step(communicator, slots, 2), std::string()); };
+      if (all) return lose(), go_on();
+      const std::string text = CHECK_THROWS((lose(), go_on()), ErrorKind::Aborted);
+      CHECK_EQ(text, reason(1, 1));
+      CHECK_THROWS(communicator.throw_if_failed(), ErrorKind::Aborted);
+    });
 }
 
 TEST(a_rank_that_refuses_and_leaves_ends_the_others_with_its_reason) {
-  for (const char* hosts : kPlacements) {
-    run_hosts(hosts, {}, [](int rank, Communicator& communicator) {
-      if (rank == 1) {
-        auto slots = communicator.reserve_slots(kBuckets + 1);
-        communicator.refuse(slots, 1, reason(1, 1));
-        communicator.end_refused(slots, 1, std::make_shared<uint8_t>(0));
-        return communicator.close();
-      }
-      bool has_ended = false;  // the step, here: rank 1 leaves in good order then
-      try {
-        auto slots = communicator.reserve_slots(kBuckets + 1);  // the others may still be in this
-        CHECK_EQ(run_step(communicator, slots, 1), reason(1, 1));
-        has_ended = true;
-        run_step(communicator, slots, 2);
-        CHECK(false);
-      } catch (const Error& error) {
-        CHECK(error.kind() == ErrorKind::Aborted || (has_ended && error.kind() == ErrorKind::PeerLost));
-        if (error.kind() == ErrorKind::Aborted) CHECK_EQ(std::string(error.what()), reason(1, 1));
-      }
-    });
-  }
+  run_on_each(kPlacements, {}, [](int rank, Communicator& communicator) {
+    if (rank == 1) {
+      auto slots = communicator.reserve_slots(kBuckets + 1);
+      communicator.refuse(slots, 1, reason(1, 1));
+      communicator.end_refused(slots, 1, std::make_shared<uint8_t>(0));
+      return communicator.close();
+    }
+    bool has_ended = false;  // the step, here: rank 1 leaves in good order then
+    try {
+      auto slots = communicator.reserve_slots(kBuckets + 1);  // the others may still be in this
+      CHECK_EQ(run_step(communicator, slots, 1), reason(1, 1));
+      has_ended = true;
+      run_step(communicator, slots, 2);
+      CHECK(false);
+    } catch (const Error& error) {
+      CHECK(error.kind() == ErrorKind::Aborted || (has_ended && error.kind() == ErrorKind::PeerLost));
+      if (error.kind() == ErrorKind::Aborted) CHECK_EQ(std::string(error.what()), reason(1, 1));
+    }
+  });
 }
 
 // Its part of a bucket that all have announced is on its way, in memory that peers write to.
 TEST(a_rank_that_hears_of_a_refusal_and_leaves_ends_the_others_with_its_reason) {
   constexpr size_t kBytes = 32 << 20;
   std::atomic<int> ended = 0;
-  for (int round = 0; round < 5; ++round) {
+  for (int round = 0; round < 5; ++round)
     run_hosts("aaa", {}, [&ended](int rank, Communicator& communicator) {
       auto memory = communicator.allocate(kBytes);
       try {
@@ -185,28 +177,25 @@ TEST(a_rank_that_hears_of_a_refusal_and_leaves_ends_the_others_with_its_reason) 
         ++ended;
       }
     });
-  }
   CHECK(ended > 0);  // in some rounds the bucket may have been reduced before rank 0 left
 }
 
 TEST(a_refusal_concerns_one_holder_of_slots) {
-  for (const char* hosts : kPlacements) {
-    run_hosts(hosts, {}, [](int rank, Communicator& communicator) {
-      auto refused = communicator.reserve_slots(kBuckets + 1), other = communicator.reserve_slots(kBuckets + 1);
-      for (uint64_t number = 1; number < 5; ++number) {
-        std::shared_ptr<Work> end;
-        if (rank == 0) {
-          communicator.refuse(refused, number, reason(0, number));
-          end = communicator.end_refused(refused, number, std::make_shared<uint8_t>(0));
-        }
-        CHECK_EQ(run_step(communicator, other, number), std::string());
-        if (rank == 0)
-          communicator.wait(end);
-        else
-          CHECK_EQ(run_step(communicator, refused, number), reason(0, number));
+  run_on_each(kPlacements, {}, [](int rank, Communicator& communicator) {
+    auto refused = communicator.reserve_slots(kBuckets + 1), other = communicator.reserve_slots(kBuckets + 1);
+    for (uint64_t number = 1; number < 5; ++number) {
+      std::shared_ptr<Work> end;
+      if (rank == 0) {
+        communicator.refuse(refused, number, reason(0, number));
+        end = communicator.end_refused(refused, number, std::make_shared<uint8_t>(0));
       }
-    });
-  }
+      CHECK_EQ(run_step(communicator, other, number), std::string());
+      if (rank == 0)
+        communicator.wait(end);
+      else
+        CHECK_EQ(run_step(communicator, refused, number), reason(0, number));
+    }
+  });
 }
 
 }  // namespace

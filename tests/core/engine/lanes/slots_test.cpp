@@ -14,9 +14,7 @@ namespace syncengine {
 
 namespace {
 
-using testing::all_reduce_of;
-using testing::run_hosts;
-using testing::run_job;
+using testing::all_reduce_of, testing::run_job;
 
 void check_sum(Communicator& communicator, const std::shared_ptr<const Slots>& slots, size_t index, uint64_t step = 1) {
   auto data = static_cast<float>(communicator.rank() + 1);
@@ -82,23 +80,21 @@ TEST(ranks_that_hold_different_slots_agree) {
 }
 
 TEST(slots_come_back_when_all_ranks_have_dropped_them) {
-  for (const char* hosts : {"aa", "ab", "aab"}) {
-    run_hosts(hosts, {}, [](int rank, Communicator& communicator) {
-      constexpr size_t kMany = shm::kReadySlots / 4 + 1;
-      std::vector<std::shared_ptr<const Slots>> held;
-      for (int i = 0; i < 3; ++i) held.push_back(communicator.reserve_slots(kMany));
-      CHECK_THROWS(communicator.reserve_slots(kMany), ErrorKind::InvalidUsage);
-      if (rank == 0) held[1].reset();
-      CHECK_THROWS(communicator.reserve_slots(kMany), ErrorKind::InvalidUsage);  // the others still hold them
-      check_sum(communicator, held[2], 7);                                       // and nothing has failed
-      for (int round = 0; round < 8; ++round) {
-        held[1].reset();
-        held[1] = communicator.reserve_slots(kMany);
-        CHECK_EQ(held[1]->first(), kMany + Slots::kBehind);
-        check_sum(communicator, held[1], round % 3);
-      }
-    });
-  }
+  testing::run_on_each({"aa", "ab", "aab"}, {}, [](int rank, Communicator& communicator) {
+    constexpr size_t kMany = shm::kReadySlots / 4 + 1;
+    std::vector<std::shared_ptr<const Slots>> held;
+    for (int i = 0; i < 3; ++i) held.push_back(communicator.reserve_slots(kMany));
+    CHECK_THROWS(communicator.reserve_slots(kMany), ErrorKind::InvalidUsage);
+    if (rank == 0) held[1].reset();
+    CHECK_THROWS(communicator.reserve_slots(kMany), ErrorKind::InvalidUsage);  // the others still hold them
+    check_sum(communicator, held[2], 7);                                       // and nothing has failed
+    for (int round = 0; round < 8; ++round) {
+      held[1].reset();
+      held[1] = communicator.reserve_slots(kMany);
+      CHECK_EQ(held[1]->first(), kMany + Slots::kBehind);
+      check_sum(communicator, held[1], round % 3);
+    }
+  });
 }
 
 // Who has dropped its part of a model while it still waits for the others' announcements.

@@ -9,7 +9,6 @@
 namespace syncengine {
 
 using testing::contains;
-using testing::run_job;
 
 namespace {
 
@@ -43,13 +42,10 @@ std::shared_ptr<Work> receive(Communicator& c, int from, uint64_t tag, std::vect
   return c.receive(message("receive()", from, tag, data.data(), data.size()));
 }
 
-// From rank 0 to rank 1.
-void pass(Communicator& c, const Message& mine) { c.wait(c.rank() == 0 ? c.send(mine) : c.receive(mine)); }
-
 // The body on ranks of one host, and with every other placement in `hosts`.
 void run_placed(std::vector<std::string> hosts, const Options& options, const testing::HostsJob::Body& body) {
   hosts.emplace_back(hosts[0].size(), 'a');
-  for (const std::string& placement : hosts) testing::run_hosts(placement, options, body);
+  testing::run_on_each(hosts, options, body);
 }
 
 Operation barrier() { return {.collective = Collective::Barrier}; }
@@ -57,9 +53,9 @@ Operation barrier() { return {.collective = Collective::Barrier}; }
 }  // namespace
 
 TEST(messages_between_all_ranks_at_once) {
-  for (std::string hosts : {"ab", "aba", "aabbbccd"}) {
+  for (std::string hosts : {"ab", "aba", "aabbbccd"})
     run_placed({hosts}, {}, [size = static_cast<int>(hosts.size())](int rank, Communicator& communicator) {
-      for (bool in_arena : {false, true}) {
+      for (bool in_arena : {false, true})
         for (size_t bytes : kSizes) {
           if (bytes > (size == 8 ? 200000 : size == 3 && testing::kSlowdown > 1 ? 1 << 20 : 4 << 20)) continue;
           std::vector<std::shared_ptr<Work>> works;
@@ -82,9 +78,7 @@ TEST(messages_between_all_ranks_at_once) {
           for (int peer = 0; peer < size; ++peer)
             if (peer != rank) check({received[peer], bytes}, peer, rank, 5);
         }
-      }
     });
-  }
 }
 
 TEST(messages_to_oneself_are_refused) {
@@ -104,14 +98,13 @@ TEST(messages_match_by_tag_in_order) {
     constexpr int kCount = 100;  // more than may be announced at once
     std::vector<std::vector<unsigned char>> data(2 * kCount);
     std::vector<std::shared_ptr<Work>> works;
-    for (int i = 0; i < kCount; ++i) {
+    for (int i = 0; i < kCount; ++i)
       for (uint64_t tag : {1, 2}) {
         auto& buffer = data[2 * i + tag - 1];
         buffer.resize(i % 3 == 0 ? 5000 + i : 10 + i);
         if (rank == 0) fill(buffer, i, 0, tag);
         if (rank == 0) works.push_back(send(communicator, 1, tag, buffer));
       }
-    }
     if (rank == 0) communicator.run(barrier());  // nobody waits for a message yet
     if (rank == 1) {
       communicator.run(barrier());
@@ -165,7 +158,7 @@ TEST(messages_beside_collectives_and_in_split_groups) {
 }
 
 TEST(messages_of_other_sizes_are_a_mismatch) {
-  for (size_t bytes : {size_t{10}, size_t{5000}}) {
+  for (size_t bytes : {size_t{10}, size_t{5000}})
     run_placed({"ab"}, {}, [bytes](int rank, Communicator& communicator) {
       std::vector<unsigned char> data(bytes + static_cast<size_t>(rank));
       std::string text = CHECK_THROWS(
@@ -178,7 +171,6 @@ TEST(messages_of_other_sizes_are_a_mismatch) {
       if (bytes == 10) return;
       CHECK(contains(text, "rank 1 called receive() for 5001 bytes where rank 0 sent 5000 bytes"));
     });
-  }
 }
 
 TEST(a_message_that_does_not_come_times_out_and_names_the_source) {
@@ -191,7 +183,7 @@ TEST(a_message_that_does_not_come_times_out_and_names_the_source) {
 }
 
 TEST(who_leaves_is_lost_to_those_that_wait_for_its_message_only) {
-  for (size_t bytes : {10, 5 << 20}) {
+  for (size_t bytes : {10, 5 << 20})
     run_placed({"ab", "aab"}, {}, [bytes](int rank, Communicator& communicator) {
       std::vector<unsigned char> data(bytes);
       int last = communicator.size() - 1;
@@ -203,7 +195,6 @@ TEST(who_leaves_is_lost_to_those_that_wait_for_its_message_only) {
       std::string text = CHECK_THROWS(communicator.wait(receive(communicator, last, 2, data)), ErrorKind::PeerLost);
       CHECK(contains(text, "rank " + std::to_string(last) + " has left"));
     });
-  }
 }
 
 TEST(a_message_of_any_source_is_not_awaited_of_ranks_that_have_all_left) {
@@ -262,48 +253,31 @@ TEST(messages_of_a_dead_host_end_with_its_name) {
   });
 }
 
-// However the memory is cut on each side.
-TEST(messages_from_and_into_several_pieces_of_memory) {
-  run_placed({"ab"}, {}, [](int rank, Communicator& communicator) {
-    for (size_t bytes : {size_t{1000}, size_t{2500001}}) {
-      std::vector<unsigned char> data(bytes);
+// However the memory is cut on each side: in another order, or so that its last byte lies where it would without a gap.
+TEST(messages_from_and_into_pieces_of_memory) {
+  struct Piece {
+    size_t begin, bytes;
+  };
+  constexpr size_t kPart = 50000;
+  const std::vector<Piece> whole{{0, 3 * kPart}}, apart{{0, kPart}, {3 * kPart, kPart}, {2 * kPart, kPart}};
+  const std::vector<std::vector<Piece>> cases[] = {
+      {{{500, 500}, {0, 500}}, {{333, 667}, {0, 333}}},
+      {{{1250000, 1250001}, {0, 1250000}}, {{833333, 1666668}, {0, 833333}}},
+      {apart, whole},
+      {whole, apart}};
+  run_placed({"ab"}, {}, [&](int rank, Communicator& communicator) {
+    for (const auto& pieces : cases) {  // by rank
+      std::vector<unsigned char> memory(2500001);
       Message mine = message("a piece", 1 - rank, 6, nullptr, 0);
-      size_t first = bytes / (rank + 2);
-      mine.memory.add(data.data() + first, bytes - first);
-      mine.memory.add(data.data(), first);
-      if (rank == 0) fill(data, 0, 1, 6);
-      pass(communicator, mine);
-      if (rank == 1) {
-        for (size_t i = 0; i < bytes; ++i) {
-          size_t sent_at = (i + bytes / 2) % bytes, got_at = (i + first) % bytes;
-          if (data[got_at] != byte_of(0, 1, 6, sent_at)) CHECK_EQ(data[got_at], byte_of(0, 1, 6, sent_at));
-        }
+      std::vector<size_t> places;  // of its bytes
+      for (const Piece& piece : pieces[rank]) {
+        mine.memory.add(memory.data() + piece.begin, piece.bytes);
+        for (size_t i = 0; i < piece.bytes; ++i) places.push_back(piece.begin + i);
       }
-    }
-  });
-}
-
-// Its last byte lies where it would without the gap.
-TEST(messages_from_and_into_pieces_with_another_one_between) {
-  run_placed({"ab"}, {}, [](int rank, Communicator& communicator) {
-    constexpr size_t kPart = 50000, kBytes = 3 * kPart;
-    std::vector<unsigned char> outer(kBytes, 0), inner(kPart), all(kBytes);
-    fill(all, 0, 1, 6);
-    for (int pieces : {0, 1}) {  // the rank whose memory is in pieces
-      Message mine = message("a piece", 1 - rank, 6, nullptr, 0);
-      std::vector<unsigned char> whole(kBytes);
-      if (rank == pieces) {
-        mine.memory.add(outer.data(), kPart);
-        mine.memory.add(inner.data(), kPart);
-        mine.memory.add(outer.data() + 2 * kPart, kPart);
-      } else {
-        mine.memory.add(whole.data(), kBytes);
-      }
-      if (rank == 0) mine.memory.copy_from(reinterpret_cast<std::byte*>(all.data()), 0, kBytes);
-      pass(communicator, mine);
-      std::vector<unsigned char> got(kBytes);
-      mine.memory.copy_to(reinterpret_cast<std::byte*>(got.data()), 0, kBytes);
-      CHECK(got == all);
+      for (size_t i = 0; rank == 0 && i < places.size(); ++i) memory[places[i]] = byte_of(0, 1, 6, i);
+      communicator.wait(rank == 0 ? communicator.send(mine) : communicator.receive(mine));
+      for (size_t i = 0; i < places.size(); ++i)
+        if (memory[places[i]] != byte_of(0, 1, 6, i)) CHECK_EQ(memory[places[i]], byte_of(0, 1, 6, i));
     }
   });
 }

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <fstream>
 #include <latch>
-#include <numeric>
 #include <random>
 #include <span>
 
@@ -15,7 +14,7 @@
 namespace syncengine {
 
 using testing::all_reduce_of, testing::check_all_reduce, testing::check_values, testing::contains, testing::fill;
-using testing::run_hosts, testing::run_job, testing::sum_of_values;
+using testing::run_hosts, testing::run_job, testing::run_on_each, testing::sum_of_values;
 
 namespace {
 
@@ -68,9 +67,9 @@ class FullStderr {
 }  // namespace
 
 TEST(all_reduce_on_every_path_and_size) {
-  for (Algorithm algorithm : kAlgorithms) {
-    for (Numerics numerics : {Numerics::RankOrder, Numerics::Ring}) {
-      for (int size : {2, 3, 5, 8}) {
+  for (Algorithm algorithm : kAlgorithms)
+    for (Numerics numerics : {Numerics::RankOrder, Numerics::Ring})
+      for (int size : {2, 3, 5, 8})
         run_job(size, {.numerics = numerics, .algorithm = algorithm}, [size](int, Communicator& communicator) {
           for (size_t count : counts_for(size)) {
             Memories data(communicator, count);
@@ -78,9 +77,6 @@ TEST(all_reduce_on_every_path_and_size) {
             check_all_reduce(communicator, data.shared);
           }
         });
-      }
-    }
-  }
 }
 
 TEST(tensors_of_which_only_some_lie_in_the_arena) {
@@ -94,8 +90,8 @@ TEST(tensors_of_which_only_some_lie_in_the_arena) {
 }
 
 TEST(other_collectives) {
-  for (Algorithm algorithm : {Algorithm::Auto, Algorithm::Direct, Algorithm::Staged}) {
-    for (int size : {2, 3, 8}) {
+  for (Algorithm algorithm : {Algorithm::Auto, Algorithm::Direct, Algorithm::Staged})
+    for (int size : {2, 3, 8})
       run_job(size, {.algorithm = algorithm}, [size](int, Communicator& communicator) {
         for (size_t count : counts_for(size)) {
           Memories part(communicator, count), whole(communicator, count * size);
@@ -103,61 +99,54 @@ TEST(other_collectives) {
           testing::check_collectives(communicator, part.shared, whole.shared);
         }
       });
-    }
-  }
 }
 
 TEST(announced_operations_complete_in_any_order) {
   constexpr int kBuckets = 40, kSteps = testing::kSlowdown > 1 ? 3 : 6;
-  for (const char* hosts : {"aaaa", "ab", "aabb", "abbb", "abab"}) {
-    run_hosts(hosts, {}, [](int rank, Communicator& communicator) {
-      auto slots = communicator.reserve_slots(kBuckets);
-      std::mt19937 random(rank);
-      std::vector<std::vector<float>> buckets(kBuckets);
-      for (int step = 0; step < kSteps; ++step) {
-        std::vector<std::shared_ptr<Work>> works;
-        for (size_t bucket : testing::shuffled(kBuckets, random)) {
-          auto& data = buckets[bucket];
-          data.resize(bucket * (bucket > 35 ? 1000 : 1000 / testing::kSlowdown) + 1);  // some in several chunks
-          fill(data, rank, bucket);
-          works.push_back(communicator.announce(slots, bucket, step + 1, all_reduce_of(data)));
-          if (bucket % 7 == 0) {  // the user's own calls go on in between
-            std::vector<float> own(10);
-            check_all_reduce(communicator, own);
-          }
+  run_on_each({"aaaa", "ab", "aabb", "abbb", "abab"}, {}, [](int rank, Communicator& communicator) {
+    auto slots = communicator.reserve_slots(kBuckets);
+    std::mt19937 random(rank);
+    std::vector<std::vector<float>> buckets(kBuckets);
+    for (int step = 0; step < kSteps; ++step) {
+      std::vector<std::shared_ptr<Work>> works;
+      for (size_t bucket : testing::shuffled(kBuckets, random)) {
+        auto& data = buckets[bucket];
+        data.resize(bucket * (bucket > 35 ? 1000 : 1000 / testing::kSlowdown) + 1);  // some in several chunks
+        fill(data, rank, bucket);
+        works.push_back(communicator.announce(slots, bucket, step + 1, all_reduce_of(data)));
+        if (bucket % 7 == 0) {  // the user's own calls go on in between
+          std::vector<float> own(10);
+          check_all_reduce(communicator, own);
         }
-        for (auto& work : works) communicator.wait(work);
-        for (int bucket = 0; bucket < kBuckets; ++bucket)
-          check_values(buckets[bucket], [&](size_t i) { return sum_of_values(communicator.size(), i + bucket); });
       }
-    });
-  }
+      for (auto& work : works) communicator.wait(work);
+      for (int bucket = 0; bucket < kBuckets; ++bucket)
+        check_values(buckets[bucket], [&](size_t i) { return sum_of_values(communicator.size(), i + bucket); });
+    }
+  });
 }
 
 TEST(calls_in_flight_on_the_same_memory_have_the_effect_of_their_order) {
-  for (Algorithm algorithm : kAlgorithms) {
-    for (const char* hosts : {"aa", "aaa", "ab", "aab"}) {
-      run_hosts(hosts, {.algorithm = algorithm}, [](int rank, Communicator& communicator) {
-        for (size_t count : {size_t{10}, size_t{1000}, size_t{70001}}) {
-          Memories memories(communicator, count);
-          for (std::span<float> data : {std::span(memories.ordinary), memories.shared}) {
-            std::ranges::fill(data, static_cast<float>(rank));
-            const Operation all = all_reduce_of(data.data(), data.size_bytes());
-            Operation from_last = all;
-            from_last.collective = Collective::Broadcast;
-            from_last.root = communicator.size() - 1;
-            const auto rest = data.subspan(count / 2);
-            std::vector<std::shared_ptr<Work>> works;
-            for (const Operation& operation : {from_last, all, all_reduce_of(rest.data(), rest.size_bytes()), all})
-              works.push_back(communicator.submit(operation));
-            for (const auto& work : works) communicator.wait(work);
-            const auto n = static_cast<float>(communicator.size());
-            check_values(data, [&](size_t i) { return (n - 1) * n * n * (i < count / 2 ? 1 : n); });
-          }
+  for (Algorithm algorithm : kAlgorithms)
+    run_on_each({"aa", "aaa", "ab", "aab"}, {.algorithm = algorithm}, [](int rank, Communicator& communicator) {
+      for (size_t count : {size_t{10}, size_t{1000}, size_t{70001}}) {
+        Memories memories(communicator, count);
+        for (std::span<float> data : {std::span(memories.ordinary), memories.shared}) {
+          std::ranges::fill(data, static_cast<float>(rank));
+          const Operation all = all_reduce_of(data.data(), data.size_bytes());
+          Operation from_last = all;
+          from_last.collective = Collective::Broadcast;
+          from_last.root = communicator.size() - 1;
+          const auto rest = data.subspan(count / 2);
+          std::vector<std::shared_ptr<Work>> works;
+          for (const Operation& operation : {from_last, all, all_reduce_of(rest.data(), rest.size_bytes()), all})
+            works.push_back(communicator.submit(operation));
+          for (const auto& work : works) communicator.wait(work);
+          const auto n = static_cast<float>(communicator.size());
+          check_values(data, [&](size_t i) { return (n - 1) * n * n * (i < count / 2 ? 1 : n); });
         }
-      });
-    }
-  }
+      }
+    });
 }
 
 // Members that drop theirs at any time; some results are still to be read by others then.
@@ -179,9 +168,8 @@ TEST(dropped_groups_give_their_memory_back) {
     std::vector<float> data(100000), part(data.size() / 2);
     for (int round = 0; round < kGroups; ++round) {
       int out = round % 3;
-      std::vector<int> members;
-      for (int member = 0; member < 3; ++member)
-        if (member != out) members.push_back(member);
+      std::vector<int> members{0, 1, 2};
+      std::erase(members, out);
       auto group = communicator.split(rank == out ? std::vector<int>{} : members);
       if (!group) continue;
       check_all_reduce(*group, data);
@@ -198,19 +186,15 @@ TEST(dropped_groups_give_their_memory_back) {
 }
 
 TEST(mismatches_name_both_sides) {
-  for (const char* hosts : {"aaa", "ab", "aabb", "abbb"}) {
-    for (auto [usual, last] : {std::pair<size_t, size_t>{100, 99}, {100, 100000}, {100000, 100}, {100000, 99999}}) {
-      run_hosts(hosts, {}, [usual = usual, last = last](int rank, Communicator& communicator) {
-        const int other = communicator.size() - 1;
-        std::vector<float> data(rank == other ? last : usual), one(1);
-        const auto text = CHECK_THROWS(communicator.run(all_reduce_of(data)), ErrorKind::Mismatch);
-        CHECK(contains(text, std::to_string(usual) + " elements") &&
-              contains(text, std::to_string(last) + " elements"));
-        CHECK(contains(text, "rank " + std::to_string(other)));
-        CHECK_THROWS(communicator.run(all_reduce_of(one)), ErrorKind::Mismatch);
-      });
-    }
-  }
+  for (auto [usual, last] : {std::pair<size_t, size_t>{100, 99}, {100, 100000}, {100000, 100}, {100000, 99999}})
+    run_on_each({"aaa", "ab", "aabb", "abbb"}, {}, [usual = usual, last = last](int rank, Communicator& communicator) {
+      const int other = communicator.size() - 1;
+      std::vector<float> data(rank == other ? last : usual), one(1);
+      const auto text = CHECK_THROWS(communicator.run(all_reduce_of(data)), ErrorKind::Mismatch);
+      CHECK(contains(text, std::to_string(usual) + " elements") && contains(text, std::to_string(last) + " elements"));
+      CHECK(contains(text, "rank " + std::to_string(other)));
+      CHECK_THROWS(communicator.run(all_reduce_of(one)), ErrorKind::Mismatch);
+    });
 }
 
 // Where one rank has a longer piece of memory than another, it would read and write beyond the other's.

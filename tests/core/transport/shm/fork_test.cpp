@@ -1,36 +1,19 @@
 // What forked children have of an arena: what is there, copies of what they write, and none of their parent's memory.
 #include <sys/stat.h>
 
-#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <random>
 #include <thread>
 
 #include "child.h"
-#include "job.h"
 #include "shm_memory.h"
 
-namespace syncengine {
-
-using testing::all_are;
-using testing::chars;
-using testing::kCountsBytes;
-using testing::kMiB;
-using testing::memory_of_process;
-using testing::start_child;
-using testing::true_in_child;
-using testing::was_true;
+namespace syncengine::testing {
 
 namespace {
 
 constexpr long kNoise = kMiB;  // of the process itself, its sanitizer's aside
-
-size_t pages_of(const shm::Arena& arena) {
-  struct stat status{};
-  CHECK_EQ(fstat(arena.fd(), &status), 0);
-  return static_cast<size_t>(status.st_blocks) * 512;
-}
 
 // Whether the child has about `wanted` more bytes of its own than its parent had at the fork.
 bool took(long before, long wanted) {
@@ -40,7 +23,7 @@ bool took(long before, long wanted) {
   return false;
 }
 
-struct Filled : testing::PoolOf<512 * kMiB> {
+struct Filled : PoolOf<512 * kMiB> {
   char* take(size_t bytes, int content) { return static_cast<char*>(std::memset(PoolOf::take(bytes), content, bytes)); }
 };
 
@@ -222,7 +205,7 @@ TEST(forks_beside_threads_that_allocate_come_through) {
   }
   char* block = f.take(5 * shm::kPage, 6);
   int good = 0;
-  for (int round = 0; round < 60 / testing::kSlowdown; ++round) {
+  for (int round = 0; round < 60 / kSlowdown; ++round) {
     good += true_in_child([&] {
       const bool right = all_are(block, 5 * shm::kPage, 6) && f.pool.allocate(shm::kPage) == nullptr;
       f.pool.release(block);
@@ -231,8 +214,8 @@ TEST(forks_beside_threads_that_allocate_come_through) {
   }
   over = true;
   for (auto& thread : threads) thread.join();
-  CHECK_EQ(good, 60 / testing::kSlowdown);
+  CHECK_EQ(good, 60 / kSlowdown);
   f.pool.release(block);
 }
 
-}  // namespace syncengine
+}  // namespace syncengine::testing

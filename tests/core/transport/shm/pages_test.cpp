@@ -6,7 +6,6 @@
 
 #include <array>
 #include <cstring>
-#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -15,14 +14,7 @@
 #include "shm_memory.h"
 #include "transport/shm/arena.h"
 
-namespace syncengine {
-
-using testing::all_are;
-using testing::chars;
-using testing::contains;
-using testing::kMiB;
-using testing::start_child;
-using testing::true_in_child;
+namespace syncengine::testing {
 
 namespace {
 
@@ -52,17 +44,8 @@ struct Tensors {
 };
 
 // While it lives the kernel refuses this process any mapping, also in the place of another one.
-class NoMappings {
- public:
-  NoMappings() {
-    getrlimit(RLIMIT_AS, &before_);
-    const rlimit none{kMiB, before_.rlim_max};
-    setrlimit(RLIMIT_AS, &none);
-  }
-  ~NoMappings() { setrlimit(RLIMIT_AS, &before_); }
-
- private:
-  rlimit before_{};
+struct NoMappings : Limited {
+  NoMappings() : Limited(RLIMIT_AS, kMiB) {}
 };
 
 }  // namespace
@@ -86,7 +69,7 @@ TEST(freed_tensors_take_nothing_of_a_communicators_block) {
 }
 
 TEST(a_released_gradient_takes_no_neighbor_with_it) {
-  testing::PoolOf<64 * kMiB> f;
+  PoolOf<64 * kMiB> f;
   f.pool.leave();  // released pages go back at once
   std::array<char*, kTensors> blocks{};
   for (int i = 0; i < kTensors; ++i) std::memset(blocks[i] = f.take(kBytes), i, kBytes);
@@ -127,7 +110,7 @@ TEST(what_a_child_writes_stays_with_it_also_beside_what_was_severed) {
 }
 
 TEST(gradients_of_the_smallest_size_share_no_page) {
-  testing::PoolOf<64 * kMiB> f;
+  PoolOf<64 * kMiB> f;
   const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
   const auto number = [&](char* block) { return reinterpret_cast<uintptr_t>(block) / page; };
   char *first = f.take(1), *second = f.take(page);
@@ -136,7 +119,7 @@ TEST(gradients_of_the_smallest_size_share_no_page) {
 }
 
 TEST(what_the_kernel_does_not_sever_is_not_recorded_and_stops_the_process) {
-  if constexpr (testing::kSlowdown > 1) return;  // sanitizers map memory of their own
+  if constexpr (kSlowdown > 1) return;  // sanitizers map memory of their own
   CHECK(true_in_child([] {
     Tensors f;
     std::string text;
@@ -155,7 +138,7 @@ TEST(what_the_kernel_does_not_sever_is_not_recorded_and_stops_the_process) {
 }
 
 TEST(a_child_that_can_not_be_kept_out_of_shared_memory_ends) {
-  if constexpr (testing::kSlowdown > 1) return;  // sanitizers map memory of their own
+  if constexpr (kSlowdown > 1) return;  // sanitizers map memory of their own
   Tensors f;
   pid_t child = 0;
   {
@@ -174,4 +157,4 @@ TEST(pages_of_another_size_are_refused) {
   CHECK(contains(text, "pages are of 131072 bytes") && contains(text, "4 KiB to 64 KiB"));
 }
 
-}  // namespace syncengine
+}  // namespace syncengine::testing

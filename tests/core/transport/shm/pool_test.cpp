@@ -1,23 +1,19 @@
 // The pool in which gradients lie: blocks never overlap, are recycled, and go back.
 #include "transport/shm/pool.h"
 
-#include <algorithm>
 #include <cstring>
 #include <map>
 #include <random>
 #include <set>
 
-#include "job.h"
 #include "shm_memory.h"
 
-namespace syncengine {
-
-using testing::run_ranks;
+namespace syncengine::testing {
 
 namespace {
 
 constexpr size_t kPoolBytes = 64 << 20;
-using Pool = testing::PoolOf<kPoolBytes>;
+using Pool = PoolOf<kPoolBytes>;
 
 }  // namespace
 
@@ -25,7 +21,7 @@ TEST(pool_blocks_never_overlap_and_keep_what_is_in_them) {
   Pool f;
   std::mt19937 random(1);
   std::map<char*, std::pair<size_t, char>> live;  // begin -> bytes, content
-  for (int step = 0; step < 6000 / testing::kSlowdown; ++step) {
+  for (int step = 0; step < 6000 / kSlowdown; ++step) {
     if (live.empty() || random() % 5 < 3) {
       size_t bytes = 1 + random() % (random() % 4 == 0 ? 40 * shm::kPage : 3 * shm::kPage);
       char* block = f.take(bytes);
@@ -40,7 +36,7 @@ TEST(pool_blocks_never_overlap_and_keep_what_is_in_them) {
     } else {
       auto victim = std::next(live.begin(), random() % live.size());
       auto [bytes, content] = victim->second;
-      CHECK(std::all_of(victim->first, victim->first + bytes, [&](char c) { return c == content; }));
+      CHECK(all_are(victim->first, bytes, content));
       f.pool.release(victim->first);
       live.erase(victim);
     }
@@ -140,7 +136,7 @@ TEST(threads_share_a_pool) {
   run_ranks(4, [&](int rank) {
     std::mt19937 random(rank);
     std::vector<std::pair<char*, size_t>> mine;
-    for (int step = 0; step < 3000 / testing::kSlowdown; ++step) {
+    for (int step = 0; step < 3000 / kSlowdown; ++step) {
       if (mine.size() < 5) {
         size_t bytes = (1 + random() % 4) * shm::kPage;
         if (char* block = f.take(bytes)) {
@@ -149,7 +145,7 @@ TEST(threads_share_a_pool) {
         }
       } else {
         auto [block, bytes] = mine[random() % mine.size()];
-        CHECK(std::all_of(block, block + bytes, [&](char c) { return c == rank; }));
+        CHECK(all_are(block, bytes, static_cast<char>(rank)));
         std::erase(mine, std::pair(block, bytes));
         f.pool.release(block);
       }
@@ -158,4 +154,4 @@ TEST(threads_share_a_pool) {
   });
 }
 
-}  // namespace syncengine
+}  // namespace syncengine::testing

@@ -3,7 +3,6 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <thread>
@@ -15,15 +14,9 @@
 #include "test.h"
 #include "transport/shm/region.h"
 
-namespace syncengine {
+namespace syncengine::testing {
 
 using shm::Region;
-using testing::all_are;
-using testing::is_mapped_shared;
-using testing::kCountsBytes;
-using testing::kMiB;
-using testing::memory_of_process;
-using testing::true_in_child;
 
 namespace {
 
@@ -64,18 +57,14 @@ TEST(the_first_decision_holds_for_all) {
 
 TEST(racing_ranks_get_one_decision) {
   auto region = Region::create(0);
-  for (uint64_t number = 1; number <= 2000 / testing::kSlowdown; ++number) {
+  for (uint64_t number = 1; number <= 2000 / kSlowdown; ++number) {
     std::atomic<int> ready = 0;
     std::vector<int> decisions(3);
-    std::vector<std::thread> ranks;
-    for (int rank = 0; rank < 3; ++rank) {
-      ranks.emplace_back([&, rank] {
-        ready.fetch_add(1);
-        while (ready.load() < 3) std::this_thread::yield();
-        decisions[rank] = region->decide(number, rank != 1);
-      });
-    }
-    for (auto& rank : ranks) rank.join();
+    run_ranks(3, [&](int rank) {
+      ready.fetch_add(1);
+      while (ready.load() < 3) std::this_thread::yield();
+      decisions[rank] = region->decide(number, rank != 1);
+    });
     CHECK(decisions[0] == decisions[1] && decisions[1] == decisions[2]);
   }
 }
@@ -127,4 +116,4 @@ TEST(a_child_reads_what_is_there_and_writes_for_itself) {
   CHECK_EQ(region->torn(), uint64_t{0});
 }
 
-}  // namespace syncengine
+}  // namespace syncengine::testing

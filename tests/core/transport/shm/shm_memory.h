@@ -1,6 +1,8 @@
 // What tests of shared memory have in common.
 #pragma once
 
+#include <sys/stat.h>
+
 #include <cstring>
 #include <memory>
 
@@ -16,6 +18,13 @@ inline char* chars(const std::shared_ptr<void>& memory) { return static_cast<cha
 
 inline bool all_are(const char* data, size_t bytes, char value) {
   return bytes == 0 || (data[0] == value && std::memcmp(data, data + 1, bytes - 1) == 0);  // one check for sanitizers
+}
+
+// The bytes of memory that the kernel has given to an arena.
+inline size_t pages_of(const shm::Arena& arena) {
+  struct stat status{};
+  CHECK_EQ(fstat(arena.fd(), &status), 0);
+  return static_cast<size_t>(status.st_blocks) * 512;
 }
 
 // A pool in an arena of so many bytes.

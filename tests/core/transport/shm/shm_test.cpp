@@ -17,12 +17,7 @@
 #include "shm_memory.h"
 #include "transport/shm/arena.h"
 
-namespace syncengine {
-
-using testing::chars;
-using testing::contains;
-using testing::is_mapped_shared;
-using testing::true_in_child;
+namespace syncengine::testing {
 
 namespace {
 
@@ -57,15 +52,11 @@ TEST(arena_is_sealed_against_resizing) {
 TEST(arena_takes_no_memory_before_it_is_touched) {
   auto arena = shm::Arena::create(kArena);
   auto tensor = arena->allocate_tensor(4 << 20);
-  struct stat status{};
-  fstat(arena->fd(), &status);
-  CHECK(static_cast<size_t>(status.st_blocks) * 512 < 4 * shm::kPage + (64 << 10));
+  CHECK(pages_of(*arena) < 4 * shm::kPage + (64 << 10));
   std::memset(tensor.get(), 1, 4 << 20);
-  fstat(arena->fd(), &status);
-  CHECK(status.st_blocks * 512 >= 4 << 20);
+  CHECK(pages_of(*arena) >= 4 << 20);
   tensor.reset();  // and gives it back
-  fstat(arena->fd(), &status);
-  CHECK(static_cast<size_t>(status.st_blocks) * 512 < 4 * shm::kPage + (64 << 10));
+  CHECK(pages_of(*arena) < 4 * shm::kPage + (64 << 10));
 }
 
 TEST(arena_knows_its_memory) {
@@ -92,18 +83,13 @@ TEST(arena_reuses_freed_memory_zeroed) {
   first.reset();
   auto again = arena->allocate_tensor(kPages);
   CHECK(chars(again) == place);
-  CHECK(std::all_of(place, place + kPages, [](char c) { return c == 0; }));
+  CHECK(all_are(place, kPages, 0));
 }
 
 TEST(memory_that_somebody_has_locked_is_given_back_and_zeroed) {
   constexpr size_t kBytes = 64 << 10;
   auto arena = shm::Arena::create(kArena);
-  auto pages = [&] {
-    struct stat status{};
-    CHECK_EQ(fstat(arena->fd(), &status), 0);
-    return status.st_blocks * 512;
-  };
-  const auto before = pages();
+  const size_t before = pages_of(*arena);
   auto tensor = arena->allocate_tensor(kBytes);
   size_t group = arena->allocate_group(kBytes);
   shm::Pool& pool = *arena->create_pool();
@@ -116,8 +102,8 @@ TEST(memory_that_somebody_has_locked_is_given_back_and_zeroed) {
   tensor.reset();
   arena->retire_group(group, kBytes, [] { return true; });
   pool.release(block);
-  CHECK_EQ(pages(), before);
-  for (char* begin : {first, second, block}) CHECK(std::all_of(begin, begin + kBytes, [](char c) { return c == 0; }));
+  CHECK_EQ(pages_of(*arena), before);
+  for (char* begin : {first, second, block}) CHECK(all_are(begin, kBytes, 0));
   munlock(first, kBytes), munlock(second, kBytes), munlock(block, kBytes);
   pool.close();
 }
@@ -132,7 +118,7 @@ TEST(a_dead_ranks_gradients_are_given_back_although_a_survivor_has_locked_them) 
   std::byte* const seen = peer->at(arena->offset_of(block, kBytes), kBytes);
   CHECK_EQ(mlock(seen, kBytes), 0);  // mlockall(), say
   peer->discard_pool();
-  CHECK(std::all_of(block, block + kBytes, [](char c) { return c == 0; }));
+  CHECK(all_are(block, kBytes, 0));
   pool.release(block);
   pool.close();
 }
@@ -280,19 +266,13 @@ TEST(a_peers_arena_is_checked_before_it_is_believed) {
     return CHECK_THROWS(shm::PeerArena(fd.get(), bytes), ErrorKind::InvalidUsage);
   };
   CHECK_EQ(shm::PeerArena(memfd(kBytes, kSeals).get(), kBytes).header().magic, build_id());
-  for (int missing : {F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_SEAL}) {
-    UniqueFd fd = memfd(kBytes, kSeals & ~missing);
-    CHECK(contains(refusal(fd, kBytes), "unsealed"));
-  }
-  UniqueFd sound = memfd(kBytes, kSeals);
-  CHECK(contains(refusal(sound, kBytes + 4096), "another size"));
-  CHECK(contains(refusal(sound, kBytes - 4096), "another size"));
-  UniqueFd tiny = memfd(64, kSeals);
-  CHECK(contains(refusal(tiny, 64), "another size"));
-  UniqueFd foreign = memfd(kBytes, kSeals, build_id() + 1);
-  CHECK(contains(refusal(foreign, kBytes), "another layout"));
-  UniqueFd null(open("/dev/null", O_RDWR | O_CLOEXEC));
-  CHECK(contains(refusal(null, kBytes), "unsealed"));
+  for (int missing : {F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_SEAL})
+    CHECK(contains(refusal(memfd(kBytes, kSeals & ~missing), kBytes), "unsealed"));
+  for (size_t wrong : {kBytes + 4096, kBytes - 4096})
+    CHECK(contains(refusal(memfd(kBytes, kSeals), wrong), "another size"));
+  CHECK(contains(refusal(memfd(64, kSeals), 64), "another size"));
+  CHECK(contains(refusal(memfd(kBytes, kSeals, build_id() + 1), kBytes), "another layout"));
+  CHECK(contains(refusal(UniqueFd(open("/dev/null", O_RDWR | O_CLOEXEC)), kBytes), "unsealed"));
   // An ordinary file, which has no seals at all.
   std::string path = "/tmp/syncengine-test-XXXXXX";
   UniqueFd file(mkostemp(path.data(), O_CLOEXEC));
@@ -332,12 +312,12 @@ TEST(shared_memory_is_never_executable) {
 TEST(default_arenas_fit_into_a_process_together) {
   constexpr size_t kTiB = size_t{1} << 40;
   CHECK_EQ(shm::default_arena_bytes(1 << 30, 2), size_t{1} << 30);
-  if constexpr (testing::kSlowdown == 1) CHECK_EQ(shm::default_arena_bytes(2 * kTiB, 2), 2 * kTiB);
+  if constexpr (kSlowdown == 1) CHECK_EQ(shm::default_arena_bytes(2 * kTiB, 2), 2 * kTiB);
   for (int ranks : {2, 7, 64}) {
     const size_t bytes = shm::default_arena_bytes(24 * kTiB, ranks);
-    CHECK(bytes % shm::kPage == 0 && bytes >= (testing::kSlowdown == 1 ? kTiB / 2 : 1 << 30));
+    CHECK(bytes % shm::kPage == 0 && bytes >= (kSlowdown == 1 ? kTiB / 2 : 1 << 30));
     CHECK(bytes * ranks <= 32 * kTiB);
   }
 }
 
-}  // namespace syncengine
+}  // namespace syncengine::testing

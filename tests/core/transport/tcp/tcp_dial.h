@@ -4,13 +4,13 @@
 #include <sys/socket.h>
 #include <sys/time.h>
 
-#include <cstring>
+#include <algorithm>
+#include <cerrno>
 #include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
-#include "base/build_id.h"
 #include "test.h"
 #include "transport/matching/frame.h"
 #include "transport/tcp/rendezvous.h"
@@ -19,36 +19,44 @@
 
 namespace syncengine::testing {
 
-// A blocking connection to whoever listens there; reads fail after a minute.
-inline UniqueFd dial(const tcp::Address& address) {
+// A blocking socket; reads fail after a minute.
+inline UniqueFd new_socket(const tcp::Address& address) {
   UniqueFd fd(socket(address.ip.v6 ? AF_INET6 : AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
   timeval limit{.tv_sec = 60, .tv_usec = 0};
   setsockopt(fd.get(), SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof(limit));
+  return fd;
+}
+
+// Connects with whoever listens there; returns 0, or the error.
+inline int dial_error(const tcp::Address& address, const UniqueFd& fd) {
   auto to = tcp::socket_address(address.ip, address.port);
-  CHECK_EQ(connect(fd.get(), to.get(), to.length), 0);
+  return connect(fd.get(), to.get(), to.length) == 0 ? 0 : errno;
+}
+inline int dial_error(const tcp::Address& address) { return dial_error(address, new_socket(address)); }
+
+inline UniqueFd dial(const tcp::Address& address) {
+  UniqueFd fd = new_socket(address);
+  CHECK_EQ(dial_error(address, fd), 0);
   return fd;
 }
 
 inline void put(const UniqueFd& fd, const std::string& bytes) {
-  size_t sent = 0;
-  while (sent < bytes.size()) {
-    ssize_t count = send(fd.get(), bytes.data() + sent, bytes.size() - sent, MSG_NOSIGNAL);
-    CHECK(count > 0);
-    sent += static_cast<size_t>(count);
-  }
+  CHECK_EQ(send(fd.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL), static_cast<ssize_t>(bytes.size()));
 }
 
 // Fewer if the other side closed.
 inline std::string get(const UniqueFd& fd, size_t bytes) {
   std::string text(bytes, '\0');
-  size_t got = 0;
-  while (got < bytes) {
-    ssize_t count = recv(fd.get(), text.data() + got, bytes - got, 0);
-    if (count <= 0) break;
-    got += static_cast<size_t>(count);
-  }
-  text.resize(got);
+  const ssize_t got = recv(fd.get(), text.data(), bytes, MSG_WAITALL);
+  text.resize(static_cast<size_t>(std::max<ssize_t>(got, 0)));
   return text;
+}
+
+// Closes `fd` with a reset.
+inline void reset(UniqueFd& fd) {
+  const linger abort{.l_onoff = 1, .l_linger = 0};
+  setsockopt(fd.get(), SOL_SOCKET, SO_LINGER, &abort, sizeof(abort));
+  fd.reset();
 }
 
 inline bool is_closed(const UniqueFd& fd) {

@@ -1,13 +1,9 @@
 // What can go wrong between ranks that are connected: each is an error that names the rank, others go on, nothing is
 // left.
-#include <fcntl.h>
-#include <netinet/in.h>
-#include <sys/wait.h>
-#include <unistd.h>
-
 #include <filesystem>
 #include <thread>
 
+#include "child.h"
 #include "interhost_conformance.h"
 #include "tcp_dial.h"
 
@@ -67,12 +63,6 @@ bool has_at_most_threads(long most) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
   return true;
-}
-
-void reset(UniqueFd& fd) {
-  linger abort{.l_onoff = 1, .l_linger = 0};
-  setsockopt(fd.get(), SOL_SOCKET, SO_LINGER, &abort, sizeof(abort));
-  fd.reset();
 }
 
 }  // namespace
@@ -211,18 +201,8 @@ TEST(tcp_leaves_no_descriptor_and_starts_no_thread) {
 
 // A DataLoader worker does not keep its parent's connections open: who dies or gives up is seen to at once.
 TEST(tcp_forked_child_keeps_no_connection) {
-  int ends[2];
-  CHECK_EQ(pipe2(ends, O_CLOEXEC), 0);
-  UniqueFd done(ends[0]), hold(ends[1]);
   Stage stage;
-  pid_t child = fork();
-  if (child == 0) {
-    hold.reset();
-    char byte;
-    (void)!read(done.get(), &byte, 1);  // lives until the test is over
-    _exit(0);
-  }
-  CHECK(child > 0);
+  IdleChild child;
   put(stage.data(), std::string(100, 'g'));
   stage.lost();
   bool closed = true;
@@ -230,8 +210,7 @@ TEST(tcp_forked_child_keeps_no_connection) {
     get(connection, 1 << 16);  // up to the end, or in vain
     closed &= is_closed(connection);
   }
-  hold.reset();
-  CHECK_EQ(waitpid(child, nullptr, 0), child);
+  child.end();
   CHECK(closed);
 }
 

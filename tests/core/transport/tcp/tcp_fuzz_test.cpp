@@ -3,7 +3,6 @@
 // names the rank.
 #include <sys/socket.h>
 
-#include <cstring>
 #include <map>
 #include <random>
 

@@ -1,13 +1,10 @@
 // When a lost rank counts as dead: once its port refuses, and only for those who have been awake.
-#include <sys/wait.h>
-#include <unistd.h>
-
 #include <cerrno>
 #include <optional>
 #include <thread>
 
+#include "child.h"
 #include "interhost_running.h"
-#include "job.h"
 #include "tcp_dial.h"
 
 namespace syncengine::testing {
@@ -48,19 +45,9 @@ struct Pair {
     return steps_until(limit, [&] { return zero->end_of(1) == Interhost::End::Ended; });
   }
   void lose(bool by_reset) {
-    const linger abort{.l_onoff = by_reset, .l_linger = 0};
-    for (auto& fd : connections) {
-      setsockopt(fd.get(), SOL_SOCKET, SO_LINGER, &abort, sizeof(abort));
-      fd.reset();
-    }
+    for (auto& fd : connections) by_reset ? reset(fd) : fd.reset();
   }
 };
-
-int dial_error(const tcp::Address& address) {
-  UniqueFd fd(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  auto to = tcp::socket_address(address.ip, address.port);
-  return connect(fd.get(), to.get(), to.length) == 0 ? 0 : errno;
-}
 
 }  // namespace
 
@@ -132,25 +119,12 @@ TEST(tcp_callers_are_dismissed) {
 }
 
 TEST(tcp_forked_child_keeps_no_port) {
-  int ends[2];
-  CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends), 0);
-  UniqueFd here(ends[0]), there(ends[1]);
   std::optional<tcp::Listener> listener(tcp::Options{});
   const tcp::Address address = tcp::decode_address(0, listener->address());
-  pid_t child = fork();
-  if (child == 0) {
-    here.reset();
-    put(there, "x");
-    get(there, 1);  // lives until the test is over
-    _exit(0);
-  }
-  CHECK(child > 0);
-  there.reset();
-  CHECK_EQ(get(here, 1), std::string("x"));
+  IdleChild child;
   listener.reset();
   const int error = dial_error(address);
-  here.reset();
-  CHECK_EQ(waitpid(child, nullptr, 0), child);
+  child.end();
   CHECK_EQ(error, ECONNREFUSED);
 }
 

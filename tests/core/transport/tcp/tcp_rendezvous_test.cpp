@@ -2,7 +2,6 @@
 #include <poll.h>
 #include <sys/resource.h>
 #include <sys/time.h>
-#include <unistd.h>
 
 #include <atomic>
 #include <csignal>
@@ -32,27 +31,19 @@ void connect_two(Options options, const std::function<void(const std::string&, c
   CHECK(ends[0] && ends[1]);
 }
 
-bool answers(const tcp::Address& address) {
-  ParentFd fd = tcp::begin_connect(address.ip, address.ip, address.port);
-  if (!fd) return false;
-  pollfd wait{fd.get(), POLLOUT, 0};
-  poll(&wait, 1, 5000);
-  return tcp::connect_error(fd) == 0;
-}
-
 }  // namespace
 
 TEST(tcp_listens_on_the_chosen_address_only_while_it_lives) {
   Listener listener(kOptions);
   tcp::Address address = tcp::decode_address(0, listener.address());
   CHECK(address.ip.is_loopback());
-  CHECK(answers(address));
+  CHECK_EQ(dial_error(address), 0);
   tcp::Address elsewhere = address;
   elsewhere.ip.bytes[3] = 2;  // 127.0.0.2 is this machine, too
-  CHECK(!answers(elsewhere));
+  CHECK_EQ(dial_error(elsewhere), ECONNREFUSED);
   std::string after;
   connect_two(kOptions, [&](const std::string& zero, const std::string&) { after = zero; });
-  CHECK(!answers(tcp::decode_address(0, after)));
+  CHECK_EQ(dial_error(tcp::decode_address(0, after)), ECONNREFUSED);
 }
 
 TEST(tcp_over_ipv6) {
@@ -220,28 +211,9 @@ TEST(tcp_readers_of_the_exchange_do_not_end_init) {
   });
 }
 
-namespace {
-
-// So that only `left` more descriptors can be opened.
-class FewDescriptors {
- public:
-  explicit FewDescriptors(int left) {
-    getrlimit(RLIMIT_NOFILE, &before_);
-    UniqueFd next(dup(0));  // those below it are open
-    rlimit fewer{static_cast<rlim_t>(next.get() + left), before_.rlim_max};
-    setrlimit(RLIMIT_NOFILE, &fewer);
-  }
-  ~FewDescriptors() { setrlimit(RLIMIT_NOFILE, &before_); }
-
- private:
-  rlimit before_;
-};
-
-}  // namespace
-
 TEST(tcp_descriptors_are_counted_before_it_connects) {
   Listeners ranks(8, kOptions);
-  FewDescriptors few(30);
+  const Limited few(RLIMIT_NOFILE, next_descriptor() + 30);
   std::string text = CHECK_THROWS(ranks.connect(7), ErrorKind::InvalidUsage);
   CHECK(contains(text, "7 ranks of other hosts, 3 each") && contains(text, "raise ulimit -n to at least "));
 }
@@ -249,7 +221,7 @@ TEST(tcp_descriptors_are_counted_before_it_connects) {
 TEST(tcp_a_rank_that_can_not_call_says_so) {
   Listener zero(kOptions);
   tcp::Address address = tcp::decode_address(0, zero.address());
-  FewDescriptors few(0);
+  const Limited none(RLIMIT_NOFILE, next_descriptor());
   std::string text = CHECK_THROWS(tcp::begin_connect(address.ip, address.ip, address.port), ErrorKind::InvalidUsage);
   CHECK(contains(text, "Too many open files") && contains(text, "raise ulimit -n"));
 }
@@ -258,9 +230,9 @@ TEST(tcp_running_out_of_descriptors_is_named_and_no_rank_is_blamed) {
   Listeners ranks(2, kOptions);
   std::vector<UniqueFd> callers;
   for (int i = 0; i < 3; ++i) callers.push_back(dial(ranks.address_of(0)));
-  std::optional<FewDescriptors> few;
+  std::optional<Limited> none;
   auto interrupted = [&] {
-    if (!few) few.emplace(0);
+    if (!none) none.emplace(RLIMIT_NOFILE, next_descriptor());
   };
   std::string text = CHECK_THROWS(ranks.connect(0, 20, interrupted), ErrorKind::InvalidUsage);
   CHECK(contains(text, "rank 0 can't accept the connections of rank 1: Too many open files"));
