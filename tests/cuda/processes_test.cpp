@@ -14,14 +14,6 @@ using testing::contains;
 using testing::floats;
 using testing::GpuRank;
 using testing::Meeting;
-using testing::run_processes;
-
-Options with_timeout(double timeout) {
-  Options options;
-  options.timeout = seconds(timeout);
-  options.log_after = seconds(60);
-  return options;
-}
 
 // Ranks have a device each, if there are so many: else no kernel waits.
 int device_of(int rank) {
@@ -39,6 +31,16 @@ struct Tensors {
   std::vector<std::byte*> memories;
   Operation operation(size_t i) const { return testing::all_reduce_of(memories[i], 4 * kCounts[i], DType::Float32); }
 };
+
+// Ranks with a device and tensors, which end as `ends` says.
+void run_with_tensors(const char* test, const std::vector<int>& ends, double timeout,
+                      const std::function<void(int, GpuRank&, const Tensors&, Meeting&)>& body) {
+  const Options options{.timeout = seconds(timeout), .log_after = seconds(60)};
+  testing::run_processes(test, ends, options, [&](int rank, Communicator& communicator, Meeting& meeting) {
+    GpuRank gpu(communicator, device_of(rank));
+    body(rank, gpu, Tensors(gpu), meeting);
+  });
+}
 
 void check_results(GpuRank& gpu, const Tensors& tensors, int rank, int world) {
   for (size_t i = 0; i < 3; ++i)
@@ -78,95 +80,77 @@ void wait_for_calls(const Meeting& meeting, int ranks) {
 
 TEST(gpu_processes_reduce_in_each_others_memory) {
   constexpr int kWorld = 4;
-  const auto ends = run_processes("gpu_processes_reduce_in_each_others_memory", kWorld, with_timeout(60),
-                                  [](int rank, Communicator& communicator, Meeting&) {
-                                    GpuRank gpu(communicator, device_of(rank));
-                                    CHECK_EQ(gpu.group().counters().at("host_staging"), uint64_t{0});
-                                    const Tensors tensors(gpu);
-                                    for (int round = 0; round < 5; ++round) check_results(gpu, tensors, rank, kWorld);
-                                    const auto counters = gpu.group().counters();
-                                    for (const char* path : {"one_shot_bytes", "staged_bytes", "direct_bytes"})
-                                      CHECK(counters.at(path) > 0);
-                                  });
-  CHECK(ends == std::vector<int>(kWorld, 0));
+  run_with_tensors("gpu_processes_reduce_in_each_others_memory", std::vector<int>(kWorld, 0), 60,
+                   [](int rank, GpuRank& gpu, const Tensors& tensors, Meeting&) {
+                     CHECK_EQ(gpu.group().counters().at("host_staging"), uint64_t{0});
+                     for (int round = 0; round < 5; ++round) check_results(gpu, tensors, rank, kWorld);
+                     const auto counters = gpu.group().counters();
+                     for (const char* path : {"one_shot_bytes", "staged_bytes", "direct_bytes"})
+                       CHECK(counters.at(path) > 0);
+                   });
 }
 
 TEST(gpu_process_that_is_killed) {
-  const auto ends = run_processes(
-      "gpu_process_that_is_killed", 3, with_timeout(60), [](int rank, Communicator& communicator, Meeting& meeting) {
-        GpuRank gpu(communicator, device_of(rank));
-        const Tensors tensors(gpu);
-        check_results(gpu, tensors, rank, 3);
-        if (rank == 1) {
-          wait_for_calls(meeting, 2);
-          kill(getpid(), SIGKILL);
-        }
-        const std::string text = error_without_peer(gpu, tensors, meeting, ErrorKind::PeerLost);
-        CHECK(contains(text, "rank 1"));
-      });
-  CHECK(ends == (std::vector<int>{0, SIGKILL, 0}));
+  run_with_tensors("gpu_process_that_is_killed", {0, SIGKILL, 0}, 60,
+                   [](int rank, GpuRank& gpu, const Tensors& tensors, Meeting& meeting) {
+                     check_results(gpu, tensors, rank, 3);
+                     if (rank == 1) {
+                       wait_for_calls(meeting, 2);
+                       kill(getpid(), SIGKILL);
+                     }
+                     const std::string text = error_without_peer(gpu, tensors, meeting, ErrorKind::PeerLost);
+                     CHECK(contains(text, "rank 1"));
+                   });
 }
 
 TEST(gpu_process_that_is_stopped) {
-  const auto ends = run_processes(
-      "gpu_process_that_is_stopped", 2, with_timeout(5), [](int rank, Communicator& communicator, Meeting& meeting) {
-        GpuRank gpu(communicator, device_of(rank));
-        const Tensors tensors(gpu);
-        check_results(gpu, tensors, rank, 2);
-        if (rank == 1) {
-          wait_for_calls(meeting, 1);
-          kill(getpid(), SIGSTOP);
-        }
-        const std::string text = error_without_peer(gpu, tensors, meeting, ErrorKind::Timeout);
-        CHECK(contains(text, "rank 0 waits for rank 1"));
-        kill(meeting.pids[1], SIGKILL);
-      });
-  CHECK(ends == (std::vector<int>{0, SIGKILL}));
+  run_with_tensors("gpu_process_that_is_stopped", {0, SIGKILL}, 5,
+                   [](int rank, GpuRank& gpu, const Tensors& tensors, Meeting& meeting) {
+                     check_results(gpu, tensors, rank, 2);
+                     if (rank == 1) {
+                       wait_for_calls(meeting, 1);
+                       kill(getpid(), SIGSTOP);
+                     }
+                     const std::string text = error_without_peer(gpu, tensors, meeting, ErrorKind::Timeout);
+                     CHECK(contains(text, "rank 0 waits for rank 1"));
+                     kill(meeting.pids[1], SIGKILL);
+                   });
 }
 
 TEST(gpu_process_that_calls_something_else) {
-  const auto ends = run_processes("gpu_process_that_calls_something_else", 2, with_timeout(30),
-                                  [](int rank, Communicator& communicator, Meeting&) {
-                                    GpuRank gpu(communicator, device_of(rank));
-                                    const Tensors tensors(gpu);
-                                    auto operation = tensors.operation(2);
-                                    gpu.put(tensors.memories[2], floats(Tensors::kCounts[2], 1));
-                                    if (rank == 1) operation.op = ReduceOp::Max;
-                                    gpu.run(operation);
-                                    CHECK(all_nan(gpu.get(tensors.memories[2], 4 * Tensors::kCounts[2])));
-                                    const auto text = CHECK_THROWS(gpu.run(operation), ErrorKind::Mismatch);
-                                    CHECK(contains(text, "rank 0 called all_reduce(sum"));
-                                    CHECK(contains(text, "rank 1 called all_reduce(max"));
-                                  });
-  CHECK(ends == (std::vector<int>{0, 0}));
+  run_with_tensors("gpu_process_that_calls_something_else", {0, 0}, 30,
+                   [](int rank, GpuRank& gpu, const Tensors& tensors, Meeting&) {
+                     auto operation = tensors.operation(2);
+                     gpu.put(tensors.memories[2], floats(Tensors::kCounts[2], 1));
+                     if (rank == 1) operation.op = ReduceOp::Max;
+                     gpu.run(operation);
+                     CHECK(all_nan(gpu.get(tensors.memories[2], 4 * Tensors::kCounts[2])));
+                     const auto text = CHECK_THROWS(gpu.run(operation), ErrorKind::Mismatch);
+                     CHECK(contains(text, "rank 0 called all_reduce(sum"));
+                     CHECK(contains(text, "rank 1 called all_reduce(max"));
+                   });
 }
 
 // One waits in a kernel, if each has a device, and the other one's stream for a word.
 TEST(gpu_processes_that_wait_crosswise) {
-  const auto ends = run_processes(
-      "gpu_processes_that_wait_crosswise", 2, with_timeout(30), [](int rank, Communicator& communicator, Meeting&) {
-        GpuRank gpu(communicator, device_of(rank));
-        const Tensors tensors(gpu);
-        gpu.put(tensors.memories[2 * rank], floats(Tensors::kCounts[2 * rank], 1));
-        gpu.run(tensors.operation(2 * rank));
-        CHECK(all_nan(gpu.get(tensors.memories[2 * rank], 4 * Tensors::kCounts[2 * rank])));
-        const auto text = CHECK_THROWS(gpu.run(tensors.operation(2 * rank)), ErrorKind::Mismatch);
-        CHECK(contains(text, "100 elements") && contains(text, "2200000 elements"));
-      });
-  CHECK(ends == (std::vector<int>{0, 0}));
+  run_with_tensors("gpu_processes_that_wait_crosswise", {0, 0}, 30,
+                   [](int rank, GpuRank& gpu, const Tensors& tensors, Meeting&) {
+                     gpu.put(tensors.memories[2 * rank], floats(Tensors::kCounts[2 * rank], 1));
+                     gpu.run(tensors.operation(2 * rank));
+                     CHECK(all_nan(gpu.get(tensors.memories[2 * rank], 4 * Tensors::kCounts[2 * rank])));
+                     const auto text = CHECK_THROWS(gpu.run(tensors.operation(2 * rank)), ErrorKind::Mismatch);
+                     CHECK(contains(text, "100 elements") && contains(text, "2200000 elements"));
+                   });
 }
 
 TEST(gpu_process_that_leaves) {
-  const auto ends = run_processes("gpu_process_that_leaves", 2, with_timeout(30),
-                                  [](int rank, Communicator& communicator, Meeting& meeting) {
-                                    GpuRank gpu(communicator, device_of(rank));
-                                    const Tensors tensors(gpu);
-                                    check_results(gpu, tensors, rank, 2);
-                                    if (rank == 1) return wait_for_calls(meeting, 1);
-                                    const auto text = error_without_peer(gpu, tensors, meeting, ErrorKind::PeerLost);
-                                    CHECK(contains(text, "rank 1 has left"));
-                                  });
-  CHECK(ends == (std::vector<int>{0, 0}));
+  run_with_tensors("gpu_process_that_leaves", {0, 0}, 30,
+                   [](int rank, GpuRank& gpu, const Tensors& tensors, Meeting& meeting) {
+                     check_results(gpu, tensors, rank, 2);
+                     if (rank == 1) return wait_for_calls(meeting, 1);
+                     const auto text = error_without_peer(gpu, tensors, meeting, ErrorKind::PeerLost);
+                     CHECK(contains(text, "rank 1 has left"));
+                   });
 }
 
 // On a real device a round takes seconds, which are those of three contexts.
@@ -181,17 +165,17 @@ constexpr int kStep = 4;
 TEST(gpu_process_that_is_killed_while_it_connects) {
   for (int step = 1; step <= 30; step += kStep) {
     setenv("FAULT_OF_RANK_1", ("finished:" + std::to_string(step) + ":kill").c_str(), 0);
-    const auto ends = run_processes("gpu_process_that_is_killed_while_it_connects", 3, with_timeout(30),
-                                    [](int rank, Communicator& communicator, Meeting&) {
-                                      try {
-                                        GpuRank gpu(communicator, device_of(rank));
-                                        for (;;) gpu.group().allocate(5000, {});
-                                      } catch (const Error& error) {
-                                        if (!contains(error.what(), "rank 1")) throw;
-                                      }
-                                    });
+    testing::run_processes("gpu_process_that_is_killed_while_it_connects", {0, SIGKILL, 0},
+                           Options{.timeout = seconds(30), .log_after = seconds(60)},
+                           [](int rank, Communicator& communicator, Meeting&) {
+                             try {
+                               GpuRank gpu(communicator, device_of(rank));
+                               for (;;) gpu.group().allocate(5000, {});
+                             } catch (const Error& error) {
+                               if (!contains(error.what(), "rank 1")) throw;
+                             }
+                           });
     unsetenv("FAULT_OF_RANK_1");
-    CHECK(ends == (std::vector<int>{0, SIGKILL, 0}));
   }
 }
 

@@ -95,7 +95,8 @@ Meeting& map(int fd) {
 
 }  // namespace
 
-std::vector<int> run_processes(const char* test, int world, const Options& options, const ProcessBody& body) {
+void run_processes(const char* test, const std::vector<int>& ends, const Options& options, const ProcessBody& body) {
+  const int world = static_cast<int>(ends.size());
   if (const char* rank = std::getenv(kRank)) be_rank(std::atoi(rank), world, options, body);
   const int fd = memfd_create("meeting", 0);
   CHECK(fd >= 0 && ftruncate(fd, sizeof(Meeting)) == 0);
@@ -111,11 +112,11 @@ std::vector<int> run_processes(const char* test, int world, const Options& optio
     }
     meeting.pids[rank] = child;
   }
-  std::vector<int> ends(world);
-  for (int rank = 0; rank < world; ++rank) waitpid(meeting.pids[rank], &ends[rank], 0);
+  std::vector<int> found(world);
+  for (int rank = 0; rank < world; ++rank) waitpid(meeting.pids[rank], &found[rank], 0);
   munmap(&meeting, sizeof(Meeting));
   close(fd);
-  return ends;
+  CHECK(found == ends);
 }
 
 }  // namespace syncengine::testing

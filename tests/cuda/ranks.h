@@ -50,10 +50,10 @@ struct Meeting {
   char addresses[16][1024];
 };
 
-// Runs this program once for each rank, as the only test `test`, which has to be the caller; there calls body. Gives
-// back how the ranks ended, as waitpid() says it: 0 for a body that returned. A communicator is closed with its body.
-// FAULT_OF_RANK_1, in the environment, is that rank's SYNCENGINE_TEST_FAULT.
+// Runs this program once for each rank, as the only test `test`, which has to be the caller; there calls body. Fails
+// unless each rank ends with its status in `ends`, as waitpid() gives it: 0 for a body that returned. A communicator is
+// closed with its body. FAULT_OF_RANK_1, in the environment, is that rank's SYNCENGINE_TEST_FAULT.
 using ProcessBody = std::function<void(int rank, Communicator& communicator, Meeting& meeting)>;
-std::vector<int> run_processes(const char* test, int world, const Options& options, const ProcessBody& body);
+void run_processes(const char* test, const std::vector<int>& ends, const Options& options, const ProcessBody& body);
 
 }  // namespace syncengine::testing

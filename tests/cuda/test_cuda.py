@@ -11,10 +11,10 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from cuda_ranks import SOFTWARE, TIMEOUT, marked, run_processes, why_no_gpu
-from cuda_training import job
+from cuda_ranks import SOFTWARE, TIMEOUT, why_no_gpu
+from cuda_training import on_gpus
 from faults import WITHIN
-from test_cuda_conformance import same
+from test_cuda_conformance import NUMERICS, same
 
 import syncengine
 from syncengine.errors import InvalidUsage, SyncError, Timeout
@@ -22,18 +22,11 @@ from syncengine.errors import InvalidUsage, SyncError, Timeout
 TURNS = 60 if SOFTWARE else int(os.environ.get("SYNCENGINE_TEST_TURNS", "1000"))
 
 
-def in_a_job(rank, body):
-    with job():
-        body(rank, syncengine.default_communicator())
-    return "good"
-
-
-def run(world, body, **environ):
-    assert run_processes(world, partial(in_a_job, body=body), environ=environ) == ["good"] * world
-
-
-def every_half(rank, communicator):
-    """Every bit pattern, scaled: the device's conversions against the CPU engine's."""
+@on_gpus(world=3, in_job=False)
+@pytest.mark.parametrize("numerics", NUMERICS)
+def test_conversions_have_the_bits_of_the_cpu_engine(rank, numerics):
+    """Every bit pattern, scaled."""
+    communicator = syncengine.init(numerics=numerics, timeout=TIMEOUT)
     patterns = torch.arange(65536, dtype=torch.int32).to(torch.int16)
     for dtype in (torch.float16, torch.bfloat16):
         on_cpu = patterns.view(dtype).clone() if rank == 0 else torch.zeros(65536, dtype=dtype)
@@ -41,16 +34,14 @@ def every_half(rank, communicator):
         communicator.all_reduce(on_cpu, "avg")
         communicator.all_reduce(on_gpu, "avg")
         assert same(on_gpu.cpu(), on_cpu), dtype
+    syncengine.shutdown()
 
 
-@marked
-@pytest.mark.parametrize("numerics", ["rank_order", "ring"])
-def test_conversions_have_the_bits_of_the_cpu_engine(numerics):
-    run(3, every_half, SYNCENGINE_NUMERICS=numerics)
-
-
-def late_and_in_turns(rank, communicator):
+@on_gpus()
+@pytest.mark.parametrize("world", [2, 4])
+def test_streams_and_delays(rank, world):
     """Delays that differ by rank, asynchronous calls, tensors with gaps, another stream."""
+    communicator = syncengine.default_communicator()
     other = torch.cuda.Stream()
     for step in range(20):
         torch.cuda._sleep(int(1e6) * ((rank + step) % 3))
@@ -59,25 +50,21 @@ def late_and_in_turns(rank, communicator):
         second = torch.full((5000,), float(rank), device="cuda")
         communicator.all_reduce(second, "max")
         work.wait()
-        total = float(sum(peer + step for peer in range(communicator.size)))
+        total = float(sum(peer + step for peer in range(world)))
         assert tensor[:, ::2].eq(total).all() and tensor[:, 1].eq(float(rank + step)).all()
-        assert second.eq(float(communicator.size - 1)).all()
+        assert second.eq(float(world - 1)).all()
         other.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(other):
             third = torch.full((100_000,), 1.0, device="cuda")
             communicator.all_reduce(third)
-            assert third.eq(float(communicator.size)).all()
+            assert third.eq(float(world)).all()
         torch.cuda.current_stream().wait_stream(other)
 
 
-@marked
-@pytest.mark.parametrize("world", [2, 4])
-def test_streams_and_delays(world):
-    run(world, late_and_in_turns)
-
-
-def queued_before_the_peer_comes(rank, communicator):
+@on_gpus()
+def test_barriers_and_works_hold_up_streams_and_not_the_host(rank):
     """Rank 1 makes each call when rank 0 has seen that its own, and what is queued behind it, wait on the device."""
+    communicator = syncengine.default_communicator()
     tensor = torch.full((100_000,), rank + 1.0, device="cuda")
     own, other = torch.cuda.current_stream(), torch.cuda.Stream()
     communicator.barrier(device=tensor.device)  # connects
@@ -111,12 +98,9 @@ def queued_before_the_peer_comes(rank, communicator):
     assert doubled.eq(6.0).all()
 
 
-@marked
-def test_barriers_and_works_hold_up_streams_and_not_the_host():
-    run(2, queued_before_the_peer_comes)
-
-
-def waited_for_too_long(rank, communicator):
+@on_gpus()
+def test_a_limit_that_has_passed_is_everyones_error(rank):
+    communicator = syncengine.default_communicator()
     tensor = torch.ones(100_000, device="cuda")
     communicator.barrier(device=tensor.device)  # connects
     if rank == 0:
@@ -135,13 +119,10 @@ def waited_for_too_long(rank, communicator):
         communicator.all_reduce(tensor)
 
 
-@marked
-def test_a_limit_that_has_passed_is_everyones_error():
-    run(2, waited_for_too_long)
-
-
-def dropped_at_once(rank, communicator):
-    """Nobody holds tensor or work, while the communicator's stream still waits for a late rank."""
+@on_gpus()
+def test_memory_that_is_dropped_at_once_is_kept_for_the_communicators_stream(rank):
+    """Nobody holds tensor or work, while that stream still waits for a late rank."""
+    communicator = syncengine.default_communicator()
     communicator.all_reduce(torch.ones(1, device="cuda"))
     torch.cuda.current_stream().synchronize()
     if rank == 1:
@@ -158,13 +139,11 @@ def dropped_at_once(rank, communicator):
         assert tensor.eq(3.0).all()
 
 
-@marked
-def test_memory_that_is_dropped_at_once_is_kept_for_the_communicators_stream():
-    run(2, dropped_at_once)
-
-
-def replays(rank, communicator):
+@on_gpus()
+@pytest.mark.parametrize("world", [2, 3])
+def test_graphs_replay_between_eager_calls(rank, world):
     """A step of three collectives, captured; eager calls before, between and after; one rank replays late."""
+    communicator = syncengine.default_communicator()
     direct = communicator.empty([1 << 16], torch.float32, torch.device("cuda"))
     staged = torch.empty(40_000, device="cuda")
     small = torch.empty(16, device="cuda")
@@ -186,7 +165,7 @@ def replays(rank, communicator):
         step()
     for turn in range(TURNS):
         source.fill_(float(turn % 100 + rank))
-        if turn % communicator.size == rank:
+        if turn % world == rank:
             torch.cuda._sleep(int(1e5))
         if turn % 10 == 9:
             step()
@@ -196,27 +175,17 @@ def replays(rank, communicator):
             total.add_(tensor)
         if turn % 50 == 9:
             torch.cuda.current_stream().synchronize()
-    wanted = sum(turn % 100 + peer for turn in range(TURNS) for peer in range(communicator.size))
+    wanted = sum(turn % 100 + peer for turn in range(TURNS) for peer in range(world))
     assert all(total.eq(float(wanted)).all() for total in sums)
 
 
-@marked
-@pytest.mark.parametrize("world", [2, 3])
-def test_graphs_replay_between_eager_calls(world):
-    run(world, replays)
-
-
-def in_a_group(rank, communicator):
-    half = communicator.split([0, 1] if rank < 2 else [])
+@on_gpus(world=3)
+def test_groups_of_some_ranks(rank):
+    half = syncengine.default_communicator().split([0, 1] if rank < 2 else [])
     if half is not None:
         tensor = torch.full((1000,), float(rank + 1), device="cuda")
         half.all_reduce(tensor)
         assert tensor.eq(3.0).all()
-
-
-@marked
-def test_groups_of_some_ranks():
-    run(3, in_a_group)
 
 
 # ---- without a GPU ----

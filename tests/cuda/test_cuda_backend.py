@@ -1,14 +1,12 @@
 """The torch.distributed backend on CUDA tensors, beside Gloo on the same values. Skipped where there is no GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-from cuda_ranks import marked, run_processes
+from cuda_training import on_gpus
 from models.workload import same_bits
 from torch import nn
 from torch.distributed.distributed_c10d import _coalescing_manager
@@ -96,7 +94,9 @@ CALLS = {
 }
 
 
-def compare(_: int) -> list[str]:
+@on_gpus(in_job=False)
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_collectives_are_those_of_gloo(rank: int, world: int):
     oracle = groups()
     wrong = []
     for name, call in CALLS.items():
@@ -108,13 +108,8 @@ def compare(_: int) -> list[str]:
     return wrong
 
 
-@marked
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_collectives_are_those_of_gloo(world):
-    assert run_processes(world, compare) == [[]] * world
-
-
-def coalesce(rank: int) -> list[float]:
+@on_gpus(in_job=False)
+def test_coalesced_calls_are_one_work(rank: int):
     groups()
     tensors = [torch.full((1000,), float(rank + i), device="cuda") for i in range(3)]
     with _coalescing_manager(device=tensors[0].device, async_ops=True) as manager:
@@ -122,38 +117,27 @@ def coalesce(rank: int) -> list[float]:
             dist.all_reduce(tensor)
     assert len(manager.works) == 1
     manager.wait()
-    return [float(tensor[-1]) for tensor in tensors]
+    sums = [float(tensor[-1]) for tensor in tensors]
+    assert sums == [1.0, 3.0, 5.0], sums
 
 
-@marked
-def test_coalesced_calls_are_one_work():
-    assert run_processes(2, coalesce) == [[1.0, 3.0, 5.0]] * 2
-
-
-def mix(rank: int) -> tuple[str, float, float]:
+@on_gpus(in_job=False)
+def test_tensors_on_two_devices_are_refused_before_anything_begins(rank: int):
     groups()
     backend = dist.group.WORLD._get_backend(torch.device("cuda"))
     on_gpu, on_cpu = torch.full((1000,), 1.0 + rank, device="cuda"), torch.full((3,), 1.0 + rank)
     backend._start_coalescing()
     backend.allreduce([on_gpu])
-    try:
+    with pytest.raises(syncengine.errors.InvalidUsage, match="tensors on cuda:0 and on cpu in one call"):
         backend.allreduce([on_cpu])
-        text = ""
-    except syncengine.errors.InvalidUsage as error:
-        text = str(error)
     dist.barrier()
     torch.cuda.synchronize()
-    return text, float(on_gpu[-1]), float(on_cpu[-1]) - rank
+    found = float(on_gpu[-1]), float(on_cpu[-1])
+    assert found == (3.0, 1.0 + rank), found
 
 
-@marked
-def test_tensors_on_two_devices_are_refused_before_anything_begins():
-    for text, on_gpu, on_cpu in run_processes(2, mix):
-        assert "tensors on cuda:0 and on cpu in one call" in text
-        assert (on_gpu, on_cpu) == (3.0, 1.0)
-
-
-def order(rank: int) -> float:
+@on_gpus(in_job=False)
+def test_calls_follow_the_current_stream_and_do_not_wait_on_the_host(rank: int):
     """Calls see what their stream has queued, and return at once: rank 1 makes its own when rank 0's have returned."""
     oracle = groups()
     tensor = torch.zeros(1 << 20, device="cuda")
@@ -167,30 +151,19 @@ def order(rank: int) -> float:
     dist.all_reduce(tensor, async_op=True).wait()
     if rank == 0:
         dist.barrier(group=oracle)
-    return float(tensor[-1])
+    assert tensor[-1] == 6.0, tensor[-1]
 
 
-@marked
-def test_calls_follow_the_current_stream_and_do_not_wait_on_the_host():
-    assert run_processes(2, order) == [6.0, 6.0]
-
-
-def messages(rank: int) -> str:
+@on_gpus(in_job=False)
+def test_messages_are_refused_by_name(rank: int):
     groups()
-    try:
+    with pytest.raises(syncengine.errors.InvalidUsage) as error:
         dist.send(torch.ones(1, device="cuda"), 1 - rank)
-    except syncengine.errors.InvalidUsage as error:
-        return str(error)
-    return "sent"
+    assert all(part in str(error.value) for part in ("send", "cuda:0", "nccl")), error.value
 
 
-@marked
-def test_messages_are_refused_by_name():
-    for text in run_processes(2, messages):
-        assert "send" in text and "cuda:0" in text and "nccl" in text
-
-
-def train(_: int) -> bool:
+@on_gpus(in_job=False)
+def test_torch_ddp_trains_on_it_with_the_bits_of_gloo(rank: int):
     oracle = groups()
     models = []
     for group in (None, oracle):
@@ -199,14 +172,9 @@ def train(_: int) -> bool:
         model = DistributedDataParallel(net, process_group=group, bucket_cap_mb=0.01)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         for step in range(5):
-            torch.manual_seed(10 * step + dist.get_rank())
+            torch.manual_seed(10 * step + rank)
             optimizer.zero_grad()
             model(torch.randn(6, 24).cuda()).square().mean().backward()
             optimizer.step()
         models.append(net)
-    return all(same_bits(a, b) for a, b in zip(*(m.parameters() for m in models), strict=True))
-
-
-@marked
-def test_torch_ddp_trains_on_it_with_the_bits_of_gloo():
-    assert run_processes(2, train) == [True, True]
+    assert all(same_bits(a, b) for a, b in zip(*(m.parameters() for m in models), strict=True))

@@ -1,10 +1,7 @@
 """Every collective, dtype, op, size, kind of memory, algorithm and order of additions, bit by bit, among 1 to 8 ranks.
 
 Ranks are processes on however many GPUs there are, and late by turns. Each world, algorithm and order draws its cases.
-Skipped where there is no GPU.
 """
-
-from __future__ import annotations
 
 import itertools
 import os
@@ -14,7 +11,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from cuda_ranks import SOFTWARE, marked, run_processes
+from cuda_ranks import SOFTWARE
+from cuda_training import on_gpus
 from models.workload import same_bits
 
 import syncengine
@@ -176,17 +174,12 @@ def check_paths(communicator: syncengine.Communicator, algorithm: str) -> None:
         assert communicator.size == 1 or counters[f"cuda_{path}_bytes"] > 0, counters
 
 
-def in_a_process(rank: int) -> str:
+@on_gpus(in_job=False)
+@pytest.mark.parametrize("world", range(1, 9))
+def test_processes(rank: int, world: int):
     for algorithm, numerics in WAYS:
         os.environ["SYNCENGINE_TEST_ALGORITHM"] = algorithm
         communicator = syncengine.init(numerics=numerics, timeout=60.0)
         conformance(communicator, algorithm, DRAWN)
         check_paths(communicator, algorithm)
         syncengine.shutdown()
-    return "good"
-
-
-@marked
-@pytest.mark.parametrize("world", range(1, 9))
-def test_processes(world: int):
-    assert run_processes(world, in_a_process) == ["good"] * world

@@ -3,8 +3,6 @@
 Elsewhere ranks share whatever there is; in tests/cuda/software/peers_test.cpp devices do not reach each other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,9 +1,4 @@
-"""Training on CUDA: Parallel against DDP over Gloo, and over NCCL, in the same processes; every gradient of every step.
-
-Skipped where there is no GPU; `make gpu` runs it.
-"""
-
-from __future__ import annotations
+"""Training on CUDA: Parallel beside DDP over Gloo, and over NCCL, in the same processes: all gradients of all steps."""
 
 import contextlib
 from collections.abc import Callable
@@ -11,10 +6,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-from cuda_ranks import marked, needs_a_gpu_each, needs_real, run_processes
-from cuda_training import batch, job
+from cuda_ranks import marked, needs_real, run_processes
+from cuda_training import batch, job, on_gpus
 from parallel_models import CAP, Conv, Mixed, Mlp, Tied
 from test_cuda_conformance import same
 from torch import nn
@@ -116,18 +112,12 @@ def test_three_ranks_in_a_ring_train_bit_equal_to_ddp_over_gloo():
     assert run_processes(3, trains_as_ddp, environ={"SYNCENGINE_NUMERICS": "ring"}) == [[]] * 3
 
 
-def trains_near_ddp(rank: int) -> str:
+@on_gpus(world=3)
+def test_three_ranks_in_rank_order_differ_from_ddp_by_rounding_alone(rank: int):
     runs = [Run(dtype=torch.float64), Run(dtype=torch.float64, model=Conv, accumulate=3, set_to_none=False)]
-    with job():
-        for run in runs:
-            ours, theirs = train(syncengine.Parallel, run), train(DistributedDataParallel, run)
-            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
-    return "good"
-
-
-@marked
-def test_three_ranks_in_rank_order_differ_from_ddp_by_rounding_alone():
-    assert run_processes(3, trains_near_ddp) == ["good"] * 3
+    for run in runs:
+        ours, theirs = train(syncengine.Parallel, run), train(DistributedDataParallel, run)
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
 def scales(rank: int) -> list[list[float]]:
@@ -152,7 +142,8 @@ def trains_as_ddp_over_nccl(rank: int) -> list[str]:
 @needs_real("NCCL")
 @marked
 def test_two_ranks_train_bit_equal_to_ddp_over_nccl():
-    needs_a_gpu_each(2)
+    if torch.cuda.device_count() < 2:
+        pytest.skip("NCCL needs a GPU for each of 2 ranks")
     assert run_processes(2, trains_as_ddp_over_nccl) == [[], []]
 
 

@@ -1,9 +1,4 @@
-"""A rank fails while others replay a captured step of ``Parallel``: streams end, on NaN; the next eager call says who.
-
-Skipped where there is no GPU; `make gpu` runs them.
-"""
-
-from __future__ import annotations
+"""A rank fails while others replay a captured step of Parallel: streams end, on NaN; the next eager call says who."""
 
 import functools
 import os
@@ -16,7 +11,6 @@ import torch.distributed as dist
 from cuda_ranks import marked, run_processes
 from cuda_training import deterministic, graph_step
 from parallel_models import Mlp
-from test_cuda_hosts import live_on
 
 import syncengine
 from syncengine.errors import SyncError
@@ -46,9 +40,8 @@ def fails_within(number: int, replay: Callable[[], None]) -> None:
     os.kill(os.getpid(), number)
 
 
-def survives(rank: int, hosts: str, number: int, within: bool) -> list[str]:
+def survives(rank: int, number: int, within: bool) -> list[str]:
     """The errors of a survivor's next calls."""
-    live_on(hosts, rank)
     deterministic()
     dist.init_process_group("gloo")
     syncengine.init(timeout=15.0)  # connecting, with a CUDA context to be made, takes some of it
@@ -104,6 +97,6 @@ def survives(rank: int, hosts: str, number: int, within: bool) -> list[str]:
     ],
 )
 def test_a_rank_fails_while_others_replay(hosts: str, number: int, within: bool, error: str):
-    body = functools.partial(survives, hosts=hosts, number=number, within=within)
-    for said in run_processes(len(hosts), body, killed=1)[::2]:  # all but rank 1
+    body = functools.partial(survives, number=number, within=within)
+    for said in run_processes(len(hosts), body, killed=1, hosts=hosts)[::2]:  # all but rank 1
         assert all(text.startswith(error) and "rank 1" in text for text in said), said

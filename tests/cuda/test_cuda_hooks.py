@@ -1,10 +1,7 @@
 """Communication hooks and sparse gradients of ``Parallel(model.cuda())``: bits, streams, errors.
 
-Skipped where there is no GPU; `make gpu` runs them. What needs none of it is in test_comm_hooks.py and
-test_sparse_gradients.py, on flat buckets too.
+Tests without a GPU are in test_comm_hooks.py and test_sparse_gradients.py, on flat buckets too.
 """
-
-from __future__ import annotations
 
 import threading
 import time
@@ -16,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cuda_ranks import marked, run_processes
-from cuda_training import batch, job
+from cuda_training import batch, on_gpus
 from faults import WITHIN
 from models.workload import same_bits
 from parallel_models import CAP, Mlp
@@ -40,23 +37,18 @@ def runs_of(name: str) -> list[Run]:
     return [Run(), Run(accumulate=2, set_to_none=False, options=tuple(CAP.items()))]
 
 
-def hooks_train_as_under_ddp(rank: int) -> list[str]:
+@on_gpus()
+def test_torchs_hooks_train_bit_equal_to_ddp_over_gloo(rank: int):
     different = []
-    with job():
-        for name, register in TORCH_HOOKS.items():
-            for run in runs_of(name):
-                ours, theirs = (
-                    train(partial(with_hook, wrap, register), run)
-                    for wrap in (syncengine.Parallel, DistributedDataParallel)
-                )
-                if len(ours) != len(theirs) or not all(map(same_bits, ours, theirs)):
-                    different.append(f"{name}: {run}")
+    for name, register in TORCH_HOOKS.items():
+        for run in runs_of(name):
+            ours, theirs = (
+                train(partial(with_hook, wrap, register), run)
+                for wrap in (syncengine.Parallel, DistributedDataParallel)
+            )
+            if len(ours) != len(theirs) or not all(map(same_bits, ours, theirs)):
+                different.append(f"{name}: {run}")
     return different
-
-
-@marked
-def test_torchs_hooks_train_bit_equal_to_ddp_over_gloo():
-    assert run_processes(2, hooks_train_as_under_ddp) == [[], []]
 
 
 # ---- streams ----
@@ -114,79 +106,58 @@ def test_the_host_does_not_wait_for_futures_that_are_complete():
 # ---- alone, later, and failing ----
 
 
-def alone(rank: int) -> str:
-    with job():
-        for register, change in (
-            (lambda model: model.register_comm_hook(None, average_at_once), lambda grad: grad),
-            (
-                lambda model: model.register_comm_hook(None, syncengine.hooks.bf16_compress),
-                lambda grad: grad.bfloat16().float(),
-            ),
-        ):
-            model = syncengine.Parallel(Mlp().cuda())
-            register(model)
-            local = local_gradients(model.module, batch(0))
-            for _ in range(2):
-                model.zero_grad()
-                model(batch(0)).square().mean().backward()
-                for parameter, grad in zip(model.parameters(), local, strict=True):
-                    assert same_bits(parameter.grad, change(grad))
-    return "good"
+@on_gpus(world=1)
+def test_one_rank_runs_its_hook_too(rank: int):
+    for hook, change in (
+        (average_at_once, lambda grad: grad),
+        (syncengine.hooks.bf16_compress, lambda grad: grad.bfloat16().float()),
+    ):
+        model = syncengine.Parallel(Mlp().cuda())
+        model.register_comm_hook(None, hook)
+        local = local_gradients(model.module, batch(0))
+        for _ in range(2):
+            model.zero_grad()
+            model(batch(0)).square().mean().backward()
+            for parameter, grad in zip(model.parameters(), local, strict=True):
+                assert same_bits(parameter.grad, change(grad))
 
 
-@marked
-def test_one_rank_runs_its_hook_too():
-    assert run_processes(1, alone) == ["good"]
-
-
-def a_hook_comes_later(rank: int) -> str:
+@on_gpus()
+def test_a_hook_may_come_after_some_steps(rank: int):
     torch.manual_seed(0)  # the tolerance of bfloat16 below holds for these weights, not for all
-    with job():
-        for hook in (average_at_once, syncengine.hooks.bf16_compress):
-            model = syncengine.Parallel(Mlp().cuda(), bucket_cap_mb=0.5)
-            plain = [torch.zeros_like(p) for p in model.parameters()]
-            for step in range(6):
-                if step == 3:
-                    plain = [p.grad.clone() for p in model.parameters()]
-                    model.register_comm_hook(None, hook)
-                model.zero_grad()
-                model(batch(0)).square().mean().backward()
-            for parameter, grad in zip(model.parameters(), plain, strict=True):
-                if hook is average_at_once:
-                    assert same_bits(parameter.grad, grad)
-                else:
-                    torch.testing.assert_close(parameter.grad, grad, rtol=0.02, atol=1e-4)
-    return "good"
+    for hook in (average_at_once, syncengine.hooks.bf16_compress):
+        model = syncengine.Parallel(Mlp().cuda(), bucket_cap_mb=0.5)
+        plain = [torch.zeros_like(p) for p in model.parameters()]
+        for step in range(6):
+            if step == 3:
+                plain = [p.grad.clone() for p in model.parameters()]
+                model.register_comm_hook(None, hook)
+            model.zero_grad()
+            model(batch(0)).square().mean().backward()
+        for parameter, grad in zip(model.parameters(), plain, strict=True):
+            if hook is average_at_once:
+                assert same_bits(parameter.grad, grad)
+            else:
+                torch.testing.assert_close(parameter.grad, grad, rtol=0.02, atol=1e-4)
 
 
-@marked
-def test_a_hook_may_come_after_some_steps():
-    assert run_processes(2, a_hook_comes_later) == ["good"] * 2
-
-
-def raises_in_a_hook(rank: int) -> str:
+@on_gpus()
+def test_an_error_of_a_hook_reaches_every_rank(rank: int):
     def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         if rank == 1:
             raise KeyError("no such bucket")
         return torch.futures.Future(devices=[bucket.buffer().device])  # never completed
 
-    with job():
-        model = syncengine.Parallel(nn.Linear(24, 3).cuda())
-        model.register_comm_hook(None, hook)
-        loss = model(batch(0)).sum()
-        dist.barrier()
-        with pytest.raises(KeyError if rank == 1 else syncengine.errors.Aborted, match="no such bucket"):
-            loss.backward()
-        deadline = time.monotonic() + WITHIN  # autograd's thread lets go of what is left a little later
-        while any(p.grad is not None for p in model.parameters()) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert all(p.grad is None for p in model.parameters())
-    return "good"
-
-
-@marked
-def test_an_error_of_a_hook_reaches_every_rank():
-    assert run_processes(2, raises_in_a_hook) == ["good"] * 2
+    model = syncengine.Parallel(nn.Linear(24, 3).cuda())
+    model.register_comm_hook(None, hook)
+    loss = model(batch(0)).sum()
+    dist.barrier()
+    with pytest.raises(KeyError if rank == 1 else syncengine.errors.Aborted, match="no such bucket"):
+        loss.backward()
+    deadline = time.monotonic() + WITHIN  # autograd's thread lets go of what is left a little later
+    while any(p.grad is not None for p in model.parameters()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert all(p.grad is None for p in model.parameters())
 
 
 # ---- sparse gradients ----
@@ -203,35 +174,29 @@ def average_tables(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[
     return syncengine.hooks.completed(average.to(buffer.device))
 
 
-def sparse_average(rank: int, with_hook: bool) -> str:
-    """Beside dense sums over what Gloo gathers."""
-    with job():
-        model = syncengine.Parallel(Tables().cuda())
-        if with_hook:
-            model.register_comm_hook(None, average_tables)
-        side = torch.cuda.Stream()
-        for step in range(4):
-            model.zero_grad(set_to_none=step % 2 == 0)
-            x = ids(step).cuda()
-            expected = []
-            for grad in torch.autograd.grad(model.module(x).square().sum(), list(model.module.parameters())):
-                dense = (grad.coalesce().to_dense() if grad.is_sparse else grad).cpu()
-                dist.all_reduce(dense)
-                expected.append(dense / dist.get_world_size())
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side if step > 1 else torch.cuda.current_stream()):
-                model(x).square().sum().backward()
-                found = [p.grad.to_dense() if p.grad.is_sparse else p.grad for p in model.parameters()]
-                found = [grad.cpu() for grad in found]
-            torch.cuda.current_stream().wait_stream(side)
-            assert model.module.words.weight.grad.is_coalesced()
-            for grad, average in zip(found, expected, strict=True):
-                torch.testing.assert_close(grad, average)
-    return "good"
-
-
-@marked
+@on_gpus()
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("with_hook", [False, True])
-def test_sparse_gradients_are_averaged(world: int, with_hook: bool):
-    assert run_processes(world, partial(sparse_average, with_hook=with_hook)) == ["good"] * world
+def test_sparse_gradients_are_averaged(rank: int, world: int, with_hook: bool):
+    """Beside dense sums over what Gloo gathers."""
+    model = syncengine.Parallel(Tables().cuda())
+    if with_hook:
+        model.register_comm_hook(None, average_tables)
+    side = torch.cuda.Stream()
+    for step in range(4):
+        model.zero_grad(set_to_none=step % 2 == 0)
+        x = ids(step).cuda()
+        expected = []
+        for grad in torch.autograd.grad(model.module(x).square().sum(), list(model.module.parameters())):
+            dense = (grad.coalesce().to_dense() if grad.is_sparse else grad).cpu()
+            dist.all_reduce(dense)
+            expected.append(dense / world)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side if step > 1 else torch.cuda.current_stream()):
+            model(x).square().sum().backward()
+            found = [p.grad.to_dense() if p.grad.is_sparse else p.grad for p in model.parameters()]
+            found = [grad.cpu() for grad in found]
+        torch.cuda.current_stream().wait_stream(side)
+        assert model.module.words.weight.grad.is_coalesced()
+        for grad, average in zip(found, expected, strict=True):
+            torch.testing.assert_close(grad, average)

@@ -1,9 +1,4 @@
-"""Steps of ``Parallel(model.cuda())`` that are lost since ranks run out of memory: training goes on.
-
-Skipped where there is no GPU; `make gpu` runs them.
-"""
-
-from __future__ import annotations
+"""Steps of ``Parallel(model.cuda())`` that are lost since ranks run out of memory: training goes on."""
 
 import copy
 import random

@@ -3,8 +3,6 @@
 Skipped where there is no GPU, or no compute-sanitizer; `make gpu` builds what is checked, and runs it.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,9 +1,4 @@
-"""Device memory of processes: ``shutdown()`` gives all of it back; where there is too little, all ranks hear of it.
-
-Skipped where there is no GPU; `make gpu` runs them.
-"""
-
-from __future__ import annotations
+"""Device memory of processes: ``shutdown()`` gives all of it back; where there is too little, all ranks hear of it."""
 
 import functools
 import gc
@@ -13,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cuda_ranks import SOFTWARE, alone, marked, run_processes
-from test_cuda_hosts import live_on
+from cuda_training import on_gpus
 from torch import nn
 
 import syncengine
@@ -57,28 +52,23 @@ def trains(drops_first: bool) -> None:
     syncengine.shutdown()
 
 
-def keeps(rank: int) -> list[int]:
-    """How many MiB fewer are free after each round than before the first."""
+@alone
+@on_gpus(in_job=False)
+@pytest.mark.parametrize("world", [2, 3])
+def test_shutdown_gives_all_memory_back(rank: int, world: int):
     dist.init_process_group("gloo")
     trains(False)  # loads kernels, which stay
     before = free_memory()
-    kept = []
+    kept = []  # MiB that are not free any more
     for drops_first in (False, True, False):
         trains(drops_first)
         kept.append((before - free_memory()) // MIB)
-    return kept
+    assert max(kept) < 8, kept
 
 
 @alone
-@marked
-@pytest.mark.parametrize("world", [2, 3])
-def test_shutdown_gives_all_memory_back(world: int):
-    for kept in run_processes(world, keeps):
-        assert max(kept) < 8, kept
-
-
-def makes_models(rank: int) -> list[int]:
-    """How many MiB fewer are free behind each model than behind the first two: one is there while the next is made."""
+@on_gpus(in_job=False)
+def test_a_model_that_is_gone_leaves_its_memory_to_the_next(rank: int):
     dist.init_process_group("gloo")
     syncengine.init(timeout=60.0)
     free = []
@@ -86,14 +76,8 @@ def makes_models(rank: int) -> list[int]:
         trained()
         free.append(free_memory() // MIB)
     syncengine.shutdown()
-    return [free[1] - behind for behind in free[2:]]
-
-
-@alone
-@marked
-def test_a_model_that_is_gone_leaves_its_memory_to_the_next():
-    for kept in run_processes(2, makes_models):
-        assert max(kept) < 8, kept
+    kept = [free[1] - behind for behind in free[2:]]  # MiB less than behind two, as one is there while the next is made
+    assert max(kept) < 8, kept
 
 
 # ---- what there is too little of ----
@@ -120,9 +104,8 @@ def outcome(call: Callable[[], object]) -> str:
     return "no error"
 
 
-def runs_out(rank: int, hosts: str, prepare: Callable[[], Callable[[], object]]) -> tuple[str, str]:
+def runs_out(rank: int, prepare: Callable[[], Callable[[], object]]) -> tuple[str, str]:
     """What is said where rank 0's device has too little memory, and what the next call says, with enough of it."""
-    live_on(hosts, rank)
     syncengine.init(timeout=60.0)
     ask = prepare()
     syncengine.barrier()  # all have what they need before
@@ -151,7 +134,7 @@ def test_too_little_memory_fails_the_communicator(hosts: str, prepare: Callable[
         possible.append((own[0], "no error"))
     if not SOFTWARE and torch.cuda.device_count() == 1:  # rank 1 has no more memory than rank 0
         possible += [(own[0], own[1]), (told[1], own[1])]
-    outcomes = run_processes(2, functools.partial(runs_out, hosts=hosts, prepare=prepare))
+    outcomes = run_processes(2, functools.partial(runs_out, prepare=prepare), hosts=hosts)
     said = [said for said, _ in outcomes]
     assert any(all(map(str.startswith, said, texts)) for texts in possible), outcomes
     assert all(then.startswith(tuple(told)) for _, then in outcomes), outcomes

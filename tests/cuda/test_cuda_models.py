@@ -1,9 +1,4 @@
-"""Models that users train on CUDA, bit equal to DDP over Gloo.
-
-Skipped where there is no GPU; `make gpu` runs them.
-"""
-
-from __future__ import annotations
+"""Models that users train on CUDA, bit equal to DDP over Gloo."""
 
 import hashlib
 from collections.abc import Callable
@@ -12,13 +7,11 @@ from functools import partial
 import pytest
 import torch
 from cuda_ranks import marked, needs_real, run_processes
-from cuda_training import batch, job
+from cuda_training import batch, job, on_gpus
 from parallel_models import Mlp
-from test_cuda_conformance import same
-from test_cuda_equality import ADAM, Run, train
+from test_cuda_equality import ADAM, Run, differ
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import syncengine
@@ -47,55 +40,38 @@ class Lstm(nn.Module):
         return self.lstm(x.view(-1, 4, 6))[0]
 
 
+def normed(width: int = 16) -> nn.Module:
+    """A model whose buffers are written by kernels that leave versions as they are."""
+    return nn.Sequential(nn.Linear(24, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 3))
+
+
 def synchronized_norm() -> nn.Module:
-    layers = nn.Sequential(nn.Linear(24, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
-    return nn.SyncBatchNorm.convert_sync_batchnorm(layers)
+    return nn.SyncBatchNorm.convert_sync_batchnorm(normed(width=8))
 
 
 def compiled(backend: str) -> nn.Module:
     return torch.compile(Mlp(), backend=backend)
 
 
-RUNS = {
-    "gpt": Run(model=Gpt, optimizer=ADAM),
-    "gpt in bfloat16 by autocast": Run(model=Gpt, optimizer=ADAM, autocast=torch.bfloat16, accumulate=2),
-    "compiled, by eager kernels": Run(model=partial(compiled, "aot_eager")),
-}
-REAL_RUNS = {
-    "lstm by cuDNN": Run(model=Lstm),
-    "SyncBatchNorm": Run(model=synchronized_norm),
-    "compiled by Inductor": Run(model=partial(compiled, "inductor")),
-}
+real = needs_real("kernels of cuDNN, SyncBatchNorm and compilers")
 
 
-def trains_as_ddp(rank: int, run: Run) -> bool:
-    with job():
-        ours, theirs = train(syncengine.Parallel, run), train(DistributedDataParallel, run)
-        return len(ours) == len(theirs) and all(map(same, ours, theirs))
-
-
-@marked
-@pytest.mark.parametrize("name", RUNS)
-def test_training_is_bit_equal_to_ddp(name: str):
-    assert run_processes(2, partial(trains_as_ddp, run=RUNS[name])) == [True, True]
-
-
-@needs_real("kernels of cuDNN, SyncBatchNorm and compilers")
-@marked
-@pytest.mark.parametrize("name", REAL_RUNS)
-def test_training_by_kernels_of_a_gpu_is_bit_equal_to_ddp(name: str):
-    assert run_processes(2, partial(trains_as_ddp, run=REAL_RUNS[name])) == [True, True]
-
-
-class Normed(nn.Module):
-    """Its buffers are written by kernels that leave versions as they are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(24, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x)
+@on_gpus()
+@pytest.mark.parametrize(
+    "run",
+    [
+        pytest.param(Run(model=Gpt, optimizer=ADAM), id="gpt"),
+        pytest.param(
+            Run(model=Gpt, optimizer=ADAM, autocast=torch.bfloat16, accumulate=2), id="gpt in bfloat16 by autocast"
+        ),
+        pytest.param(Run(model=partial(compiled, "aot_eager")), id="compiled, by eager kernels"),
+        pytest.param(Run(model=Lstm), id="lstm by cuDNN", marks=real),
+        pytest.param(Run(model=synchronized_norm), id="SyncBatchNorm", marks=real),
+        pytest.param(Run(model=partial(compiled, "inductor")), id="compiled by Inductor", marks=real),
+    ],
+)
+def test_training_is_bit_equal_to_ddp(rank: int, run: Run):
+    return differ([run])
 
 
 def numbered(rank: int, model: Callable[[], nn.Module], dtype: torch.dtype) -> dict[str, str]:
@@ -116,24 +92,16 @@ def numbered(rank: int, model: Callable[[], nn.Module], dtype: torch.dtype) -> d
 
 
 @marked
-@pytest.mark.parametrize(
-    ("model", "dtype"), [(Mlp, torch.float32), (Mlp, torch.bfloat16), (Normed, torch.float32)], ids=str
-)
+@pytest.mark.parametrize(("model", "dtype"), [(Mlp, torch.float32), (Mlp, torch.bfloat16), (normed, torch.float32)])
 def test_micro_batches_have_the_bits_of_any_number_of_ranks(model: Callable[[], nn.Module], dtype: torch.dtype):
     alone = run_processes(1, partial(numbered, model=model, dtype=dtype))
     for world in (2, 3, 4):
         assert run_processes(world, partial(numbered, model=model, dtype=dtype)) == alone * world
 
 
-def shards(rank: int) -> str:
-    with job():
-        model = syncengine.Parallel(nn.Linear(24, 24).cuda())
-        with pytest.raises(InvalidUsage, match=r"ShardedOptimizer is for CPU models, but a parameter is on cuda:\d"):
-            syncengine.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
-        model(batch(0)).sum().backward()  # and it can still be trained
-    return "good"
-
-
-@marked
-def test_a_sharded_optimizer_is_refused():
-    assert run_processes(2, shards) == ["good"] * 2
+@on_gpus()
+def test_a_sharded_optimizer_is_refused(rank: int):
+    model = syncengine.Parallel(nn.Linear(24, 24).cuda())
+    with pytest.raises(InvalidUsage, match=r"ShardedOptimizer is for CPU models, but a parameter is on cuda:\d"):
+        syncengine.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    model(batch(0)).sum().backward()  # and it can still be trained

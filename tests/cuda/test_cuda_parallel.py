@@ -1,9 +1,7 @@
 """``Parallel(model.cuda())``: bits, streams, graphs. Ranks are processes, on however many GPUs there are.
 
-Skipped where there is no GPU; `make gpu` runs them. What needs none of it is in test_flat_buckets.py.
+Tests without a GPU are in test_flat_buckets.py.
 """
-
-from __future__ import annotations
 
 import os
 import time
@@ -14,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cuda_ranks import SOFTWARE, alone, marked, needs_real, run_processes
-from cuda_training import batch, graph_step, job
+from cuda_training import batch, graph_step, job, on_gpus
 from models.workload import same_bits
 from parallel_models import CAP, Branches, Mlp
 from test_nonfinite import Given, cases, check, gradients
@@ -181,7 +179,10 @@ def test_the_host_waits_for_no_device_in_a_step():
     assert run_processes(2, host_runs_ahead) == ["good"] * 2
 
 
-def overlaps(rank: int) -> str:
+@needs_real("profiler")
+@alone
+@on_gpus()
+def test_buckets_are_reduced_while_backward_runs(rank: int):
     from torch.profiler import ProfilerActivity, profile
 
     class Slow(nn.Module):
@@ -192,61 +193,46 @@ def overlaps(rank: int) -> str:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.last(Sleep.apply(self.first(x), LONG))
 
-    with job():
-        model = syncengine.Parallel(Slow().cuda(), **CAP)
-        for step in range(3):
-            model(batch(step)).sum().backward()
+    model = syncengine.Parallel(Slow().cuda(), **CAP)
+    for step in range(3):
+        model(batch(step)).sum().backward()
+    torch.cuda.synchronize()
+    syncengine.barrier()
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        model(batch(3)).sum().backward()
         torch.cuda.synchronize()
-        syncengine.barrier()
-        with profile(activities=[ProfilerActivity.CUDA]) as trace:
-            model(batch(3)).sum().backward()
-            torch.cuda.synchronize()
     kernels = [(e.name, e.time_range) for e in trace.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     slept = next(span for name, span in kernels if "spin" in name)
     reduced = [span.start for name, span in kernels if "syncengine" in name and "copy_kernel" not in name]
     assert min(reduced) < slept.end < max(reduced), kernels
-    return "good"
 
 
-@needs_real("profiler")
-@alone
-@marked
-def test_buckets_are_reduced_while_backward_runs():
-    assert run_processes(2, overlaps) == ["good"] * 2
-
-
-def unused(rank: int) -> str:
+@on_gpus()
+def test_unused_parameters_and_uneven_inputs(rank: int):
     def gradients_of(left: bool, step: int) -> list[torch.Tensor]:
         """The gradients of this rank, of all layers but `never`."""
         loss = inner(batch(step), left).sum()
         return list(torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True))
 
-    with job():
-        model = syncengine.Parallel(Branches().cuda(), find_unused_parameters=True, **CAP)
-        inner = model.module
-        parameters = [p for layer in (inner.stem, inner.left, inner.right) for p in layer.parameters()]
-        for step in range(3):
+    model = syncengine.Parallel(Branches().cuda(), find_unused_parameters=True, **CAP)
+    inner = model.module
+    parameters = [p for layer in (inner.stem, inner.left, inner.right) for p in layer.parameters()]
+    for step in range(3):
+        model.zero_grad()
+        expected = average_of(gradients_of(rank == 0, step))
+        model(batch(step), rank == 0).sum().backward()
+        assert all(same_bits(p.grad.cpu(), average) for p, average in zip(parameters, expected, strict=True)), step
+        assert inner.never.weight.grad is None
+    with model.join():
+        for step in range(1 + rank):
             model.zero_grad()
-            expected = average_of(gradients_of(rank == 0, step))
-            model(batch(step), rank == 0).sum().backward()
-            assert all(same_bits(p.grad.cpu(), average) for p, average in zip(parameters, expected, strict=True)), step
-            assert inner.never.weight.grad is None
-        with model.join():
-            for step in range(1 + rank):
-                model.zero_grad()
-                model(batch(step), True).sum().backward()
-        own = gradients_of(True, 1) if rank == 1 else [torch.zeros_like(p) for p in parameters]
-        expected = average_of(own)  # rank 1 has made this step alone
-        if rank == 1:
-            trained = [*inner.stem.parameters(), *inner.left.parameters()]
-            assert all(same_bits(p.grad.cpu(), average) for p, average in zip(trained, expected[:4], strict=True))
-            assert inner.right.weight.grad is None
-    return "good"
-
-
-@marked
-def test_unused_parameters_and_uneven_inputs():
-    assert run_processes(2, unused) == ["good"] * 2
+            model(batch(step), True).sum().backward()
+    own = gradients_of(True, 1) if rank == 1 else [torch.zeros_like(p) for p in parameters]
+    expected = average_of(own)  # rank 1 has made this step alone
+    if rank == 1:
+        trained = [*inner.stem.parameters(), *inner.left.parameters()]
+        assert all(same_bits(p.grad.cpu(), average) for p, average in zip(trained, expected[:4], strict=True))
+        assert inner.right.weight.grad is None
 
 
 # ---- graphs ----

@@ -1,9 +1,4 @@
-"""``Parallel(model.cuda())`` when a rank fails, or where something is not supported or does not fit.
-
-Skipped where there is no GPU; `make gpu` runs them.
-"""
-
-from __future__ import annotations
+"""``Parallel(model.cuda())`` when a rank fails, or where something is not supported or does not fit."""
 
 import os
 import signal
@@ -15,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cuda_ranks import alone, marked, run_processes
-from cuda_training import batch, deterministic, graph_step, job
+from cuda_training import batch, deterministic, graph_step, on_gpus
 from parallel_models import Mlp
 from torch import nn
 from torch.autograd import Variable
@@ -27,16 +22,11 @@ from syncengine.errors import Aborted, InvalidUsage, PeerLost, SyncError, Timeou
 
 FAULT_AT = 3  # the step in which rank 1 fails
 
-
-def raise_in_backward(model: nn.Module) -> None:
-    model.module.head.weight.register_hook(lambda grad: 1 / 0)
-
-
 FAULTS: dict[str, Callable[[nn.Module], None]] = {
     "killed": lambda model: os.kill(os.getpid(), signal.SIGKILL),
     "stopped": lambda model: os.kill(os.getpid(), signal.SIGSTOP),
     "forward": lambda model: model.module.register_forward_pre_hook(lambda module, inputs: 1 / 0),
-    "backward": raise_in_backward,
+    "backward": lambda model: model.module.head.weight.register_hook(lambda grad: 1 / 0),
 }
 
 
@@ -127,72 +117,54 @@ def fails(rank: int) -> tuple[str, bool, str, bool]:
     return error.typename, at_once, str(error.value), gone
 
 
-def fails_often(rank: int) -> set[tuple[str, bool, str, bool]]:
-    dist.init_process_group("gloo")
-    return {fails(rank) for _ in range(10)}
-
-
-@marked
-def test_a_failed_backward_leaves_no_gradients():
+@on_gpus(in_job=False)
+def test_a_failed_backward_leaves_no_gradients(rank: int):
     """Also where autograd's device thread lets go of the graph task after backward() has raised, as it may."""
-    first, second = run_processes(2, fails_often)
-    assert first == {("Aborted", True, "rank 1: backward aborted", True)}
-    assert {(raised, gone) for raised, _, _, gone in second} == {("ZeroDivisionError", True)}
+    dist.init_process_group("gloo")
+    ends = {fails(rank) for _ in range(10)}
+    if rank == 0:
+        assert ends == {("Aborted", True, "rank 1: backward aborted", True)}, ends
+    else:
+        assert {(raised, gone) for raised, _, _, gone in ends} == {("ZeroDivisionError", True)}, ends
 
 
-def begins_with_another_model(rank: int) -> str:
-    with job():
-        models = [syncengine.Parallel(nn.Linear(24, 24).cuda()) for _ in range(2)]
-        models.reverse() if rank == 1 else None
-        with pytest.raises(SyncError) as error:
-            for model in models * 2:
-                model(batch(0)).sum().backward()
-                torch.cuda.synchronize()
-        return f"{type(error.value).__name__}: {error.value}"
-
-
-@marked
-def test_models_of_one_shape_are_not_taken_for_each_other():
-    for text in run_processes(2, begins_with_another_model):
-        assert "Mismatch" in text and "bucket 0" in text
+@on_gpus()
+def test_models_of_one_shape_are_not_taken_for_each_other(rank: int):
+    models = [syncengine.Parallel(nn.Linear(24, 24).cuda()) for _ in range(2)]
+    models.reverse() if rank == 1 else None
+    with pytest.raises(SyncError) as error:
+        for model in models * 2:
+            model(batch(0)).sum().backward()
+            torch.cuda.synchronize()
+    text = f"{error.typename}: {error.value}"
+    assert "Mismatch" in text and "bucket 0" in text, text
 
 
 # ---- what is refused ----
 
 
-def refusals(rank: int) -> str:
-    with job():
-        mixed = nn.Sequential(nn.Linear(24, 24).cuda(), nn.Linear(24, 1))
-        with pytest.raises(InvalidUsage, match=r"several devices: parameter 0.weight is on cuda:\d, 1.weight on cpu"):
-            syncengine.Parallel(mixed)
-        with pytest.raises(InvalidUsage, match="device_ids says device 99"):
-            syncengine.Parallel(nn.Linear(1, 1).cuda(), device_ids=[99])
-        norm = nn.BatchNorm1d(3).cuda()
-        norm.running_mean = norm.running_mean.cpu()
-        with pytest.raises(InvalidUsage, match="buffer running_mean on cpu"):
-            syncengine.Parallel(norm)
-        model = syncengine.Parallel(nn.Linear(24, 24).cuda())
-        model.cpu()
-        with pytest.raises(SyncError, match="stay where they were"):
-            model(batch(0).cpu()).sum().backward()
-    return "good"
+@on_gpus()
+def test_what_is_not_supported_is_refused_by_name(rank: int):
+    mixed = nn.Sequential(nn.Linear(24, 24).cuda(), nn.Linear(24, 1))
+    with pytest.raises(InvalidUsage, match=r"several devices: parameter 0.weight is on cuda:\d, 1.weight on cpu"):
+        syncengine.Parallel(mixed)
+    with pytest.raises(InvalidUsage, match="device_ids says device 99"):
+        syncengine.Parallel(nn.Linear(1, 1).cuda(), device_ids=[99])
+    norm = nn.BatchNorm1d(3).cuda()
+    norm.running_mean = norm.running_mean.cpu()
+    with pytest.raises(InvalidUsage, match="buffer running_mean on cpu"):
+        syncengine.Parallel(norm)
+    model = syncengine.Parallel(nn.Linear(24, 24).cuda())
+    model.cpu()
+    with pytest.raises(SyncError, match="stay where they were"):
+        model(batch(0).cpu()).sum().backward()
 
 
-@marked
-def test_what_is_not_supported_is_refused_by_name():
-    assert run_processes(2, refusals) == ["good"] * 2
-
-
-def wraps_a_synchronized_norm(rank: int) -> str:
+@on_gpus(in_job=False)
+def test_synchronized_norms_without_torch_distributed_are_refused(rank: int):
     """Torch's layer would normalize by this rank's batch alone, since torch.distributed is not initialized."""
     syncengine.init(timeout=60.0)
     text = r"^1, a SyncBatchNorm on cuda:\d exchanges .*: call torch\.distributed\.init_process_group\(\) first$"
     with pytest.raises(InvalidUsage, match=text):
         syncengine.Parallel(nn.Sequential(nn.Linear(4, 4), nn.SyncBatchNorm(4)).cuda())
     syncengine.shutdown()
-    return "good"
-
-
-@marked
-def test_synchronized_norms_without_torch_distributed_are_refused():
-    assert run_processes(2, wraps_a_synchronized_norm) == ["good"] * 2

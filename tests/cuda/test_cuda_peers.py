@@ -3,8 +3,6 @@
 On the device in software alone, which has several, and refuses what it is told to.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 BACKEND names the process group's. Each saves what an optimizer has trained.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 

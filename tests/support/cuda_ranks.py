@@ -1,7 +1,5 @@
 """GPU ranks, as processes on however many GPUs there are; and what tests need to be skipped or run alone."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os
@@ -41,20 +39,13 @@ def marked(test: Test) -> Test:
     return pytest.mark.gpu(pytest.mark.skipif(bool(why_no_gpu()), reason=why_no_gpu() or "-")(test))
 
 
-def alone(test: Test) -> Test:
-    """For tests that take all of a device, or look at its memory or the time: on a GPU no others may run meanwhile."""
-    return pytest.mark.alone(test)
+# For tests that take all of a device, or look at its memory or the time: on a GPU no others may run meanwhile.
+alone = pytest.mark.alone
 
 
 def needs_real(what: str) -> Callable[[Test], Test]:
     """For tests that a device in software can't serve: it lacks ``what``."""
     return pytest.mark.skipif(SOFTWARE, reason=f"the software device has no {what}")
-
-
-def needs_a_gpu_each(ranks: int) -> None:
-    """Skips the test where ranks would share a GPU, which NCCL's can't."""
-    if torch.cuda.device_count() < ranks:
-        pytest.skip(f"NCCL needs a GPU for each of {ranks} ranks")
 
 
 def seeing(devices: int) -> dict[str, str]:
@@ -113,16 +104,24 @@ def get(results: Any, ranks: list[Any], killed: int | None) -> Any:
 
 
 def run_processes(
-    world: int, body: Callable[[int], Any], killed: int | None = None, environ: Mapping[str, str] | None = None
+    world: int,
+    body: Callable[[int], Any],
+    killed: int | None = None,
+    environ: Mapping[str, str] | None = None,
+    hosts: str = "",
 ) -> list[Any]:
-    """Results by rank of processes of their own; a text for an error. `killed` gives none, and does not live on."""
+    """Results by rank of processes of their own; a text for an error. `killed` gives none, and does not live on.
+
+    `hosts` has a letter for each rank: equal letters share a host.
+    """
     (port,) = unused_ports()
     context = multiprocessing.get_context("forkserver")  # which imports torch once, and starts no CUDA
     context.set_forkserver_preload([*(["software_torch"] if SOFTWARE else []), "torch", "torch._dynamo", "pytest"])
     results = context.Queue()
     ranks = []
     for rank in range(world):
-        variables = Environ({**rank_environ(rank, world, port), **(environ or {})})
+        host = {"SYNCENGINE_HOST_ID": hosts[rank]} if hosts else {}
+        variables = Environ({**rank_environ(rank, world, port), **host, **(environ or {})})
         ranks.append(context.Process(target=in_process, args=(variables, rank, body, results)))
         ranks[-1].start()
     patience = ENDING

@@ -1,12 +1,14 @@
-"""What the tests of ``Parallel`` on CUDA share: the job around a rank's body, batches, a step."""
-
-from __future__ import annotations
+"""Tools of the tests on CUDA: a test on ranks, the job around a rank's body, batches, a step."""
 
 import contextlib
-from collections.abc import Iterator
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from cuda_ranks import marked, run_processes
 from torch import nn
 
 import syncengine
@@ -28,6 +30,36 @@ def job(timeout: float = 60.0) -> Iterator[None]:
     torch.cuda.synchronize()
     syncengine.shutdown()
     dist.destroy_process_group()
+
+
+def on_gpus(
+    world: int = 2, hosts: str = "", in_job: bool = True
+) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Makes a function of a rank into a test, which passes if it returns on every rank, and nothing or an empty list.
+
+    Its other parameters are those of the test, by `pytest.mark.parametrize`; one that is called `world` is the number
+    of ranks, one that is called `hosts` says on which they live (run_processes). `in_job`: the function runs in `job`.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def test(**arguments: Any) -> None:
+            letters = arguments.get("hosts", hosts)
+            ranks = len(letters) or arguments.get("world", world)
+            results = run_processes(ranks, functools.partial(_on_rank, test, in_job, arguments), hosts=letters)
+            assert results == ["good"] * ranks, results
+
+        _, *parameters = inspect.signature(function).parameters.values()
+        test.__signature__ = inspect.Signature(parameters)
+        return marked(test)
+
+    return decorate
+
+
+def _on_rank(test: Callable[..., None], in_job: bool, arguments: dict[str, Any], rank: int) -> Any:
+    """The result of the function of `test`; "good" in place of nothing."""
+    with job() if in_job else contextlib.nullcontext():
+        return test.__wrapped__(rank, **arguments) or "good"
 
 
 def batch(step: int, rank: int | None = None, size: int = 6) -> torch.Tensor:
