@@ -1,7 +1,5 @@
 """Every process maps the arenas of all ranks of its host: they have to fit into its addresses."""
 
-from __future__ import annotations
-
 import re
 import resource
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What goes on while code of this process holds the GIL for long."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import select

@@ -11,13 +11,12 @@ import re
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import pytest
 from faults import Outcome, needs_hooks, suffer
 from launcher import Launcher
 from marks import mostly_nightly
-from test_elastic import KINDS, train
+from test_elastic import KINDS, train, undisturbed
 
 from syncengine import _joining
 from syncengine.launch.local import JOIN
@@ -41,12 +40,6 @@ def disturbed(hosts, faults, how) -> Outcome:
     if rank in faults:
         os.environ["SYNCENGINE_TEST_FAULT"] = faults[rank]
     return suffer(lambda step: train(count=STEPS, pace=PACE, **how), timeout=60.0)
-
-
-@pytest.fixture(scope="module")
-def undisturbed(pool):
-    """Of each kind of optimizers, the digest of all state of one rank alone."""
-    return {kind: pool.run(partial(train, count=STEPS, kind=kind), world=1, settings=None)[0][0] for kind in KINDS}
 
 
 class Story:
@@ -85,7 +78,7 @@ class Story:
         self.how["whims"] = seed if draw.random() < 0.5 else None
 
 
-def play(pool, undisturbed, story):
+def play(pool, expected, story):
     """How many have joined, and whether it has ended by an error."""
     with Launcher(pool, disturbed, story.hosts, story.faults, story.how) as launcher:
         launcher.start(story.world)
@@ -111,7 +104,7 @@ def play(pool, undisturbed, story):
             continue
         assert (outcome.error, outcome.left) == ("", []), (name, outcome)
         weights, members[name] = outcome.value
-        assert weights == undisturbed[story.how["kind"]], name
+        assert weights == expected[story.how["kind"]], name
     # Two parts of the run never go on beside each other. Who has ended is gone for those that still wait for others.
     for one, other in itertools.combinations([name for name in members if name < story.world], 2):
         assert one in members[other] or other in members[one], members
@@ -120,10 +113,11 @@ def play(pool, undisturbed, story):
 
 @needs_hooks
 @pytest.mark.parametrize("first", mostly_nightly(range(0, STORIES, OF_A_TEST), 0))
-def test_stories(pool, undisturbed, first):
+def test_stories(pool, first):
+    expected = {kind: undisturbed(pool, kind, STEPS) for kind in KINDS}
     stories = [Story(seed) for seed in range(first, min(first + OF_A_TEST, STORIES))]
     with ThreadPoolExecutor(AT_A_TIME) as players:
-        played = [(story, players.submit(play, pool, undisturbed, story)) for story in stories]
+        played = [(story, players.submit(play, pool, expected, story)) for story in stories]
     failed = [f"{vars(story)}: {error!r}" for story, future in played if (error := future.exception())]
     assert not failed, "\n\n".join(failed)
     joined, ended = map(sum, zip(*(future.result() for _, future in played), strict=True))

@@ -1,5 +1,6 @@
 """syncengine.elastic: ranks die at any instant, and the weights are those of a run that nobody disturbed."""
 
+import functools
 import gc
 import hashlib
 import os
@@ -270,13 +271,20 @@ def disturbed(kills, **how) -> Outcome:
     return suffer(lambda step: train(kills, **how), timeout=60.0)
 
 
-@pytest.fixture(scope="module")
-def undisturbed(pool):
+@functools.cache
+def undisturbed(pool, kind="adamw", count=STEPS):
     """The digest of all state of one rank alone."""
-    return pool.run(train, world=1, settings=None)[0][0]
+    return pool.run(partial(train, kind=kind, count=count), world=1, settings=None)[0][0]
 
 
-def check(ranks, kills, expected):
+def check(pool, kills, world=3, hosts="", kind="adamw", **how):
+    """Some ranks die, and the others end as one rank alone."""
+    expected, call = undisturbed(pool, kind), partial(disturbed, kind=kind, **how)
+    with pool.spawn_ranks(call, kills, world=world, hosts=hosts, settings=None) as ranks:
+        check_those_left(ranks, kills, expected)
+
+
+def check_those_left(ranks, kills, expected):
     """A rank of `kills` may be spared: it does not come to its place where another one's death takes it elsewhere."""
     lost = set()
     for number, rank in enumerate(ranks):
@@ -294,27 +302,22 @@ def check(ranks, kills, expected):
 
 
 @pytest.mark.nightly
-def test_nobody_dies(pool, undisturbed):
+def test_nobody_dies(pool):
     for world in (2, 3):
-        assert {value[0] for value in pool.run(train, world=world, settings=None)} == {undisturbed}
+        assert {value[0] for value in pool.run(train, world=world, settings=None)} == {undisturbed(pool)}
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("place", mostly_nightly(PLACES, 2))
-def test_killed_in_a_step(pool, undisturbed, place):
-    kills = {PLACES.index(place) % 3: (3, place)}
-    with pool.spawn_ranks(disturbed, kills, world=3, settings=None) as ranks:
-        check(ranks, kills, undisturbed)
+def test_killed_in_a_step(pool, place):
+    check(pool, {PLACES.index(place) % 3: (3, place)})
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", KINDS[1:])
 @pytest.mark.parametrize("place", ["summed", "updated"])
 def test_killed_in_a_step_of_other_optimizers(pool, place, kind):
-    expected = pool.run(partial(train, kind=kind), world=1, settings=None)[0][0]
-    kills = {1: (3, place)}
-    with pool.spawn_ranks(partial(disturbed, kind=kind), kills, world=3, settings=None) as ranks:
-        check(ranks, kills, expected)
+    check(pool, {1: (3, place)}, kind=kind)
 
 
 @pytest.mark.thorough
@@ -323,33 +326,25 @@ def test_killed_while_the_collector_runs_anywhere(pool, seed):
     """Steps are left by errors meanwhile, and done again."""
     draw = random.Random(seed)
     kind, places = draw.choice(KINDS), [*PLACES[:-1], *PLACES[1:4]]
-    expected = pool.run(partial(train, kind=kind), world=1, settings=None)[0][0]
     victims = draw.sample(range(4), draw.randint(0, 3))
     kills = {rank: (draw.randrange(1, STEPS), draw.choice(places)) for rank in victims}
-    with pool.spawn_ranks(partial(disturbed, kind=kind, whims=seed), kills, world=4, settings=None) as ranks:
-        check(ranks, kills, expected)
+    check(pool, kills, world=4, kind=kind, whims=seed)
 
 
 def test_killed_between_two_optimizers_steps(pool):
-    expected = pool.run(partial(train, kind="several"), world=1, settings=None)[0][0]
-    kills = {0: (3, "updated one"), 2: (5, "updated other")}
-    with pool.spawn_ranks(partial(disturbed, kind="several"), kills, world=3, settings=None) as ranks:
-        check(ranks, kills, expected)
+    check(pool, {0: (3, "updated one"), 2: (5, "updated other")}, kind="several")
 
 
 @pytest.mark.thorough
 def test_a_step_that_a_scaler_skipped_is_made_again_by_the_same_scale(pool):
-    expected = pool.run(partial(train, kind="scaled", tells=True), world=1, settings=None)[0][0]
-    kills = {1: (0, "updated")}
-    with pool.spawn_ranks(partial(disturbed, kind="scaled", tells=True), kills, world=3, settings=None) as ranks:
-        check(ranks, kills, expected)
+    check(pool, {1: (0, "updated")}, kind="scaled", tells=True)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", mostly_nightly(KINDS, 2))
 def test_a_step_that_was_updated_and_not_finished_is_not_made_twice(pool, kind):
     """Survivors that were slow may not have its averages yet: they make the step again, all of them."""
-    expected = pool.run(partial(train, kind=kind), world=1, settings=None)[0][0]
+    expected = undisturbed(pool, kind)
     behind_an_update = partial(disturbed, tells=True, kind=kind)
     with pool.spawn_ranks(behind_an_update, {1: (6, "updated")}, world=3, settings=None) as ranks:
         assert ranks[1].exit_code() == -signal.SIGKILL
@@ -365,11 +360,7 @@ def test_a_step_that_was_updated_and_not_finished_is_not_made_twice(pool, kind):
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", mostly_nightly(KINDS, 0))
 def test_a_step_that_the_dead_rank_alone_has_updated_is_made_again(pool, kind):
-    expected = pool.run(partial(train, kind=kind), world=1, settings=None)[0][0]
-    kills = {1: (6, "updated")}
-    others_wait = partial(disturbed, tells=True, slow=(0, 2), kind=kind)
-    with pool.spawn_ranks(others_wait, kills, world=3, settings=None) as ranks:
-        check(ranks, kills, expected)
+    check(pool, {1: (6, "updated")}, tells=True, slow=(0, 2), kind=kind)
 
 
 @pytest.mark.thorough
@@ -391,18 +382,17 @@ def test_a_step_that_the_dead_rank_alone_has_updated_is_made_again(pool, kind):
     ),
     ids=str,
 )
-def test_several_die(pool, undisturbed, hosts, kills):
-    with pool.spawn_ranks(disturbed, kills, hosts=hosts, settings=None) as ranks:
-        check(ranks, kills, undisturbed)
+def test_several_die(pool, hosts, kills):
+    check(pool, kills, hosts=hosts)
 
 
 @pytest.mark.parametrize("seed", mostly_nightly(range(RANDOM), 0, 1))
-def test_random_kills(pool, undisturbed, seed):
+def test_random_kills(pool, seed):
     """From outside, at any instant: after the processes have come, and until the others have all that they need."""
     draw = random.Random(f"{RANDOM} {seed}")
     world = draw.randint(2, 5)
     victims = draw.sample(range(world), draw.randint(1, world - 1))
-    kills = dict.fromkeys(victims, "from outside")
+    expected = undisturbed(pool)
     with pool.spawn_ranks(partial(disturbed, pace=0.05), {}, world=world, settings=None) as ranks:
         deadline = time.monotonic() + 60
         while not all("elastic begins" in rank.output() for rank in ranks) and time.monotonic() < deadline:
@@ -410,7 +400,7 @@ def test_random_kills(pool, undisturbed, seed):
         for rank in victims:
             time.sleep(draw.random() * 0.3)
             ranks[rank].signal(signal.SIGKILL)
-        check(ranks, kills, undisturbed)
+        check_those_left(ranks, victims, expected)
 
 
 def test_batches_that_begin_anew_are_refused(pool):
@@ -419,7 +409,9 @@ def test_batches_that_begin_anew_are_refused(pool):
             rank.result().check("InvalidUsage", "begins with step 0, but was at step 3", "batches.step = elastic.step")
 
 
-def breaks(who) -> Outcome:
+@pytest.mark.parametrize("who", [[0, 1], [1]])
+@run_on_ranks(spawned=True, settings=None)
+def test_an_update_within_a_step_that_was_left_ends_all(who):
     """The ranks of `who` leave a step, and then update."""
 
     def body(_):
@@ -443,14 +435,7 @@ def breaks(who) -> Outcome:
         finally:
             drop_open_step()  # which holds the model
 
-    return suffer(body, timeout=60.0)
-
-
-@pytest.mark.parametrize("who", [[0, 1], [1]])
-def test_an_update_within_a_step_that_was_left_ends_all(pool, who):
-    with pool.spawn_ranks(breaks, who, settings=None) as ranks:
-        for rank in ranks:
-            rank.result().check("InvalidUsage", "SGD.step() within a step of micro_batches()")
+    suffer(body, timeout=60.0).check("InvalidUsage", "SGD.step() within a step of micro_batches()")
 
 
 @run_on_ranks()

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from faults import FAULT, Outcome, needs_hooks, suffer
 from launcher import Launcher
 from marks import mostly_nightly
-from test_elastic import train
+from test_elastic import train, undisturbed
 
 from syncengine import _joining
 from syncengine.launch.local import CAME, JOIN
@@ -50,14 +50,9 @@ def disturbed(hosts, victims) -> Outcome:
     return suffer(lambda step: train(count=STEPS, pace=PACE, timeout=LONG), timeout=LONG)
 
 
-@pytest.fixture(scope="module")
-def undisturbed(pool):
-    return pool.run(train, (), 1, STEPS, world=1, settings=None)[0][0]
-
-
-def check(pool, undisturbed, victims, hosts="aaaa"):
+def check(pool, victims, hosts="aaaa"):
     """Processes that join wait already when the others begin, and are let in after the first step."""
-    names = range(len(hosts))
+    names, expected = range(len(hosts)), undisturbed(pool, count=STEPS)
     with Launcher(pool, disturbed, hosts, victims) as launcher:
         for name in names[WORLD:]:
             launcher.join(name)
@@ -72,7 +67,7 @@ def check(pool, undisturbed, victims, hosts="aaaa"):
     for outcome in outcomes.values():
         outcome.check()
         weights, ranks = outcome.value
-        assert weights == undisturbed
+        assert weights == expected
         assert sorted(ranks) == left  # those that join are in the order in which they came
     assert len({tuple(outcome.value[1]) for outcome in outcomes.values()}) == 1
 
@@ -80,8 +75,8 @@ def check(pool, undisturbed, victims, hosts="aaaa"):
 @pytest.mark.nightly
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("victim", [0, 1, 3], ids=["first", "another", "joins"])
-def test_one_dies_while_another_one_joins(pool, undisturbed, victim, place):
-    check(pool, undisturbed, {victim: place})
+def test_one_dies_while_another_one_joins(pool, victim, place):
+    check(pool, {victim: place})
 
 
 @pytest.mark.thorough
@@ -89,11 +84,11 @@ def test_one_dies_while_another_one_joins(pool, undisturbed, victim, place):
 @pytest.mark.parametrize("place", mostly_nightly(["listening", "connecting", "handed", "joining"], 3))
 @pytest.mark.parametrize("hosts", mostly_nightly(["aaaa", "aaba"], 0))
 @pytest.mark.parametrize("victim", mostly_nightly([1, 3], 1), ids=["another", "joins"])
-def test_one_dies_while_all_connect(pool, undisturbed, victim, hosts, place):
+def test_one_dies_while_all_connect(pool, victim, hosts, place):
     first = 2 if victim < WORLD else 1  # behind what init has passed
     if place == "handed" and victim < WORLD:
         first = hosts[:WORLD].count(hosts[victim])
-    check(pool, undisturbed, {victim: f"{place}:{first}:kill"}, hosts)
+    check(pool, {victim: f"{place}:{first}:kill"}, hosts)
 
 
 @pytest.mark.thorough
@@ -110,8 +105,8 @@ def test_one_dies_while_all_connect(pool, undisturbed, victim, hosts, place):
     ),
     ids=str,
 )
-def test_several_join(pool, undisturbed, victims):
-    check(pool, undisturbed, victims, "aaaaa")
+def test_several_join(pool, victims):
+    check(pool, victims, "aaaaa")
 
 
 @pytest.mark.thorough

@@ -1,13 +1,10 @@
 """How processes end: whom launchers show, and how a death is noticed where the kernel does not tell of it."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,9 +16,9 @@ import torch
 from command import alone, environ_of
 from faults import in_child, my_rank
 from marks import mostly_nightly
-from pool import RankPool
+from pool import RankPool, run_on_ranks
 from programs import run_programs
-from refusals import needs_seccomp, refuse
+from refusals import may_unshare, needs_seccomp, refuse
 from repository import ROOT, SUPPORT
 from slurm import is_there, slurm
 
@@ -61,6 +58,7 @@ RANK = {INIT: "dist.get_rank()", OWN_INIT: "syncengine.rank()"}
 OWN = "own error of rank 1"
 CLONE_NEWPID = 0x20000000
 TRIES = int(os.environ.get("SYNCENGINE_TEST_TRIES", "5"))
+PATHS = {"PYTHONPATH": f"{ROOT}:{SUPPORT}"}
 PIECES = [min(20, TRIES - begin) for begin in range(0, TRIES, 20)]  # a piece ends within a test's limit of time
 
 
@@ -70,45 +68,27 @@ def script(folder: Path, how: str, call: str = CALL, main: str = "rank_main(0)",
     return str(path)
 
 
-def spawned(programs: RankPool, folder: Path, method: str, tries: int) -> int:
-    path = script(folder, f"raise ValueError('{OWN}')", main=SPAWN)
-    environ = environ_of(PYTHONPATH=f"{ROOT}:{SUPPORT}")
-    shown = 0
+@pytest.mark.parametrize("tries", mostly_nightly([2, *PIECES], 0))
+@pytest.mark.parametrize("method", mostly_nightly(["fork", "spawn"], 0))
+def test_spawn_shows_the_rank_that_raised(programs: RankPool, tmp_path: Path, method: str, tries: int):
+    path = script(tmp_path, f"raise ValueError('{OWN}')", main=SPAWN)
     for _ in range(tries):
-        (ended,) = run_programs(programs, [path, method], [environ])
-        shown += OWN in ended.stderr and "Process 1 terminated with the following" in ended.stderr
-    return shown
-
-
-def launched(programs: RankPool, folder: Path, how: str, call: str, tries: int) -> list[int]:
-    path = script(folder, how, call)
-    environ = {"PYTHONPATH": f"{ROOT}:{SUPPORT}"}
-    return [alone(programs, "run", "-n", "3", path, environ=environ).returncode for _ in range(tries)]
-
-
-def test_spawn_shows_the_rank_that_raised(programs: RankPool, tmp_path: Path):
-    assert spawned(programs, tmp_path, "fork", 2) == 2
+        (ended,) = run_programs(programs, [path, method], [environ_of(**PATHS)])
+        assert OWN in ended.stderr and "Process 1 terminated with the following" in ended.stderr
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("call", mostly_nightly([CALL, CATCHING], 1))
-def test_run_returns_the_code_of_the_cause(programs: RankPool, tmp_path: Path, call: str):
-    assert launched(programs, tmp_path, "sys.exit(3)", call, 1) == [3]
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("tries", PIECES)
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_spawn_shows_the_rank_that_raised_each_time(programs: RankPool, tmp_path: Path, method: str, tries: int):
-    assert spawned(programs, tmp_path, method, tries) == tries
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("tries", PIECES)
-@pytest.mark.parametrize("call", [CALL, CATCHING], ids=["raises", "catches"])
-@pytest.mark.parametrize(("how", "code"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 137)], ids=["exit", "kill"])
-def test_run_returns_the_code_each_time(programs: RankPool, tmp_path: Path, how: str, code: int, call: str, tries: int):
-    assert launched(programs, tmp_path, how, call, tries) == [code] * tries
+@pytest.mark.parametrize("tries", mostly_nightly([1, *PIECES], 0))
+@pytest.mark.parametrize("call", mostly_nightly([CALL, CATCHING], 1), ids=["raises", "catches"])
+@pytest.mark.parametrize(
+    ("how", "code"), mostly_nightly([("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 137)], 0), ids=["exit", "kill"]
+)
+def test_run_returns_the_code_of_the_cause(
+    programs: RankPool, tmp_path: Path, how: str, code: int, call: str, tries: int
+):
+    path = script(tmp_path, how, call)
+    for _ in range(tries):
+        assert alone(programs, "run", "-n", "3", path, environ=PATHS).returncode == code
 
 
 # What each launcher says first of a rank that has failed: its number and its exit code.
@@ -149,7 +129,7 @@ def command_of(launcher: str) -> list[str]:
 @pytest.mark.parametrize("launcher", SHOWN)
 def test_launchers_show_the_rank_that_failed(tmp_path: Path, launcher: str, how: str, code: int, call: str, tries: int):
     path = script(tmp_path, how, call, init=OWN_INIT)
-    environ = environ_of(PYTHONPATH=f"{ROOT}:{SUPPORT}")
+    environ = environ_of(**PATHS)
     with contextlib.ExitStack() as running:
         if launcher == "srun":
             if not is_there:
@@ -222,12 +202,6 @@ def test_the_others_go_on_without_robust_futexes(pool: RankPool, way: str):
         assert [ranks[0].result(), ranks[2].result()] == [[0, 2], [0, 2]]
 
 
-def ways_without(*calls: str) -> list[str]:
-    if calls:
-        refuse(*calls)
-    return _C.death_notices()
-
-
 @needs_seccomp
 @pytest.mark.parametrize(
     ("refused", "left"),
@@ -238,9 +212,11 @@ def ways_without(*calls: str) -> list[str]:
         (("set_robust_list", "pidfd_open"), []),
     ],
 )
-def test_what_the_kernel_tells_is_tried(pool: RankPool, refused: tuple[str, ...], left: list[str]):
-    with pool.spawn_ranks(ways_without, *refused, world=1, settings=None) as ranks:
-        assert ranks[0].result() == left
+@run_on_ranks(world=1, spawned=True, settings=None)
+def test_what_the_kernel_tells_is_tried(refused: tuple[str, ...], left: list[str]):
+    if refused:
+        refuse(*refused)
+    assert _C.death_notices() == left
 
 
 def said_by_init(*refused: str) -> list[str]:
@@ -266,9 +242,15 @@ def said_in_namespaces(*refused: str) -> list[str]:
     return json.loads(text)
 
 
-def is_warning(text: str, rank: int, peer: int) -> bool:
-    begin = f"rank {rank}: the kernel or a sandbox refuses both ways to notice the death of rank {peer} before the"
-    return text.startswith(begin) and "allow set_robust_list or pidfd_open" in text and "PID namespace" in text
+def check_said(said: list[list[str]], is_warned: bool) -> None:
+    """Each of two ranks has warned of the other, once, or none has."""
+    if not is_warned:
+        assert said == [[], []]
+        return
+    for rank, (text,) in enumerate(said):
+        refused = "the kernel or a sandbox refuses both ways to notice the death of rank"
+        assert text.startswith(f"rank {rank}: {refused} {1 - rank} before the")
+        assert "allow set_robust_list or pidfd_open" in text and "PID namespace" in text
 
 
 @needs_seccomp
@@ -276,24 +258,13 @@ def is_warning(text: str, rank: int, peer: int) -> bool:
 def test_init_says_that_the_kernel_tells_of_no_death(pool: RankPool, blind: list[int]):
     """A rank that is refused both by itself sees the other's mark, and is seen by its process."""
     with pool.spawn_ranks(said_by_the_blind, blind, settings=None) as ranks:
-        said = [rank.result() for rank in ranks]
-    if blind == [1]:
-        assert said == [[], []]
-        return
-    for rank, (text,) in enumerate(said):
-        assert is_warning(text, rank, 1 - rank)
+        check_said([rank.result() for rank in ranks], is_warned=blind == [0, 1])
 
 
 @needs_seccomp
 @pytest.mark.parametrize("refused", [("set_robust_list",), pytest.param((), marks=pytest.mark.nightly)])
 def test_init_says_that_processes_of_other_namespaces_are_not_seen(pool: RankPool, refused: tuple[str, ...]):
-    make = ["unshare", "--pid", "--fork", "true"]
-    if shutil.which("unshare") is None or subprocess.run(make, capture_output=True, check=False).returncode != 0:
+    if not may_unshare("--pid", "--fork"):
         pytest.skip("no right to make PID namespaces")
     with pool.spawn_ranks(said_in_namespaces, *refused, settings=None) as ranks:
-        said = [rank.result() for rank in ranks]
-    if not refused:
-        assert said == [[], []]
-        return
-    for rank, (text,) in enumerate(said):
-        assert is_warning(text, rank, 1 - rank)
+        check_said([rank.result() for rank in ranks], is_warned=bool(refused))

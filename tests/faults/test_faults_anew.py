@@ -1,7 +1,5 @@
 """After a communicator has failed: all ranks that call init() or Parallel again get a new one, and train on with it."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import os

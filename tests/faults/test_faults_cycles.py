@@ -31,26 +31,18 @@ def test_threads_that_wait_crosswise_are_no_cycle():
         _, train = model_and_step()
         for _ in range(3):
             train()
-        errors = []
 
         def metrics():
-            try:
-                syncengine.all_reduce(torch.ones(10))
-                if my_rank() == 1:
-                    time.sleep(1.0)
-                syncengine.all_reduce(torch.ones(10))
-            except syncengine.errors.SyncError as error:
-                errors.append(error)
+            syncengine.all_reduce(torch.ones(10))
+            if my_rank() == 1:
+                time.sleep(1.0)
+            syncengine.all_reduce(torch.ones(10))
 
-        thread = threading.Thread(target=metrics)
-        thread.start()
-        time.sleep(1.2 if my_rank() == 0 else 0.2)
-        try:
+        with ThreadPoolExecutor(1) as threads:
+            other = threads.submit(metrics)
+            time.sleep(1.2 if my_rank() == 0 else 0.2)
             train()
-        finally:
-            thread.join()
-        if errors:
-            raise errors[0]
+            other.result()
 
     suffer(body, timeout=100.0).check()
 
@@ -64,23 +56,18 @@ def test_a_thread_that_has_made_no_call_yet_may_bring_what_is_missing():
         _, train = model_and_step()
         for _ in range(3):
             train()
-        errors = []
 
         def late():
+            begun.set()
             time.sleep(1.2)
-            try:
-                train() if my_rank() == 0 else syncengine.all_reduce(torch.ones(10))
-            except syncengine.errors.SyncError as error:
-                errors.append(error)
+            train() if my_rank() == 0 else syncengine.all_reduce(torch.ones(10))
 
-        thread = threading.Thread(target=late)
-        thread.start()
-        try:
+        with ThreadPoolExecutor(1) as threads:
+            begun = threading.Event()
+            other = threads.submit(late)
+            begun.wait()
             syncengine.all_reduce(torch.ones(10)) if my_rank() == 0 else train()
-        finally:
-            thread.join()
-        if errors:
-            raise errors[0]
+            other.result()
 
     suffer(body, timeout=100.0).check()
 

@@ -119,10 +119,7 @@ def leave_a_thread_waiting() -> str:
 
 
 def test_a_daemon_thread_that_waits_does_not_hold_up_the_end(pool):
-    with pool.spawn_ranks(leave_a_thread_waiting, world=2) as ranks:
-        for rank in ranks:
-            assert rank.result() == "left"
-            assert rank.exit_code() == 0, rank.output()
+    assert [said for said, _ in ended(pool, leave_a_thread_waiting)] == ["left"] * 2
 
 
 def report_then_exit() -> Outcome:

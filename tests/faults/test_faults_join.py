@@ -1,7 +1,5 @@
 """A rank that raises inside join(): the others hear of it where they next wait for it, and all can go on."""
 
-from __future__ import annotations
-
 import time
 
 import pytest
@@ -68,36 +66,29 @@ def fail_in_join(where: str, counts: list[int], failing: list[int]) -> tuple[str
     return kind, text, seconds, syncengine.default_communicator() is communicator
 
 
-@pytest.mark.parametrize("counts", [[4, 2, 4], [1, 2, 6], [3, 0, 3], [2, 2, 2]])
-def test_an_error_between_two_steps(pool: RankPool, counts: list[int]) -> None:
-    for rank, outcome in enumerate(pool.run(fail_in_join, "data", counts, [1], world=3)):
-        kind, text, seconds, same = outcome
-        assert same and seconds < WITHIN
-        assert text.endswith("a bad file on rank 1")
-        assert kind == ("Spoiled" if rank == 1 else "Aborted")
-        assert rank == 1 or text == "rank 1 raised in join() of Parallel(Mlp): Spoiled: a bad file on rank 1"
+ERRORS = {"data": "Spoiled", "misuse": "InvalidUsage", "loss": "Spoiled", "backward": "ZeroDivisionError"}
 
 
-def test_a_call_that_this_rank_alone_refuses(pool: RankPool) -> None:
-    mine, other = pool.run(fail_in_join, "misuse", [2, 5], [0])
-    assert mine[0] == "InvalidUsage" and mine[3] and other[3]
-    assert other[:2] == ("Aborted", f"rank 0 raised in join() of Parallel(Mlp): InvalidUsage: {mine[1]}")
-
-
-def test_several_ranks_at_once(pool: RankPool) -> None:
-    for rank, (kind, text, _, same) in enumerate(pool.run(fail_in_join, "data", [2, 2, 5, 2], [1, 3], world=4)):
-        assert same
-        assert (kind, text) == (
-            ("Spoiled", f"a bad file on rank {rank}")
-            if rank in (1, 3)
-            else ("Aborted", "rank 1 raised in join() of Parallel(Mlp): Spoiled: a bad file on rank 1")
-        )
-
-
-@pytest.mark.parametrize("where", ["loss", "backward"])
-def test_an_error_in_the_middle_of_a_step(pool: RankPool, where: str) -> None:
-    """The others wait for its gradients: that ends their communicator, and all open another one."""
-    for rank, (kind, text, seconds, _) in enumerate(pool.run(fail_in_join, where, [4, 2, 4], [1], world=3)):
+@pytest.mark.parametrize(
+    ("where", "counts", "failing"),
+    [
+        *(("data", counts, [1]) for counts in ([4, 2, 4], [1, 2, 6], [3, 0, 3], [2, 2, 2])),
+        ("data", [2, 2, 5, 2], [1, 3]),
+        ("misuse", [2, 5], [0]),
+        ("loss", [4, 2, 4], [1]),
+        ("backward", [4, 2, 4], [1]),
+    ],
+)
+def test_an_error_in_join(pool: RankPool, where: str, counts: list[int], failing: list[int]) -> None:
+    """In the middle of a step the others wait for its gradients: that ends their communicator, and all open another."""
+    outcomes = pool.run(fail_in_join, where, counts, failing, world=len(counts))
+    first, between_steps = failing[0], where in ("data", "misuse")
+    told = f"rank {first} raised in join() of Parallel(Mlp): {ERRORS[where]}: {outcomes[first][1]}"
+    for rank, (kind, text, seconds, same) in enumerate(outcomes):
+        assert kind == (ERRORS[where] if rank in failing else "Aborted")
         assert seconds < WITHIN
-        assert kind == ("Aborted" if rank != 1 else "Spoiled" if where == "loss" else "ZeroDivisionError")
-        assert "rank 1" in text or rank == 1
+        assert same or not between_steps
+        if rank not in failing:
+            assert (text == told) if between_steps else ("rank 1" in text)
+        elif where == "data":
+            assert text == f"a bad file on rank {rank}"

@@ -65,8 +65,9 @@ CALLS = {
 REDUCING = ("ordinary", "arena", "small", "asynchronous", "reduce_scatter")
 
 
-def call_again_and_again(victim, fault, name) -> Outcome:
-    set_fault(victim, fault)
+def call_again_and_again(fault, name, *victims) -> Outcome:
+    for victim in victims:
+        set_fault(victim, fault)
 
     def body(step):
         call = CALLS[name]()
@@ -99,7 +100,7 @@ IN_CI = [
 def test_killed_in_a_collective(pool, name, point):
     number = POINTS.index(point)
     victim, (action, code) = number % 3, [("kill", -signal.SIGKILL), ("segv", -signal.SIGSEGV)][number % 2]
-    with pool.spawn_ranks(call_again_and_again, victim, f"{point}:3:{action}", name, world=3, settings=None) as ranks:
+    with pool.spawn_ranks(call_again_and_again, f"{point}:3:{action}", name, victim, world=3, settings=None) as ranks:
         check_killed(ranks, victim, code)
 
 
@@ -110,13 +111,13 @@ def test_killed_in_a_collective(pool, name, point):
 )
 def test_killed_among_few_and_many(pool, world, victim, name, point):
     fault = f"{point}:2:kill"
-    with pool.spawn_ranks(call_again_and_again, victim, fault, name, world=world, settings=None) as ranks:
+    with pool.spawn_ranks(call_again_and_again, fault, name, victim, world=world, settings=None) as ranks:
         check_killed(ranks, victim)
 
 
 @needs_hooks
 def test_os_exit_in_a_collective(pool):
-    with pool.spawn_ranks(call_again_and_again, 1, "reducing:2:exit", "arena", world=3, settings=None) as ranks:
+    with pool.spawn_ranks(call_again_and_again, "reducing:2:exit", "arena", 1, world=3, settings=None) as ranks:
         check_killed(ranks, 1, code=3)
 
 
@@ -170,15 +171,9 @@ def test_a_rank_that_can_not_map_the_others_memory(pool, world):
         assert outcome.text == f"rank {victim} failed in init: InvalidUsage: {mine.text}"
 
 
-def two_die(victims, fault) -> Outcome:
-    for victim in victims:
-        set_fault(victim, fault)
-    return suffer(lambda step: [CALLS["ordinary"]()() for _ in range(100)], timeout=100.0)
-
-
 @needs_hooks
 def test_two_killed_at_once(pool):
-    with pool.spawn_ranks(two_die, (1, 3), "reduced:5:kill", world=4, settings=None) as ranks:
+    with pool.spawn_ranks(call_again_and_again, "reduced:5:kill", "ordinary", 1, 3, world=4, settings=None) as ranks:
         for survivor in (ranks[0], ranks[2]):
             outcome = survivor.result()
             outcome.check("PeerLost")

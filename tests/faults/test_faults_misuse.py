@@ -4,7 +4,7 @@ import time
 
 import pytest
 import torch
-from faults import Outcome, memory_of_this_process, my_rank, suffer, wait_for_file
+from faults import memory_of_this_process, my_rank, suffer, wait_for_file
 from faults_model import model_and_step
 from marks import mostly_nightly
 from pool import run_on_ranks
@@ -42,27 +42,20 @@ OTHER_CALLS = {
 }
 
 
-def call_other(name) -> Outcome:
+@pytest.mark.parametrize(
+    ("name", "world"), [*((name, 3) for name in OTHER_CALLS), *mostly_nightly([("shape", 2), ("shape", 8)], 0)]
+)
+@run_on_ranks(settings=None)
+def test_another_call(name, world):
     def body(step):
         syncengine.barrier()
         step()
         OTHER_CALLS[name][0]() if my_rank() == 1 else all_reduce()
 
-    return suffer(body, timeout=100.0)
-
-
-@pytest.mark.parametrize("name", OTHER_CALLS)
-def test_another_call(pool, name):
-    for outcome in pool.run(call_other, name, world=3, settings=None):
-        outcome.check("Mismatch", "rank 1", "all_reduce(sum, float32, 100 elements)", soon=True)
-        if name != "split":  # told by the other side, it is an all_gather
-            assert OTHER_CALLS[name][1] in outcome.text
-
-
-@pytest.mark.parametrize("world", mostly_nightly([2, 8], 0))
-def test_another_call_among_few_and_many(pool, world):
-    for outcome in pool.run(call_other, "shape", world=world, settings=None):
-        outcome.check("Mismatch", "rank 1", "99 elements")
+    outcome = suffer(body, timeout=100.0)
+    outcome.check("Mismatch", "rank 1", "all_reduce(sum, float32, 100 elements)", soon=True)
+    if name != "split":  # told by the other side, it is an all_gather
+        assert OTHER_CALLS[name][1] in outcome.text
 
 
 @run_on_ranks(world=2, settings=None)
@@ -148,7 +141,11 @@ def test_abandoned_work_ends():
     assert outcome.value == 51
 
 
-def closes_split(closing) -> Outcome:
+@pytest.mark.parametrize(
+    ("closing", "error", "text"), [(True, "PeerLost", "rank 0 has left"), (False, "Aborted", "enough")]
+)
+@run_on_ranks(settings=None)
+def test_the_jobs_end_reaches_its_splits(closing, error, text):
     def body(step):
         world = syncengine.default_communicator()
         pair = world.split([0, 1])
@@ -159,15 +156,9 @@ def closes_split(closing) -> Outcome:
         step()
         pair.barrier()
 
-    return suffer(body, timeout=100.0)
-
-
-@pytest.mark.parametrize(
-    ("closing", "error", "text"), [(True, "PeerLost", "rank 0 has left"), (False, "Aborted", "enough")]
-)
-def test_the_jobs_end_reaches_its_splits(pool, closing, error, text):
-    _, waiting = pool.run(closes_split, closing, world=2, settings=None)
-    waiting.check(error, text, soon=True)
+    outcome = suffer(body, timeout=100.0)
+    if my_rank() == 1:
+        outcome.check(error, text, soon=True)
 
 
 @pytest.mark.parametrize("where", ["elsewhere", "same tensor", "same pages"])

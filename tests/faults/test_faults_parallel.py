@@ -5,19 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from faults import (
-    Outcome,
-    check_killed,
-    come_last,
-    interrupt,
-    my_rank,
-    needs_hooks,
-    others,
-    set_fault,
-    suffer,
-    wait_for_file,
-    wait_for_waiting,
-)
+from faults import Outcome, check_killed, my_rank, needs_hooks, others, set_fault, suffer, wait_for_file
 from faults_model import Model, model_and_step
 from marks import mostly_nightly
 from pool import run_on_ranks
@@ -141,27 +129,6 @@ def test_stopped_in_backward_and_woken(pool, tmp_path, world):
         woken.touch()
         for rank in others(ranks, 1):
             rank.result().check("Timeout", "waits for rank 1 since", "bucket", "layers.")
-
-
-def interrupt_in_backward(come) -> Outcome:
-    def body(step):
-        _, train = model_and_step()
-        train()
-        come_last(come)
-        step()
-        train()
-
-    return suffer(body, timeout=100.0)
-
-
-def test_ctrl_c_at_backwards_end(pool, tmp_path):
-    come = tmp_path / "come"
-    with pool.spawn_ranks(interrupt_in_backward, str(come), world=3, settings=None) as ranks:
-        wait_for_waiting(ranks, come, 0, 2)
-        interrupt(ranks[0])
-        come.touch()
-        for peer in ranks[1:]:
-            peer.result().check("Aborted", "rank 0 was interrupted (Ctrl-C)")
 
 
 @pytest.mark.parametrize("world", mostly_nightly([2, 3, 8], 1))

@@ -20,6 +20,7 @@ from faults import (
     wait_for_waiting,
     wait_until,
 )
+from faults_model import model_and_step
 
 import syncengine
 
@@ -33,19 +34,42 @@ WAITS = {
 }
 
 
+class Preempted(Exception):
+    """What a handler may raise."""
+
+
+def raise_preempted(*_):
+    raise Preempted("two minutes left")
+
+
+def prepared(kind):
+    """The call that waits."""
+    if kind in WAITS:
+        return WAITS[kind]
+    _, train = model_and_step()
+    if kind == "second backward":
+        train()
+    return train
+
+
 def wait_in(kind, come) -> Outcome:
     """Ranks 0 and 2 wait; rank 1 comes later, to hear what has happened."""
 
     def body(step):
+        signal.signal(signal.SIGTERM, raise_preempted)
+        call = prepared(kind)
         syncengine.barrier()
         come_last(come)
         step()
-        WAITS[kind]()
+        try:
+            call()
+        except Preempted as error:
+            return str(error)
 
     return suffer(body, timeout=100.0)
 
 
-@pytest.mark.parametrize("kind", WAITS)
+@pytest.mark.parametrize("kind", [*WAITS, "second backward"])
 def test_ctrl_c_ends_the_wait(pool, tmp_path, kind):
     interrupt_rank_0(pool, tmp_path / "come", "rank 0 was interrupted (Ctrl-C)", wait_in, kind)
 
@@ -167,56 +191,27 @@ def shut_down_in_handler(come) -> Outcome:
     return suffer(body, timeout=100.0)
 
 
-def test_a_handler_may_shut_down_and_exit(pool, tmp_path):
-    come = tmp_path / "come"
-    with pool.spawn_ranks(shut_down_in_handler, str(come), world=3, settings=None) as ranks:
-        wait_for_waiting(ranks, come, 0)
+def told_of_sigterm(pool, come, value, function, *arguments):
+    """Rank 0 gets the signal while it waits, and returns `value`; what the others hear of that."""
+    with pool.spawn_ranks(function, *arguments, str(come), world=3, settings=None) as ranks:
+        wait_for_waiting(ranks, come, 0, 2)
         ranks[0].signal(signal.SIGTERM)
         outcome = ranks[0].result()
-        assert (outcome.value, outcome.left) == ("left", [])
+        assert (outcome.value, outcome.left) == (value, [])
         come.touch()
-        for told in (ranks[1].result(), ranks[2].result()):
-            told.check("PeerLost", "rank 0 has left")
+        return [rank.result() for rank in ranks[1:]]
 
 
-class Preempted(Exception):
-    """What a handler may raise."""
-
-
-def raise_preempted(*_):
-    raise Preempted("two minutes left")
-
-
-def raise_in_handler(kind, come) -> Outcome:
-    def body(step):
-        signal.signal(signal.SIGTERM, raise_preempted)
-        model = syncengine.Parallel(torch.nn.Linear(2, 2))
-        syncengine.barrier()
-        come_last(come)
-        step()
-        try:
-            if kind == "backward":
-                model(torch.ones(1, 2)).sum().backward()
-            else:
-                WAITS[kind]()
-        except Preempted as error:
-            return str(error)
-
-    return suffer(body, timeout=100.0)
+def test_a_handler_may_shut_down_and_exit(pool, tmp_path):
+    for told in told_of_sigterm(pool, tmp_path / "come", "left", shut_down_in_handler):
+        told.check("PeerLost", "rank 0 has left")
 
 
 @pytest.mark.parametrize("kind", ["all_reduce", "Work.wait", "backward"])
 def test_what_a_handler_raises_is_told(pool, tmp_path, kind):
-    come = tmp_path / "come"
-    with pool.spawn_ranks(raise_in_handler, kind, str(come), world=3, settings=None) as ranks:
-        wait_for_waiting(ranks, come, 0, 2)
-        ranks[0].signal(signal.SIGTERM)
-        outcome = ranks[0].result()
-        assert (outcome.value, outcome.left) == ("two minutes left", [])
-        come.touch()
-        for told in (ranks[1].result(), ranks[2].result()):
-            told.check("Aborted")
-            assert told.text == "rank 0 failed in a collective: Preempted: two minutes left"
+    for told in told_of_sigterm(pool, tmp_path / "come", "two minutes left", wait_in, kind):
+        told.check("Aborted")
+        assert told.text == "rank 0 failed in a collective: Preempted: two minutes left"
 
 
 def raise_while_connecting(fault, connected) -> Outcome:

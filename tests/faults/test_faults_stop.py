@@ -251,7 +251,10 @@ def test_work_wait_gives_up():
     assert 0.5 <= seconds_after("^rank 0 waits for ranks 1, 2 since", outcome.text) < WITHIN
 
 
-def late_but_done() -> Outcome:
+@pytest.mark.thorough
+@needs_hooks
+@run_on_ranks(spawned=True, settings=None)
+def test_work_that_ends_as_wait_gives_up_is_no_error():
     """Another thread brings the operation to its end while the one that waited is about to give it up."""
     set_fault(0, "giving up:1:sleep2500")  # from 0.5 s to 3 s, if the other one comes in time
 
@@ -271,14 +274,6 @@ def late_but_done() -> Outcome:
         syncengine.barrier()
         return tensor[0].item()
 
-    return suffer(body, timeout=100.0)
-
-
-@pytest.mark.thorough
-@needs_hooks
-def test_work_that_ends_as_wait_gives_up_is_no_error(pool):
-    with pool.spawn_ranks(late_but_done, world=2, settings=None) as ranks:
-        for rank in ranks:
-            outcome = rank.result()
-            outcome.check()
-            assert outcome.value == 2.0
+    outcome = suffer(body, timeout=100.0)
+    outcome.check()
+    assert outcome.value == 2.0

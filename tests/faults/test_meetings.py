@@ -1,7 +1,5 @@
 """A rank ends, and others meet: all of them hear of it, whatever they meet for, and none waits for its deadline."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os
@@ -207,22 +205,6 @@ def meet(folder: str, hosts: str, meeting: str, how: str, when: str) -> tuple[st
         return type(error).__name__, str(error)
 
 
-def heard(pool: RankPool, folder: Path, hosts: str, meeting: str, how: str, when: str) -> list[tuple[str, str]]:
-    with pool.spawn_ranks(meet, str(folder), hosts, meeting, how, when, world=len(hosts), settings=None) as ranks:
-        return [ranks[number].result() for number in range(len(hosts)) if number != DEAD]
-
-
-def check(said: list[tuple[str, str]], meeting: str, how: str) -> None:
-    kinds = ("PeerLost", "Aborted", *(("RuntimeError", "HeardError") if meeting == "patched" else ()))
-    if meeting == "shrink":
-        assert said == [("nothing", str([0, 2][: len(said)]))] * len(said)
-        return
-    for kind, text in said:
-        assert kind in kinds and "rank 1" in text, said
-    if how == "raise" and "anew" not in meeting:  # where what failed before is the communicator's last word
-        assert "ValueError: shard 1 is empty" in said[0][1], said
-
-
 FEW = [
     *(("wrap", "raise", "before", "aa"), ("new_group", "kill", "during", "aaa"), ("default", "exit", "before", "ab")),
     *(("of_a_few", "kill", "before", "aab"), ("sharded", "kill", "before", "aa"), ("shrink", "kill", "during", "aab")),
@@ -230,40 +212,40 @@ FEW = [
     *(("second_group", "exit", "before", "AB"), ("anew", "os._exit", "before", "AB")),
 ]
 WAYS = ("kill", "raise", "exit", "os._exit")
-ALL = [
-    *((meeting, how, "before", hosts) for meeting in MEETINGS for how in WAYS for hosts in ("aa", "aaa", "ab", "AB")),
-    *((meeting, how, "during", "aaa") for meeting in MEETINGS for how in WAYS),
-    *((meeting, how, when, "aab") for meeting in MEETINGS for how in ("kill", "exit") for when in ("before", "during")),
-]
 # Where a rank that has signed in may die before it is connected, and the hosts on which it then passes that point.
 POINTS = [
     *((f"{point}:2", hosts) for point in ("listening", "connecting") for hosts in ("aa", "aab")),
     ("joining:2", "aab"),
     *(("tcp_rendezvous:2", hosts) for hosts in ("ab", "AB")),
 ]
+ALL = [
+    *((meeting, how, "before", hosts) for meeting in MEETINGS for how in WAYS for hosts in ("aa", "aaa", "ab", "AB")),
+    *((meeting, how, "during", "aaa") for meeting in MEETINGS for how in WAYS),
+    *((meeting, how, when, "aab") for meeting in MEETINGS for how in ("kill", "exit") for when in ("before", "during")),
+    *((meeting, "kill", when, hosts) for meeting in ("second_group", "anew") for when, hosts in POINTS),
+]
 
 
 def marked(cases: list[tuple[str, ...]]) -> list[object]:
-    return [pytest.param(*case, marks=[needs_seccomp] if case[-1].isupper() else []) for case in cases]
+    marks = [[needs_seccomp] * case[3].isupper() + [needs_hooks] * (":" in case[2]) for case in cases]
+    return [pytest.param(*case, marks=mine) for case, mine in zip(cases, marks, strict=True)]
 
 
-@pytest.mark.parametrize(("meeting", "how", "when", "hosts"), marked(FEW))
+@pytest.mark.parametrize(
+    ("meeting", "how", "when", "hosts"),
+    [*marked(FEW), *mostly_nightly(marked([case for case in ALL if case not in FEW]))],
+)
 def test_a_rank_that_has_ended_is_told(pool: RankPool, tmp_path: Path, meeting: str, how: str, when: str, hosts: str):
-    check(heard(pool, tmp_path, hosts, meeting, how, when), meeting, how)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(("meeting", "how", "when", "hosts"), marked([case for case in ALL if case not in FEW]))
-def test_in_every_meeting(pool: RankPool, tmp_path: Path, meeting: str, how: str, when: str, hosts: str):
-    check(heard(pool, tmp_path, hosts, meeting, how, when), meeting, how)
-
-
-@needs_hooks
-@pytest.mark.nightly
-@pytest.mark.parametrize(("when", "hosts"), marked(POINTS))
-@pytest.mark.parametrize("meeting", ["second_group", "anew"])
-def test_a_death_behind_the_sign_in(pool: RankPool, tmp_path: Path, meeting: str, when: str, hosts: str):
-    check(heard(pool, tmp_path, hosts, meeting, "kill", when), meeting, "kill")
+    with pool.spawn_ranks(meet, str(tmp_path), hosts, meeting, how, when, world=len(hosts), settings=None) as ranks:
+        said = [ranks[number].result() for number in range(len(hosts)) if number != DEAD]
+    if meeting == "shrink":
+        assert said == [("nothing", str([0, 2][: len(said)]))] * len(said)
+        return
+    kinds = ("PeerLost", "Aborted", *(("RuntimeError", "HeardError") if meeting == "patched" else ()))
+    for kind, text in said:
+        assert kind in kinds and "rank 1" in text, said
+    if how == "raise" and "anew" not in meeting:  # where what failed before is the communicator's last word
+        assert "ValueError: shard 1 is empty" in said[0][1], said
 
 
 def come_back(folder: str, hosts: str) -> float:

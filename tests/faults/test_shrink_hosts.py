@@ -102,11 +102,7 @@ def check_survivors(ranks, faults):
         ],
         *(2, 5, 7, 8, 9, 12, 13, 14, 15, 19, 21, 26),
     ),
-    ids=lambda value: (
-        value
-        if isinstance(value, str)
-        else "-".join(f"{rank}.{fault.rpartition(':')[0]}" for rank, fault in value.items())
-    ),
+    ids=str,
 )
 def test_the_others_go_on(pool, hosts, faults):
     with pool.spawn_ranks(go_on, faults, hosts=hosts, settings=None) as ranks:

@@ -1,7 +1,5 @@
 """What the system refuses is told with why, and with the way out. Each call is really refused."""
 
-from __future__ import annotations
-
 import codecs
 import contextlib
 import ctypes
@@ -17,14 +15,16 @@ import subprocess
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from faults import my_rank
 from pool import RankFailure, RankPool, run_on_ranks
-from refusals import needs_seccomp, refuse
+from refusals import may_unshare, needs_seccomp, refuse
 
 import syncengine
 from syncengine import _C
@@ -55,54 +55,30 @@ def addresses_left(bytes: int) -> None:
     limit(resource.RLIMIT_AS, pages * resource.getpagesize() + bytes)
 
 
-NOT_PERMITTED = partial(refuse, code=errno.EPERM)
-LONGEST_OF_IP = 28  # bytes of an address; those of local sockets are longer here
+def forbidden(call: str, said: str, asked: str = "", **how: Any) -> tuple[Callable[[], None], str]:
+    """How a sandbox refuses the call, and what is said. `asked`: the calls to allow, if more than this one."""
+    reason = f"Operation not permitted {SANDBOX.format(asked or call)}"
+    return partial(refuse, call, code=errno.EPERM, **how), f"{said}: {reason}"
+
+
+LOCAL_ADDRESS = (2, ">", 28)  # bytes: addresses of local sockets are longer here than those of IP
 # How the call is refused, and what is said.
 ROWS: dict[str, tuple[Callable[[], None], str]] = {
-    "memfd_create, by a runtime": (
-        partial(NOT_PERMITTED, "memfd_create"),
-        f"can't create shared memory: Operation not permitted {SANDBOX.format('memfd_create')}",
-    ),
+    "memfd_create, by a runtime": forbidden("memfd_create", "can't create shared memory"),
     "memfd_create, by an old kernel": (
         partial(refuse, "memfd_create"),
         f"can't create shared memory: Function not implemented {SANDBOX.format('memfd_create')}",
     ),
-    "ftruncate": (
-        partial(NOT_PERMITTED, "ftruncate"),
-        f"(SYNCENGINE_ARENA_BYTES): Operation not permitted {SANDBOX.format('ftruncate')}",
-    ),
-    "getrandom": (
-        partial(NOT_PERMITTED, "getrandom"),
-        f"can't get random bytes: Operation not permitted {SANDBOX.format('getrandom')}",
-    ),
-    "socket": (
-        partial(NOT_PERMITTED, "socket"),
-        f"can't open a local socket: Operation not permitted {SANDBOX.format('socket')}",
-    ),
-    "mmap": (
-        partial(NOT_PERMITTED, "mmap", where=(3, ">", 0x4000)),  # MAP_NORESERVE, and more
-        f"bytes of shared memory: Operation not permitted {SANDBOX.format('mmap')}",
-    ),
-    "seals": (
-        partial(NOT_PERMITTED, "fcntl", where=(1, "==", 1033)),  # F_ADD_SEALS
-        f"can't seal shared memory: Operation not permitted {SANDBOX.format('fcntl')}",
-    ),
-    "local bind": (
-        partial(NOT_PERMITTED, "bind", where=(2, ">", LONGEST_OF_IP)),
-        f"can't listen on a local socket: Operation not permitted {SANDBOX.format('bind and listen')}",
-    ),
-    "local listen": (
-        partial(NOT_PERMITTED, "listen"),
-        f"can't listen on a local socket: Operation not permitted {SANDBOX.format('bind and listen')}",
-    ),
-    "the network namespace": (
-        partial(NOT_PERMITTED, "newfstatat", where=(3, "==", 0)),  # as stat() calls it
-        f"namespace (/proc/self/ns/net): Operation not permitted {SANDBOX.format('newfstatat')}",
-    ),
-    "addresses": (
-        lambda: addresses_left(16 << 20),
-        "bytes of shared memory: Cannot allocate memory (ulimit -v is ",
-    ),
+    "ftruncate": forbidden("ftruncate", "(SYNCENGINE_ARENA_BYTES)"),
+    "getrandom": forbidden("getrandom", "can't get random bytes"),
+    "socket": forbidden("socket", "can't open a local socket"),
+    "mmap": forbidden("mmap", "bytes of shared memory", where=(3, ">", 0x4000)),  # MAP_NORESERVE, and more
+    "seals": forbidden("fcntl", "can't seal shared memory", where=(1, "==", 1033)),  # F_ADD_SEALS
+    "local bind": forbidden("bind", "can't listen on a local socket", "bind and listen", where=LOCAL_ADDRESS),
+    "local listen": forbidden("listen", "can't listen on a local socket", "bind and listen"),
+    # The filter finds the calls that stat() makes.
+    "the network namespace": forbidden("newfstatat", "namespace (/proc/self/ns/net)", where=(3, "==", 0)),
+    "addresses": (lambda: addresses_left(16 << 20), "bytes of shared memory: Cannot allocate memory (ulimit -v is "),
     "threads": (
         partial(refuse, "clone", "clone3", code=errno.EAGAIN),
         "can't start a thread: Resource temporarily unavailable (ulimit -u is ",
@@ -130,38 +106,20 @@ def test_what_the_system_refuses_has_a_way_out(pool: RankPool, name: str):
 
 
 # On which hosts the ranks are, which of them is refused a call while they connect, how, and what it says.
-CONNECTING: dict[str, tuple[str, int, Callable[[], None], str, str]] = {
-    "connect": (
-        *("aa", 1, partial(NOT_PERMITTED, "connect", where=(2, ">", LONGEST_OF_IP))),
-        *("can't connect to a rank of this host", "connect"),
-    ),
-    "accept4": ("aa", 1, partial(NOT_PERMITTED, "accept4"), "can't accept a local connection", "accept4"),
-    "sendmsg": ("aa", 1, partial(NOT_PERMITTED, "sendmsg"), "can't hand shared memory to a peer", "sendmsg"),
+CONNECTING: dict[str, tuple[str, int, Callable[[], None], str]] = {
+    "connect": ("aa", 1, *forbidden("connect", "can't connect to a rank of this host", where=LOCAL_ADDRESS)),
+    "accept4": ("aa", 1, *forbidden("accept4", "can't accept a local connection")),
+    "sendmsg": ("aa", 1, *forbidden("sendmsg", "can't hand shared memory to a peer")),
     "interfaces": (
-        *("ab", 1, partial(NOT_PERMITTED, "socket", where=(0, "==", socket.AF_NETLINK))),
-        *("can't list this machine's network interfaces", "socket"),
+        *("ab", 1),
+        *forbidden("socket", "can't list this machine's network interfaces", where=(0, "==", socket.AF_NETLINK)),
     ),
-    "TCP socket": (
-        *("ab", 1, partial(NOT_PERMITTED, "socket", where=(0, "==", socket.AF_INET))),
-        *("can't open a TCP socket", "socket"),
-    ),
-    "TCP bind": (
-        *("ab", 1, partial(NOT_PERMITTED, "bind", where=(2, "==", 16))),
-        *("can't listen on 127.0.0.1", "bind and listen"),
-    ),
-    "TCP accept4": (
-        *("ab", 0, partial(NOT_PERMITTED, "accept4")),
-        *("rank 0 can't accept the connections of rank 1", "accept4"),
-    ),
-    "epoll_create1": (
-        "ab",
-        1,
-        partial(NOT_PERMITTED, "epoll_create1"),
-        "can't make what TCP waits on",
-        "epoll_create1",
-    ),
-    "eventfd2": ("ab", 1, partial(NOT_PERMITTED, "eventfd2"), "can't make what TCP waits on", "eventfd2"),
-    "epoll_ctl": ("ab", 1, partial(NOT_PERMITTED, "epoll_ctl"), "can't wait on a socket", "epoll_ctl"),
+    "TCP socket": ("ab", 1, *forbidden("socket", "can't open a TCP socket", where=(0, "==", socket.AF_INET))),
+    "TCP bind": ("ab", 1, *forbidden("bind", "can't listen on 127.0.0.1", "bind and listen", where=(2, "==", 16))),
+    "TCP accept4": ("ab", 0, *forbidden("accept4", "rank 0 can't accept the connections of rank 1")),
+    "epoll_create1": ("ab", 1, *forbidden("epoll_create1", "can't make what TCP waits on")),
+    "eventfd2": ("ab", 1, *forbidden("eventfd2", "can't make what TCP waits on")),
+    "epoll_ctl": ("ab", 1, *forbidden("epoll_ctl", "can't wait on a socket")),
 }
 
 
@@ -178,27 +136,23 @@ def error_of_connecting(row: str) -> str:
 @pytest.mark.parametrize("row", CONNECTING)
 def test_what_a_sandbox_forbids_while_ranks_connect_is_named(pool: RankPool, row: str):
     """The other rank is told why where the two have met another way, and else that the rank broke off."""
-    hosts, refused, _, asked, call = CONNECTING[row]
+    hosts, refused, _, asked = CONNECTING[row]
     with pool.spawn_ranks(error_of_connecting, row, hosts=hosts, settings=None) as ranks:
         said = [rank.result() for rank in ranks]
     own, victim = said[refused], said[1 - refused]
-    assert own == f"{asked}: Operation not permitted {SANDBOX.format(call)}"
+    assert own == asked
     told = f"rank {refused} failed in init: InvalidUsage: {own}"
     lost = f"rank {refused} (broke off|died) while the ranks connected" if hosts == "aa" else f"rank {refused}"
     assert victim == told or re.search(lost, victim), victim
     assert "waited in init()" not in victim
 
 
-def error_of_the_probe_for_deaths() -> None:
+@needs_seccomp
+@run_on_ranks(world=1, spawned=True, settings=None)
+def test_the_probe_for_deaths_names_a_thread_that_can_not_start():
     refuse("clone", "clone3", code=errno.EAGAIN)
     with pytest.raises(InvalidUsage, match=r"can't start a thread: Resource temporarily unavailable \(ulimit -u is "):
         _C.death_notices()
-
-
-@needs_seccomp
-def test_the_probe_for_deaths_names_a_thread_that_can_not_start(pool: RankPool):
-    with pool.spawn_ranks(error_of_the_probe_for_deaths, world=1, settings=None) as ranks:
-        ranks[0].result()
 
 
 @run_on_ranks(spawned=True, settings=None)
@@ -215,13 +169,20 @@ def test_the_default_arena_is_no_larger_than_files_may_be():
 NOBODY = 54321
 
 
+def become_nobody() -> None:
+    """The kernel limits no number of root's processes."""
+    if os.geteuid() == 0:
+        codecs.lookup("idna")  # is read from Python's own files, which may be root's
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+
+
 def as_other_user(own_host: bool, port: int) -> str:
     """Rank 1 is another user's."""
     store = dist.TCPStore("127.0.0.1", port, is_master=my_rank() == 0, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=my_rank(), world_size=2)
     if my_rank() == 1:
-        os.setgid(NOBODY)
-        os.setuid(NOBODY)
+        become_nobody()
     if own_host:
         os.environ["SYNCENGINE_HOST_ID"] = "ab"[my_rank()]
     try:
@@ -230,14 +191,6 @@ def as_other_user(own_host: bool, port: int) -> str:
         return str(error)
     syncengine.all_reduce(both := torch.ones(3))
     return str(both.tolist())
-
-
-def become_nobody() -> None:
-    """The kernel limits no number of root's processes."""
-    if os.geteuid() == 0:
-        codecs.lookup("idna")  # is read from Python's own files, which may be root's
-        os.setgid(NOBODY)
-        os.setuid(NOBODY)
 
 
 LIMIT = "Resource temporarily unavailable (ulimit -u is "
@@ -325,8 +278,10 @@ def average(pipe: int) -> None:
     os.write(pipe, json.dumps([syncengine.world_size(), model.module.weight.grad.item()]).encode() + b"\n")
 
 
-def fork_ranks(end: str) -> list[list[float]]:
-    """As a notebook: a trial in a cell, then its launcher."""
+@pytest.mark.parametrize("end", ["shuts down", "ends nothing", "destroys its group"])
+@run_on_ranks(world=1, spawned=True, settings=None)
+def test_who_was_the_only_rank_may_fork_ranks(end: str):
+    """A notebook's way: a trial in a cell, then its launcher."""
     if end == "destroys its group":
         dist.init_process_group("syncengine", store=dist.HashStore(), rank=0, world_size=1)
     syncengine.init()
@@ -347,13 +302,7 @@ def fork_ranks(end: str) -> list[list[float]]:
             finally:
                 os._exit(status)
     assert [os.wait()[1] for _ in range(2)] == [0, 0]
-    return [json.loads(line) for line in os.read(read, 1000).splitlines()]
-
-
-@pytest.mark.parametrize("end", ["shuts down", "ends nothing", "destroys its group"])
-def test_who_was_the_only_rank_may_fork_ranks(pool: RankPool, end: str):
-    with pool.spawn_ranks(fork_ranks, end, world=1, settings=None) as ranks:
-        assert ranks[0].result() == [[2, 1.5]] * 2
+    assert [json.loads(line) for line in os.read(read, 1000).splitlines()] == [[2, 1.5]] * 2
 
 
 # --- syncengine run
@@ -366,11 +315,7 @@ def no_more_processes() -> None:
 
 # How the launcher is refused what it asks for, its options, and what it says.
 RUN: dict[str, tuple[Callable[[], None], list[str], str]] = {
-    "threads": (
-        partial(refuse, "clone", "clone3", code=errno.EAGAIN),
-        [],
-        f"can't start a thread of the store: {LIMIT}",
-    ),
+    "threads": (ROWS["threads"][0], [], f"can't start a thread of the store: {LIMIT}"),
     "processes": (partial(refuse, "clone", "vfork", code=errno.EAGAIN), [], f"can't start rank 0: {LIMIT}"),
     "ulimit -u": (no_more_processes, [], f"can't start a thread of the store: {NO_MORE}"),
     "logs": (
@@ -388,58 +333,58 @@ def code_of(*arguments: str) -> tuple[int, str]:
     return code, said.getvalue()
 
 
-def run_refused(row: str) -> tuple[int, str]:
-    refused, options, _ = RUN[row]
-    refused()
-    return code_of("run", "-n", "2", *options, "script.py")
-
-
 @pytest.mark.parametrize(
     "row", [pytest.param(row, marks=needs_seccomp if row in ("threads", "processes") else []) for row in RUN]
 )
-def test_what_the_launcher_is_refused_has_a_way_out(pool: RankPool, row: str):
-    with pool.spawn_ranks(run_refused, row, world=1, settings=None) as ranks:
-        code, said = ranks[0].result()
+@run_on_ranks(world=1, spawned=True, settings=None)
+def test_what_the_launcher_is_refused_has_a_way_out(row: str):
+    refused, options, asked = RUN[row]
+    refused()
+    code, said = code_of("run", "-n", "2", *options, "script.py")
     assert code == 2
-    assert said.startswith(f"syncengine run: {RUN[row][2]}")
+    assert said.startswith(f"syncengine run: {asked}")
 
 
 # --- Files
 
+needs_perfetto = pytest.mark.skipif(find_spec("perfetto") is None, reason="no perfetto")
 
-def write_where_no_room_is(folder: Path) -> None:
+
+@needs_perfetto
+@run_on_ranks(world=1, spawned=True, settings=None)
+def test_what_has_no_room_is_named_and_leaves_no_part(tmp_path: Path):
     syncengine.init()
-    with syncengine.trace(folder):
+    with syncengine.trace(tmp_path):
         syncengine.Parallel(torch.nn.Linear(1, 1), nonfinite="raise")(torch.ones(1, 1)).backward()
-    busy = shutil.copy("/bin/sleep", folder / "busy")
+    busy = shutil.copy("/bin/sleep", tmp_path / "busy")
     with subprocess.Popen([busy, "600"]) as runs:
         try:
             with pytest.raises(InvalidUsage, match=r"busy can't be written: Text file busy: make room, or give"):
-                write_report(folder, out=busy)
+                write_report(tmp_path, out=busy)
         finally:
             runs.kill()
     assert busy.stat().st_size > 10_000  # as before: nothing of the report is in it
-    before = sorted(folder.iterdir())
+    before = sorted(tmp_path.iterdir())
     limit(resource.RLIMIT_FSIZE, 10)
     with pytest.raises(InvalidUsage, match=r"report.html can't be written: File too large: make room, or give"):
-        write_report(folder)
+        write_report(tmp_path)
     with pytest.raises(InvalidUsage, match=r"all.pftrace can't be written: File too large: make room, or give"):
-        write(folder, folder / "all.pftrace")
+        write(tmp_path, tmp_path / "all.pftrace")
     with pytest.raises(InvalidUsage, match=r"can't be written to .*rank-0.ring: File too large; give another dir"):
-        syncengine.trace(folder / "more").__enter__()
-    assert sorted(folder.iterdir()) == sorted([*before, folder / "more"])
-    assert list((folder / "more").iterdir()) == []
+        syncengine.trace(tmp_path / "more").__enter__()
+    assert sorted(tmp_path.iterdir()) == sorted([*before, tmp_path / "more"])
+    assert list((tmp_path / "more").iterdir()) == []
 
 
-def test_what_has_no_room_is_named_and_leaves_no_part(pool: RankPool, tmp_path: Path):
-    pytest.importorskip("perfetto")
-    with pool.spawn_ranks(write_where_no_room_is, tmp_path, world=1, settings=None) as ranks:
-        ranks[0].result()
-
-
-def write_on_a_full_disk(folder: Path) -> None:
+@needs_perfetto
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not may_unshare("--mount"),
+    reason="only root can mount a disk that is full, and not in every container",
+)
+@run_on_ranks(world=1, spawned=True, settings=None)
+def test_a_full_disk_is_named_and_ends_commands_with_2(tmp_path: Path):
     libc = ctypes.CDLL(None, use_errno=True)
-    new_namespace, private, full = 0x20000, (1 << 14) | (1 << 18), folder / "full"  # CLONE_NEWNS, MS_REC | MS_PRIVATE
+    new_namespace, private, full = 0x20000, (1 << 14) | (1 << 18), tmp_path / "full"  # CLONE_NEWNS, MS_REC | MS_PRIVATE
     full.mkdir()
     assert libc.unshare(new_namespace) == 0
     assert libc.mount(b"none", b"/", None, ctypes.c_ulong(private), None) == 0
@@ -448,28 +393,14 @@ def write_on_a_full_disk(folder: Path) -> None:
         while True:
             file.write(bytes(4096))
     syncengine.init()
-    with syncengine.trace(folder / "trace"):
+    with syncengine.trace(tmp_path / "trace"):
         syncengine.Parallel(torch.nn.Linear(1, 1))(torch.ones(1, 1)).backward()
     for command in ("report", "trace"):
         out = full / f"of-{command}"
-        code, said = code_of(command, str(folder / "trace"), "--out", str(out))
+        code, said = code_of(command, str(tmp_path / "trace"), "--out", str(out))
         assert code == 2
         asked = f"{out} can't be written: No space left on device: make room, or give another path"
         assert said == f"syncengine {command}: {asked}\n"
     with pytest.raises(InvalidUsage, match=r"can't be written to .*rank-0.ring: No space left on device; give another"):
         syncengine.trace(full / "more").__enter__()
     assert sorted(path.name for path in full.rglob("*")) == ["fills", "more"]
-
-
-def may_mount() -> bool:
-    make = ["unshare", "--mount", "true"]
-    if os.geteuid() != 0 or shutil.which("unshare") is None:
-        return False
-    return subprocess.run(make, check=False, capture_output=True).returncode == 0
-
-
-@pytest.mark.skipif(not may_mount(), reason="only root can mount a disk that is full, and not in every container")
-def test_a_full_disk_is_named_and_ends_commands_with_2(pool: RankPool, tmp_path: Path):
-    pytest.importorskip("perfetto")
-    with pool.spawn_ranks(write_on_a_full_disk, tmp_path, world=1, settings=None) as ranks:
-        ranks[0].result()

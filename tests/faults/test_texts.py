@@ -1,7 +1,5 @@
 """Texts of errors that are no text, and a stderr that nobody reads: the others hear all the same, and nobody waits."""
 
-from __future__ import annotations
-
 import fcntl
 import logging
 import os
@@ -11,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from faults import Outcome, my_rank, suffer
+from faults import Outcome, ended, my_rank, suffer
 from parallel_models import data
 from pool import RankPool, run_on_ranks
 from torch import nn
@@ -134,7 +132,7 @@ def fill_stderr() -> None:
     os.set_inheritable(read, False)
 
 
-def wait_with_a_full_stderr() -> bool:
+def wait_with_a_full_stderr() -> None:
     if my_rank() == 0:
         fill_stderr()
     syncengine.init(log_after=0.05)
@@ -145,12 +143,8 @@ def wait_with_a_full_stderr() -> bool:
     for _ in range(100):
         logging.getLogger("syncengine").warning("something")
         print_line("something")
-    return True
 
 
 def test_a_stderr_that_nobody_reads_makes_no_rank_wait(pool: RankPool):
     """Neither in training nor at its end."""
-    with pool.spawn_ranks(wait_with_a_full_stderr, settings=None, environ={"SYNCENGINE_SUMMARY": "1"}) as ranks:
-        for rank in ranks:
-            assert rank.result()
-            assert rank.exit_code() == 0
+    ended(pool, wait_with_a_full_stderr, settings=None, environ={"SYNCENGINE_SUMMARY": "1"})

@@ -34,7 +34,15 @@ def train(hosts):
 
 
 def raise_on_last(hosts):
-    outcome = test_hosts.raise_on_last(hosts)
+    live_on(hosts)
+
+    def body(step):
+        syncengine.all_reduce(torch.ones(10))
+        if syncengine.rank() == len(hosts) - 1:
+            syncengine.default_communicator().abort("rank 3: ValueError: the data set is empty")
+        syncengine.all_reduce(torch.ones(10))
+
+    outcome = suffer(body, timeout=100.0)
     return [outcome.error, outcome.text]
 
 

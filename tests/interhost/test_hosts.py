@@ -9,19 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from faults import (
-    WITHIN,
-    live_on,
-    my_rank,
-    needs_hooks,
-    others,
-    seconds_after,
-    set_fault,
-    suffer,
-    wait_for_failure,
-)
+from faults import WITHIN, live_on, my_rank, needs_hooks, others, seconds_after, set_fault, suffer, wait_for_failure
 from marks import mostly_nightly
-from pool import RankPool
+from pool import RankPool, run_on_ranks
 
 import syncengine
 
@@ -41,9 +31,8 @@ def start(hosts: str, **settings) -> syncengine.Communicator:
 def sums(dtype: torch.dtype, count: int, op: str) -> torch.Tensor:
     """Of numbers whose order of addition shows."""
     generator = torch.Generator().manual_seed(syncengine.rank())
-    tensor = (
-        torch.randn(count, generator=generator).mul_(torch.randint(1, 1000, (count,), generator=generator)).to(dtype)
-    )
+    tensor = torch.randn(count, generator=generator)
+    tensor = tensor.mul_(torch.randint(1, 1000, (count,), generator=generator)).to(dtype)
     syncengine.all_reduce(tensor, op)
     return tensor
 
@@ -69,8 +58,8 @@ def test_bits_do_not_depend_on_placement(pool: RankPool, numerics: str) -> None:
                 assert same(got, alone[0]), hosts
 
 
-def links(hosts: str, **settings: Any) -> str:
-    return start(hosts, **settings).links
+def links(hosts: str) -> str:
+    return start(hosts).links
 
 
 def test_the_way_between_hosts_follows_from_who_is_where(pool: RankPool) -> None:
@@ -88,11 +77,13 @@ def use_everything(hosts: str) -> None:
         tensor = torch.full((count,), float(rank))
         syncengine.broadcast(tensor, size - 1)
         assert tensor.eq(size - 1).all()
-        part, whole = torch.full((count,), float(rank)), torch.empty(size * count)
+        part, whole = torch.full((count,), float(rank)), torch.empty(size, count)
         syncengine.all_gather(whole, part)
-        assert torch.equal(whole, torch.arange(size).repeat_interleave(count).float())
+        assert whole.eq(torch.arange(size)[:, None]).all()
         syncengine.reduce_scatter(part, whole)
         assert part.eq(size * rank).all()
+        syncengine.all_reduce(part, "max")
+        assert part.eq(size * (size - 1)).all()
         totals = [torch.full((count,), float(rank + i)) for i in range(5)]
         works = [syncengine.all_reduce(total, async_op=True) for total in totals]
         shared = syncengine.empty(count).fill_(rank)
@@ -112,22 +103,18 @@ def use_everything(hosts: str) -> None:
     assert group.global_ranks == [r for r in range(size) if r % 2 == rank % 2]
 
 
-@pytest.mark.parametrize("hosts", mostly_nightly(PLACEMENTS, 1, 4, 5))
+@pytest.mark.parametrize("hosts", ["a", "aa", "aaa", "aaaaaaaa", *mostly_nightly(PLACEMENTS, 1, 4, 5)])
 def test_every_collective(pool: RankPool, hosts: str) -> None:
     run(pool, use_everything, hosts)
 
 
-def local_rank(hosts: str) -> int:
-    start(hosts)
-    return syncengine.local_rank()
-
-
-def test_local_ranks_count_within_a_host(pool: RankPool) -> None:
-    assert run(pool, local_rank, "abab") == [0, 0, 1, 1]
+@run_on_ranks(hosts=["abab"])
+def test_local_ranks_count_within_a_host() -> None:
+    assert syncengine.local_rank() == syncengine.rank() // 2
 
 
 def train(hosts: str, numerics: str, **arguments) -> tuple[list[float], list[torch.Tensor]]:
-    start(hosts, numerics=numerics)
+    assert start(hosts, numerics=numerics).numerics == numerics
     torch.manual_seed(7)
     layers = [torch.nn.Linear(64, 64) for _ in range(4)]
     model = syncengine.Parallel(torch.nn.Sequential(*layers, torch.nn.Linear(64, 8)), **arguments)
@@ -162,11 +149,6 @@ def test_fast_trains_and_is_named_so(pool: RankPool) -> None:
     losses = [losses for losses, _ in run(pool, train, "aabb", "fast")]
     wanted = [losses for losses, _ in run(pool, train, "aaaa", "rank_order")]
     assert torch.allclose(torch.tensor(losses), torch.tensor(wanted), rtol=1e-4)
-    assert run(pool, numerics_of, "ab") == ["fast", "fast"]
-
-
-def numerics_of(hosts: str) -> str:
-    return start(hosts, numerics="fast").numerics
 
 
 def leave_in_the_middle(hosts):
@@ -275,61 +257,36 @@ def test_frozen_for_longer_than_the_silence(pool: RankPool) -> None:
         assert 1.5 <= seconds_after("rank 1 has been silent for", outcome.text) < WITHIN
 
 
-def raise_on_last(hosts):
-    live_on(hosts)
-
-    def body(step):
-        syncengine.all_reduce(torch.ones(10))
-        if syncengine.rank() == len(hosts) - 1:
-            syncengine.default_communicator().abort("rank 3: ValueError: the data set is empty")
-        syncengine.all_reduce(torch.ones(10))
-
-    return suffer(body, timeout=100.0)
-
-
-def wait_for_one(hosts, first):
-    live_on(hosts)
-
+@pytest.mark.thorough
+@pytest.mark.parametrize("first", mostly_nightly([0, 1], 0))  # it comes to its deadline before the others
+@run_on_ranks(hosts=["aabb"], settings=None)
+def test_a_timeout_names_the_rank_on_another_host(first: int) -> None:
     def body(step):
         syncengine.barrier()
-        if syncengine.rank() == len(hosts) - 1:
+        if syncengine.rank() == 3:
             wait_for_failure()
         elif syncengine.rank() != first:
             time.sleep(0.4)
         syncengine.all_reduce(torch.ones(10))
 
-    return suffer(body, timeout=2.0)  # for init, too, where other tests share the cores
+    # The timeout is for init, too, where other tests share the cores.
+    suffer(body, timeout=2.0).check("Timeout", "waits for rank 3 ")
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("first", mostly_nightly([0, 1], 0))  # it comes to its deadline before the others
-def test_a_timeout_names_the_rank_on_another_host(pool: RankPool, first: int) -> None:
-    for outcome in run(pool, wait_for_one, "aabb", first):
-        outcome.check("Timeout", "waits for rank 3 ")
+@run_on_ranks(hosts=["ab"], settings=None)
+def test_settings_between_hosts_must_agree() -> None:
+    suffer(lambda step: None, timeout=20.0, sockets=2 + my_rank()).check("Mismatch", "sockets=2")
 
 
-def other_settings(hosts):
-    live_on(hosts)
-    sockets = 2 + my_rank()
-    return suffer(lambda step: None, timeout=20.0, sockets=sockets)
-
-
-def test_settings_between_hosts_must_agree(pool: RankPool) -> None:
-    for outcome in run(pool, other_settings, "ab"):
-        outcome.check("Mismatch", "sockets=2")
-
-
-def secrets_of_their_own(hosts):
+@run_on_ranks(hosts=["ab"], settings=None)
+def test_a_rank_that_fails_while_hosts_connect_is_heard() -> None:
     """Rank 1 alone knows that its secret is a wrong one; rank 0 may have been called by anybody."""
-    live_on(hosts)
     os.environ["SYNCENGINE_SECRET"] = f"16 bytes or more {my_rank() == 1}"
-    return suffer(lambda step: None, timeout=60.0)
-
-
-def test_a_rank_that_fails_while_hosts_connect_is_heard(pool: RankPool) -> None:
-    waits, fails = run(pool, secrets_of_their_own, "ab")
-    waits.check("Aborted", "rank 1 failed in init: InvalidUsage: rank ", "different secrets", soon=True)
-    fails.check("InvalidUsage", "different secrets", soon=True)
+    outcome = suffer(lambda step: None, timeout=60.0)
+    if my_rank() == 0:
+        outcome.check("Aborted", "rank 1 failed in init: InvalidUsage: rank ", "different secrets", soon=True)
+    else:
+        outcome.check("InvalidUsage", "different secrets", soon=True)
 
 
 def init_only(hosts, fault):

@@ -1,7 +1,5 @@
 """Hosts that are real to the kernel: ranks in network namespaces find, reduce with and lose each other."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """One run stays one: hosts lose each other while all live, or are killed, and one part at most goes on."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

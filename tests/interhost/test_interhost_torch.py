@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from faults import WITHIN, ended, live_on, suffer
 from marks import mostly_nightly
-from pool import RankPool
+from pool import RankPool, run_on_ranks
 from test_hosts import start, wait_until_busy
 from two_groups import as_under_ddp, in_two_threads
 
@@ -23,11 +23,12 @@ from syncengine.interhost import agree_on_number
 from syncengine.interhost import torch as interhost_torch
 
 TORCH = {"SYNCENGINE_INTERHOST": "torch"}
+on_torch = partial(run_on_ranks, settings=None, gloo=True, environ=TORCH)
 
 
-def run(pool, function, hosts, *args, environ=TORCH, gloo=True):
+def run(pool, function, hosts, *args):
     """One rank for each letter of `hosts`; equal letters share a host."""
-    return pool.run(function, hosts, *args, world=len(hosts), settings=None, gloo=gloo, environ=environ)
+    return pool.run(function, hosts, *args, world=len(hosts), settings=None, gloo=True, environ=TORCH)
 
 
 def spawn(pool, function, hosts, *args, environ=TORCH, gloo=True):
@@ -75,15 +76,10 @@ def test_beside_the_programs_own_groups(pool: RankPool, debug: str) -> None:
     ended(pool, use_other_groups, "ab", settings=None, gloo=True, environ=environ)
 
 
-def train_over_two_groups(hosts):
-    live_on(hosts)
-    as_under_ddp(with_default=False)
-
-
 @pytest.mark.thorough
-@pytest.mark.parametrize("hosts", mostly_nightly(["ab", "aba"], 1))
-def test_models_over_two_groups_in_two_threads(pool: RankPool, hosts: str) -> None:
-    run(pool, train_over_two_groups, hosts, environ={**TORCH, "SYNCENGINE_TIMEOUT": "10"})
+@on_torch(hosts=mostly_nightly(["ab", "aba"], 1), environ={**TORCH, "SYNCENGINE_TIMEOUT": "10"})
+def test_models_over_two_groups_in_two_threads() -> None:
+    as_under_ddp(with_default=False)
 
 
 def agree_on_numbers() -> list[int]:
@@ -103,9 +99,10 @@ def test_transports_of_two_groups_have_numbers_of_their_own(pool: RankPool) -> N
     assert first[0] != first[1]
 
 
-def train_behind_many_openings(hosts):
-    """Over groups of which the first member has opened so many transports before."""
-    start(hosts)
+@on_torch(hosts=["ab"])
+def test_tags_of_transports_far_apart_differ() -> None:
+    """Models train over groups of which the first member has opened so many transports before."""
+    syncengine.init(timeout=60.0)
     tags, models, opened = [], [], interhost_torch.torch_packet_transport
 
     def opening(group, ranks, tag, *others):
@@ -123,13 +120,9 @@ def train_behind_many_openings(hosts):
     assert len(tags) == 3
 
 
-def test_tags_of_transports_far_apart_differ(pool: RankPool) -> None:
-    run(pool, train_behind_many_openings, "ab")
-
-
-def backend_over_gloo(hosts):
+@on_torch(hosts=["aab"])
+def test_below_the_torch_backend() -> None:
     """Groups of the backend "syncengine" beside a default one of Gloo, which connects their hosts."""
-    live_on(hosts)
     for ranks in ([0, 1, 2], [0, 2], [0, 2]):
         group = dist.new_group(ranks, backend="syncengine")
         if dist.get_rank() in ranks:
@@ -139,23 +132,15 @@ def backend_over_gloo(hosts):
             dist.destroy_process_group(group)
 
 
-def test_below_the_torch_backend(pool: RankPool) -> None:
-    run(pool, backend_over_gloo, "aab")
-
-
-def init_twice(hosts):
+@on_torch(hosts=["ab"])
+def test_shutdown_gives_the_group_back() -> None:
     for _ in range(2):
-        start(hosts)
-        groups = len(dist.distributed_c10d._world.pg_map)
+        syncengine.init(timeout=60.0)
+        assert len(dist.distributed_c10d._world.pg_map) == 2  # the program's and ours
         tensor = torch.ones(10)
         syncengine.all_reduce(tensor)
         assert tensor.eq(2).all()
         syncengine.shutdown()
-    return groups
-
-
-def test_shutdown_gives_the_group_back(pool: RankPool) -> None:
-    assert run(pool, init_twice, "ab") == [2, 2]  # the program's and ours
 
 
 def test_exit_without_shutdown(pool: RankPool) -> None:
@@ -191,8 +176,7 @@ def only_init(hosts, group):
 
 
 @pytest.mark.parametrize(
-    ("group", "text"),
-    [("none", "needs an initialized torch.distributed"), ("syncengine", "is syncengine's own")],
+    ("group", "text"), [("none", "needs an initialized torch.distributed"), ("syncengine", "is syncengine's own")]
 )
 def test_what_can_not_carry_it_is_refused(pool: RankPool, unused_port: int, group: str, text: str) -> None:
     environ = {**TORCH, "MASTER_PORT": str(unused_port)}

@@ -138,9 +138,8 @@ def test_lost_link_is_named_within_the_silence(program, how):
         for rank in (0, 2):
             kind, seconds, text = job.error(rank)
             assert kind == "PeerLost"
-            assert (
-                "rank 1 has been silent" in text or f"rank {2 - rank}" in text
-            )  # who ends first takes the other along
+            # The first one to end takes the other along.
+            assert "rank 1 has been silent" in text or f"rank {2 - rank}" in text
             assert seconds < WITHIN
         kind, seconds, text = job.error(1)
         assert kind == "PeerLost" and ("rank 0" in text or "rank 2" in text)

@@ -1,9 +1,10 @@
 """System calls that the kernel refuses to this process, as it does in sandboxes."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
+import shutil
+import subprocess
+from ctypes import c_int, c_uint, c_uint32, c_uint64, c_void_p
 
 import pytest
 
@@ -13,22 +14,16 @@ _COMPARISONS = {"==": 4, ">": 6}  # SCMP_CMP_EQ, SCMP_CMP_GT
 class _Argument(ctypes.Structure):
     """libseccomp's scmp_arg_cmp: a comparison of one of a call's arguments."""
 
-    _fields_ = (("place", ctypes.c_uint), ("op", ctypes.c_int), ("with_", ctypes.c_uint64), ("_", ctypes.c_uint64))
+    _fields_ = (("place", c_uint), ("op", c_int), ("with_", c_uint64), ("_", c_uint64))
 
 
 def refuse(*calls: str, code: int = errno.ENOSYS, where: tuple[int, str, int] | None = None) -> None:
     """From now on: by a filter as container runtimes set. `where`: (2, ">", 28) is only if argument 2 exceeds 28."""
     seccomp = ctypes.CDLL("libseccomp.so.2")
-    seccomp.seccomp_init.restype = ctypes.c_void_p
-    seccomp.seccomp_init.argtypes = [ctypes.c_uint32]
-    seccomp.seccomp_rule_add_array.argtypes = [
-        ctypes.c_void_p,
-        ctypes.c_uint32,
-        ctypes.c_int,
-        ctypes.c_uint,
-        ctypes.c_void_p,
-    ]
-    seccomp.seccomp_load.argtypes = [ctypes.c_void_p]
+    seccomp.seccomp_init.restype = c_void_p
+    seccomp.seccomp_init.argtypes = [c_uint32]
+    seccomp.seccomp_rule_add_array.argtypes = [c_void_p, c_uint32, c_int, c_uint, c_void_p]
+    seccomp.seccomp_load.argtypes = [c_void_p]
     context = seccomp.seccomp_init(0x7FFF0000)
     for call in calls:
         number = seccomp.seccomp_syscall_resolve_name(call.encode())
@@ -45,6 +40,13 @@ def has_seccomp() -> bool:
     except OSError:
         return False
     return True
+
+
+def may_unshare(*namespaces: str) -> bool:
+    """Whether this process may make such namespaces, by options of unshare(1)."""
+    if shutil.which("unshare") is None:
+        return False
+    return subprocess.run(["unshare", *namespaces, "true"], check=False, capture_output=True).returncode == 0
 
 
 needs_seccomp = pytest.mark.skipif(not has_seccomp(), reason="no libseccomp.so.2 (Debian: libseccomp2)")
