@@ -1,12 +1,11 @@
 """syncengine.horovod: the process, collectives, handles and objects, against a naive oracle."""
 
-from __future__ import annotations
-
 import math
 import re
 
 import pytest
 import torch
+from horovod_ranks import run_with_hvd
 from pool import run_on_ranks
 from torch.utils._pytree import tree_leaves
 
@@ -36,9 +35,8 @@ def oracle(op: str, tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 @WORLDS
-@run_on_ranks()
+@run_with_hvd()
 def test_reductions(world: int):
-    hvd.init()
     for dtype in DTYPES:
         everyone = [of_rank(rank, dtype) for rank in range(hvd.size())]
         own = everyone[hvd.rank()]
@@ -62,9 +60,8 @@ def test_reductions(world: int):
         assert hvd.allreduce(torch.ones(2, 0), average=True).shape == (2, 0)
 
 
-@run_on_ranks()
+@run_with_hvd()
 def test_inference_tensors_are_written_outside_of_inference_mode() -> None:
-    hvd.init()
     everyone = [of_rank(rank, torch.int64) for rank in range(2)]
     total, average = oracle("Sum", everyone), oracle("Average", everyone)
     with torch.inference_mode():
@@ -80,9 +77,8 @@ def test_inference_tensors_are_written_outside_of_inference_mode() -> None:
 
 
 @WORLDS
-@run_on_ranks()
+@run_with_hvd()
 def test_groups(world: int):
-    hvd.init()
     shapes, dtypes = [(2,), (), (3, 1), (4,)], [torch.float32, torch.int64, torch.float32, torch.float64]
     everyone = [[of_rank(10 * rank + i, dtypes[i], shapes[i]) for i in range(4)] for rank in range(hvd.size())]
     own = everyone[hvd.rank()]
@@ -99,9 +95,8 @@ def test_groups(world: int):
 
 
 @WORLDS
-@run_on_ranks()
+@run_with_hvd()
 def test_gather_and_broadcast(world: int):
-    hvd.init()
     rank, size = hvd.rank(), hvd.size()
     for rows in ([2] * size, [3, 0, 5][:size], [0] * size):
         for dtype in (torch.float32, torch.bool, torch.complex64):
@@ -119,8 +114,8 @@ def test_gather_and_broadcast(world: int):
         assert hvd.broadcast_(strided, root) is strided
         assert torch.equal(strided, of_rank(root, dtype))
         assert torch.equal(hvd.synchronize(hvd.broadcast_async(own, root)), of_rank(root, dtype))
-    for r, answer in enumerate(hvd.allgather_object({"rank": rank, "text": "x" * rank})):
-        assert answer == {"rank": r, "text": "x" * r}
+    answers = hvd.allgather_object({"rank": rank, "text": "x" * rank})
+    assert answers == [{"rank": r, "text": "x" * r} for r in range(size)]
     assert hvd.broadcast_object([rank], root_rank=root) == [root]
     assert hvd.broadcast_object_fn(0)(rank) == 0
     handle = hvd.allreduce_async(torch.ones(1000), op=hvd.Sum)
@@ -131,9 +126,8 @@ def test_gather_and_broadcast(world: int):
 
 
 @WORLDS
-@run_on_ranks()
+@run_with_hvd()
 def test_scatter(world: int):
-    hvd.init()
     rank, size = hvd.rank(), hvd.size()
     for rows in (size, 2 * size + 1, 1):
         everyone = [of_rank(r, shape=(rows, 2)) for r in range(size)]
@@ -155,15 +149,14 @@ def test_scatter(world: int):
 
 
 @WORLDS
-@run_on_ranks()
+@run_with_hvd()
 def test_autograd(world: int):
     """Against the definition: Horovod's backward of allgather and broadcast averages."""
-    hvd.init()
     rank, size = hvd.rank(), hvd.size()
     weights = [of_rank(50 + r, torch.float64) for r in range(size)]
 
-    def gradient(function, weight: torch.Tensor) -> torch.Tensor:
-        x = torch.ones(3, 4, dtype=torch.float64, requires_grad=True)
+    def gradient(function, weight: torch.Tensor | float, shape: tuple[int, int] = (3, 4)) -> torch.Tensor:
+        x = torch.ones(shape, dtype=torch.float64, requires_grad=True)
         (function(x) * weight).sum().backward()
         return x.grad
 
@@ -178,15 +171,12 @@ def test_autograd(world: int):
     wide = [of_rank(70 + r, torch.float64, (3 * size, 4)) for r in range(size)]
     own_rows = torch.stack(wide).mean(0)[3 * rank : 3 * rank + 3]
     torch.testing.assert_close(gradient(hvd.allgather, wide[rank]), own_rows)
-    x = torch.ones(size, 2, dtype=torch.float64, requires_grad=True)
-    hvd.alltoall(x).mul(rank + 1).sum().backward()
-    assert x.grad.tolist() == [[r + 1.0] * 2 for r in range(size)]
-    x = torch.ones(size, 2, dtype=torch.float64, requires_grad=True)
-    hvd.reducescatter(x, op=hvd.Sum).mul(rank + 1).sum().backward()
-    assert x.grad.tolist() == [[size * (r + 1.0)] * 2 for r in range(size)], "Horovod's factor"
-    x = torch.ones(size, 2, dtype=torch.float64, requires_grad=True)
-    hvd.reducescatter(x, prescale_factor=3.0).mul(rank + 1).sum().backward()
-    assert x.grad.tolist() == [[3 * (r + 1.0)] * 2 for r in range(size)], "Horovod's factor"
+    sent = gradient(hvd.alltoall, rank + 1, (size, 2))
+    assert sent.tolist() == [[r + 1.0] * 2 for r in range(size)]
+    scattered = gradient(lambda x: hvd.reducescatter(x, op=hvd.Sum), rank + 1, (size, 2))
+    assert scattered.tolist() == [[size * (r + 1.0)] * 2 for r in range(size)], "Horovod's factor"
+    scaled = gradient(lambda x: hvd.reducescatter(x, prescale_factor=3.0), rank + 1, (size, 2))
+    assert scaled.tolist() == [[3 * (r + 1.0)] * 2 for r in range(size)], "Horovod's factor"
 
 
 @run_on_ranks(environ={"SYNCENGINE_TIMEOUT": "60"})
@@ -212,9 +202,8 @@ def test_ranks():
         hvd.allreduce(torch.ones(1))
 
 
-@run_on_ranks(hosts=["aba"], settings=None)
+@run_with_hvd(hosts=["aba"], settings=None)
 def test_ranks_on_two_hosts():
-    hvd.init()
     known = (hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size(), hvd.is_homogeneous())
     assert known == [(0, 2, 0, 2, False), (0, 1, 1, 2, False), (1, 2, 0, 1, False)][hvd.rank()]
 
@@ -256,15 +245,13 @@ def test_ranks_of_horovodrun_do_not_train_alone(monkeypatch):
     assert not hvd.is_initialized()
 
 
-@run_on_ranks()
+@run_with_hvd()
 def test_wrong_use():
-    hvd.init()
     for call, match in [
         (lambda: hvd.allreduce(torch.ones(1), average=True, op=hvd.Sum), "only one of them"),
         (lambda: hvd.allreduce(torch.ones(1), op="sum"), "not one of hvd.Average"),
         (lambda: hvd.allreduce(torch.ones(1, dtype=torch.bool), op=hvd.Sum), "hvd.Min"),
         (lambda: hvd.allreduce(torch.ones(1), process_set=object()), "hvd.add_process_set"),
-        (lambda: hvd.alltoall(torch.ones(3)), "give splits="),
         (lambda: hvd.reducescatter(torch.ones(())), r"reshape\(1\)"),
         (lambda: hvd.broadcast(torch.ones(1), 2), "ranks 0 to 1"),
         (lambda: hvd.broadcast_parameters(3, 0), "named_parameters"),
@@ -310,10 +297,7 @@ MISMATCHES = {
     ),
     "root": (lambda rank: hvd.broadcast(torch.ones(2), rank), "root_rank=0.*root_rank=1"),
     "barrier": (lambda rank: hvd.barrier() if rank else hvd.allgather_object(3), "rank 1 called barrier"),
-    "columns": (
-        lambda rank: hvd.alltoall(torch.ones(4, 1 + rank)),
-        "called alltoall of .* called alltoall of ",
-    ),
+    "columns": (lambda rank: hvd.alltoall(torch.ones(4, 1 + rank)), "called alltoall of .* called alltoall of "),
     "parts": (lambda rank: hvd.reducescatter(torch.ones(4 + rank)), r"called reducescatter of .*\(4,\).*\(5,\)"),
     "row": (lambda rank: hvd.allgather(torch.ones(2, 2 + rank)), r"\(\*, 2\).*\(\*, 3\)"),
     "long": (lambda rank: hvd.allreduce(torch.ones(2), name="x" * 5000 + str(rank)), r"xxx\.\.\. [0-9a-f]+' of"),
@@ -324,10 +308,9 @@ MISMATCHES = {
 }
 
 
-@run_on_ranks()
+@run_with_hvd()
 def test_mismatches_are_named_on_every_rank():
     """One after the other, named or not, without init() in between: each alone has failed."""
-    hvd.init()
     communicator = syncengine.default_communicator()
     for case, (call, match) in MISMATCHES.items():
         with pytest.raises(hvd.HorovodInternalError) as caught:
@@ -342,9 +325,8 @@ def test_mismatches_are_named_on_every_rank():
 
 
 @pytest.mark.parametrize("kind", ["SGD", "Adam", "Adagrad", "LBFGS"])
-@run_on_ranks()
+@run_with_hvd()
 def test_parameters_and_optimizer_state(kind: str):
-    hvd.init()
     torch.manual_seed(hvd.rank())
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
     options = {"SGD": {"momentum": 0.9}, "LBFGS": {"max_iter": 2}}.get(kind, {})
@@ -368,10 +350,9 @@ def test_parameters_and_optimizer_state(kind: str):
     assert all(map(torch.equal, first, second))
 
 
-@run_on_ranks()
+@run_with_hvd()
 def test_a_scheduler_of_the_base_stays_attached():
     """As in Horovod, on the ranks that the state comes to as well."""
-    hvd.init()
     model = torch.nn.Linear(3, 2)
     base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(base, 1, gamma=0.1)

@@ -1,7 +1,5 @@
 """What one rank alone raises in a call of all ranks: the others hear it, by its rank and its reason, and none waits."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from contextlib import suppress
@@ -10,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from pool import run_on_ranks
+from horovod_ranks import run_with_hvd
 from test_horovod_newcomers import freeze
 from test_horovod_newcomers import sgd as sgd_of_layers
 from test_horovod_optimizer import average, batch, gradients, loss_of, make_model, of_ranks, sgd
@@ -26,7 +24,7 @@ SETTINGS = {"timeout": 20.0}
 class Broken(hvd.Compression.fp16):
     @classmethod
     def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        raise ArithmeticError("too small for this")
+        raise ArithmeticError("tiny")
 
 
 def stay() -> None:
@@ -35,160 +33,102 @@ def stay() -> None:
         hvd.barrier()
 
 
-def optimizer_with(wrong: bool, **options: object) -> torch.optim.Optimizer:
-    return hvd.DistributedOptimizer(torch.optim.SGD(make_model().parameters(), lr=0.1), **options if wrong else {})
+def optimizer_with(**options: object) -> torch.optim.Optimizer:
+    return hvd.DistributedOptimizer(torch.optim.SGD(make_model().parameters(), lr=0.1), **options)
 
 
-def state_of(wrong: bool, option: object = lambda step: step) -> None:
+def send_state(more: dict[str, object]) -> None:
+    """Broadcasts the state of an optimizer that has these options, too."""
     optimizer = torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=0.1)
-    if wrong:
-        optimizer.param_groups[0]["rate"] = option
+    optimizer.param_groups[0].update(more)
     hvd.broadcast_optimizer_state(optimizer, root_rank=1)
 
 
-def rows(wrong: bool) -> torch.Tensor:
-    """A scalar has none."""
-    return torch.ones(()) if wrong else torch.ones(2)
+def groups_of(times: int) -> torch.optim.Optimizer:
+    """The only parameter is in so many groups."""
+    p = torch.ones(2, requires_grad=True)
+    return hvd.DistributedOptimizer(torch.optim.SGD([p], lr=0.1), groups=[[p]] * times)
 
 
-TWICE = [[p := torch.ones(2, requires_grad=True)], [p]]
+ONES, SCALAR, COMPLEX = torch.ones(2), torch.ones(()), torch.ones(2, dtype=torch.complex64)
+SPARSE = ONES.to_sparse()
 
-# What a rank calls, rightly or wrongly; the call's name, the class of the error on the others, and the reason.
-CALLS: dict[str, tuple[Callable[[bool], object], str, type[SyncError], str]] = {
-    "dtype": (
-        lambda wrong: hvd.allreduce(torch.ones(2, dtype=torch.complex64 if wrong else torch.float32)),
-        *("allreduce", InvalidUsage, "view_as_real"),
+# By the call's name, perhaps with more words: the call, which argument is right, which is wrong, and the reason.
+REFUSED: dict[str, tuple[Callable[[Any], object], Any, Any, str]] = {
+    "allreduce: dtype": (hvd.allreduce, ONES, COMPLEX, "view_as_real"),
+    "allreduce: layout": (hvd.allreduce_, torch.ones(2), SPARSE, "to_dense"),
+    "allreduce: op": (lambda op: hvd.allreduce(ONES, op=op), None, "sum", "'sum'"),
+    "allreduce: name": (lambda name: hvd.allreduce(ONES, name=name), None, 3, "name=3 is no text"),
+    "allreduce: factor": (lambda x: hvd.allreduce(ONES, prescale_factor=x), 2.0, "2", "factor of '2' is no number"),
+    "broadcast": (lambda root: hvd.broadcast(ONES, root), 0, 7, "root_rank=7"),
+    "broadcast: no tensor": (lambda x: hvd.broadcast_(x, 0), torch.ones(2), 3, "needs a tensor, not int"),
+    "grouped_allreduce": (hvd.grouped_allreduce, [ONES], [], "one or more"),
+    "allgather": (hvd.allgather, ONES, SCALAR, r"reshape\(1\)"),
+    "grouped_allgather": (hvd.grouped_allgather, [ONES], 3, "a list of one or more"),
+    "grouped_allgather: name": (lambda x: hvd.grouped_allgather(x, name="x"), [ONES] * 2, 3, "a list of one or more"),
+    "grouped_allgather: set": (
+        lambda members: hvd.grouped_allgather([ONES], process_set=members),
+        *(None, [0], "is no hvd.ProcessSet"),
     ),
-    "layout": (
-        lambda wrong: hvd.allreduce_(torch.eye(2).to_sparse() if wrong else torch.eye(2)),
-        *("allreduce", InvalidUsage, "to_dense"),
+    "grouped_allgather: async": (
+        lambda x: hvd.synchronize(hvd.grouped_allgather_async([ONES, x, ONES])),
+        *(ONES, SCALAR, r"reshape\(1\)"),
     ),
-    "op": (lambda wrong: hvd.allreduce(torch.ones(2), op="sum" if wrong else None), "allreduce", InvalidUsage, "'sum'"),
-    "no tensor": (
-        lambda wrong: hvd.broadcast_(3 if wrong else torch.ones(2), 0),
-        *("broadcast", InvalidUsage, "needs a tensor, not int"),
-    ),
-    "name": (
-        lambda wrong: hvd.allreduce(torch.ones(2), name=3 if wrong else None),
-        *("allreduce", InvalidUsage, "name=3 is no text"),
-    ),
-    "factor": (
-        lambda wrong: hvd.allreduce(torch.ones(2), prescale_factor="2" if wrong else 2.0),
-        *("allreduce", InvalidUsage, "factor of '2' is no number"),
-    ),
-    "compression": (
-        lambda wrong: hvd.allreduce(torch.ones(2), compression=Broken if wrong else hvd.Compression.fp16),
-        *("allreduce", Aborted, "ArithmeticError: too small for this"),
-    ),
-    "grouped_allreduce": (
-        lambda wrong: hvd.grouped_allreduce([] if wrong else [torch.ones(2)]),
-        *("grouped_allreduce", InvalidUsage, "one or more"),
-    ),
-    "allgather": (lambda wrong: hvd.allgather(rows(wrong)), "allgather", InvalidUsage, r"reshape\(1\)"),
-    "grouped_allgather": (
-        lambda wrong: hvd.grouped_allgather(3 if wrong else [torch.ones(2)]),
-        *("grouped_allgather", InvalidUsage, "a list of one or more"),
-    ),
-    "alltoall": (
-        lambda wrong: hvd.alltoall(torch.ones(4), splits=[1, 1] if wrong else None),
-        *("alltoall", InvalidUsage, "add up to 4"),
-    ),
-    "reducescatter": (
-        lambda wrong: hvd.reducescatter(rows(wrong)),
-        *("reducescatter", InvalidUsage, "cuts along the first dimension"),
-    ),
-    "grouped_allgather_async": (
-        lambda wrong: hvd.synchronize(hvd.grouped_allgather_async([torch.ones(2), rows(wrong), torch.ones(2)])),
-        *("grouped_allgather", InvalidUsage, r"reshape\(1\)"),
-    ),
-    "a list with a name": (
-        lambda wrong: hvd.grouped_allgather(3 if wrong else [torch.ones(2), torch.ones(2)], name="both"),
-        *("grouped_allgather", InvalidUsage, "a list of one or more"),
-    ),
-    "the process set of a list": (
-        lambda wrong: hvd.grouped_allgather([torch.ones(2)], process_set=[0] if wrong else None),
-        *("grouped_allgather", InvalidUsage, "is no hvd.ProcessSet"),
-    ),
-    "sparse_allreduce_async": (
-        lambda wrong: hvd.sparse_allreduce_async(torch.eye(2) if wrong else torch.eye(2).to_sparse(), "sparse")(),
-        *("sparse_allreduce_async", InvalidUsage, "needs a sparse tensor"),
-    ),
+    "alltoall": (lambda splits: hvd.alltoall(torch.ones(4), splits=splits), None, [1, 1], "add up to 4"),
+    "reducescatter": (hvd.reducescatter, ONES, SCALAR, "cuts along the first dimension"),
     "grouped_reducescatter": (
-        lambda wrong: hvd.synchronize(hvd.grouped_reducescatter_async([torch.ones(2), rows(wrong)])),
-        *("grouped_reducescatter", InvalidUsage, "cuts along the first dimension"),
+        lambda x: hvd.synchronize(hvd.grouped_reducescatter_async([ONES, x])),
+        *(ONES, SCALAR, "cuts along the first dimension"),
     ),
-    "barrier": (
-        lambda wrong: hvd.barrier(process_set=[0] if wrong else None),
-        *("barrier", InvalidUsage, "is no hvd.ProcessSet"),
-    ),
-    "broadcast": (
-        lambda wrong: hvd.broadcast(torch.ones(2), 7 if wrong else 0),
-        *("broadcast", InvalidUsage, "root_rank=7"),
-    ),
-    "broadcast_object": (
-        lambda wrong: hvd.broadcast_object((lambda: 3) if wrong else None, root_rank=1),
-        *("broadcast_object", Aborted, "pickle"),
-    ),
-    "allgather_object": (
-        lambda wrong: hvd.allgather_object((lambda: 3) if wrong else None),
-        *("allgather_object", Aborted, "pickle"),
-    ),
+    "sparse_allreduce_async": (lambda x: hvd.sparse_allreduce_async(x, "s")(), SPARSE, ONES, "needs a sparse tensor"),
+    "barrier": (lambda members: hvd.barrier(process_set=members), None, [0], "is no hvd.ProcessSet"),
     "broadcast_parameters": (
-        lambda wrong: hvd.broadcast_parameters({"weight": torch.ones(2), **({"extra": 3} if wrong else {})}, 0),
-        *("broadcast_parameters", InvalidUsage, "extra is of type int"),
+        lambda more: hvd.broadcast_parameters({"weight": torch.ones(2), **more}, 0),
+        *({}, {"extra": 3}, "extra is of type int"),
     ),
-    "expanded parameters": (
-        lambda wrong: hvd.broadcast_parameters([torch.ones(1).expand(2) if wrong else torch.ones(2)], 0),
-        *("broadcast_parameters", InvalidUsage, "elements that share memory"),
+    "broadcast_parameters: expanded": (
+        lambda x: hvd.broadcast_parameters([x], 0),
+        *(torch.ones(2), torch.ones(1).expand(2), "elements that share memory"),
     ),
-    "broadcast_optimizer_state": (state_of, "broadcast_optimizer_state", Aborted, "pickle"),
-    "a state with other objects": (
-        lambda wrong: state_of(wrong, Fraction(1, 2)),
-        *("broadcast_optimizer_state", InvalidUsage, "more than tensors and numbers"),
+    "broadcast_optimizer_state: objects": (send_state, {}, {"rate": Fraction(1, 2)}, "more than tensors and numbers"),
+    "DistributedOptimizer": (lambda op: optimizer_with(op=op), hvd.Average, hvd.Min, "give hvd.Average or hvd.Sum"),
+    "DistributedOptimizer: names": (
+        lambda named: optimizer_with(named_parameters=named),
+        *(None, [("one", torch.ones(2))], "named_parameters lacks parameter 0"),
     ),
-    "DistributedOptimizer": (
-        lambda wrong: optimizer_with(wrong, op=hvd.Min),
-        *("DistributedOptimizer", InvalidUsage, "give hvd.Average or hvd.Sum"),
-    ),
-    "named_parameters": (
-        lambda wrong: optimizer_with(wrong, named_parameters=[("one", torch.ones(2))]),
-        *("DistributedOptimizer", InvalidUsage, "named_parameters lacks parameter 0"),
-    ),
-    "groups": (
-        lambda wrong: hvd.DistributedOptimizer(torch.optim.SGD(TWICE[0], lr=0.1), groups=TWICE if wrong else TWICE[:1]),
-        *("DistributedOptimizer", InvalidUsage, "more than one group"),
-    ),
-    "SyncBatchNorm": (
-        lambda wrong: hvd.SyncBatchNorm(3)(torch.ones(3) if wrong else torch.ones(4, 3)),
-        *("SyncBatchNorm", Aborted, "ValueError: expected at least 2D input"),
-    ),
+    "DistributedOptimizer: groups": (groups_of, 1, 2, "more than one group"),
+}
+ABORTED: dict[str, tuple[Callable[[Any], object], Any, Any, str]] = {
+    "allreduce": (lambda x: hvd.allreduce(ONES, compression=x), hvd.Compression.fp16, Broken, "ArithmeticError: tiny"),
+    "broadcast_object": (lambda x: hvd.broadcast_object(x, root_rank=1), None, lambda: 3, "pickle"),
+    "allgather_object": (hvd.allgather_object, None, lambda: 3, "pickle"),
+    "broadcast_optimizer_state": (send_state, {}, {"rate": lambda step: step}, "pickle"),
+    "SyncBatchNorm": (lambda x: hvd.SyncBatchNorm(3)(x), torch.eye(3), ONES, "ValueError: expected at least 2D input"),
 }
 
 
-@pytest.mark.parametrize("case", CALLS)
-@run_on_ranks(settings=SETTINGS)
+@pytest.mark.parametrize("case", [*REFUSED, *ABORTED])
+@run_with_hvd(settings=SETTINGS)
 def test_a_call_that_one_rank_can_not_make(case: str):
-    hvd.init()
-    call, name, kind, reason = CALLS[case]
-    wrong = hvd.rank() == 1
+    call, right, wrong, reason = {**REFUSED, **ABORTED}[case]
     before = syncengine.default_communicator()
     with pytest.raises(Exception) as caught:
-        call(wrong)
+        call(wrong if hvd.rank() == 1 else right)
     said = str(caught.value)
-    if wrong:
+    if hvd.rank() == 1:
         assert re.search(reason.partition(": ")[2] or reason, said), said
     else:
-        assert type(caught.value) is kind, repr(caught.value)
+        assert type(caught.value) is (InvalidUsage if case in REFUSED else Aborted), repr(caught.value)
+        name = case.partition(":")[0]
         assert re.match(rf"rank 1 in {name}, while rank 0 called .*: .*{reason}", said), said
     hvd.init()
     assert syncengine.default_communicator() is before, "this call alone has failed"
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2
 
 
-@run_on_ranks(world=3, settings=SETTINGS)
+@run_with_hvd(world=3, settings=SETTINGS)
 def test_what_all_ranks_refuse_has_not_happened():
     """Also if they refuse different calls, and while one of them is in join()."""
-    hvd.init()
     for joined in (False, True):
         if joined and hvd.rank() == 0:
             assert hvd.join() == 2
@@ -200,9 +140,8 @@ def test_what_all_ranks_refuse_has_not_happened():
     assert hvd.join() == 2
 
 
-@run_on_ranks(settings=SETTINGS)
+@run_with_hvd(settings=SETTINGS)
 def test_a_handle_that_another_rank_has_refused_is_at_its_end():
-    hvd.init()
     if hvd.rank() == 1:
         with pytest.raises(InvalidUsage, match=r"^allreduce: dtype"):
             hvd.allreduce_async(torch.ones(2, dtype=torch.complex64))
@@ -215,9 +154,8 @@ def test_a_handle_that_another_rank_has_refused_is_at_its_end():
             hvd.synchronize(handle)
 
 
-@run_on_ranks(settings=SETTINGS)
+@run_with_hvd(settings=SETTINGS)
 def test_parameters_on_one_rank_alone_are_a_mismatch():
-    hvd.init()
     with pytest.raises(Mismatch, match=r"rank 0 called .*tensors on cpu, but rank 1 called .*tensors on no device"):
         hvd.broadcast_parameters([] if hvd.rank() == 1 else [torch.ones(2)], 0)
 
@@ -236,9 +174,8 @@ class Words(nn.Module):
 
 
 @pytest.mark.parametrize("large", [False, True])
-@run_on_ranks(settings=SETTINGS)
+@run_with_hvd(settings=SETTINGS)
 def test_a_gradient_that_one_rank_can_not_bring(large: bool):
-    hvd.init()
     wrong = hvd.rank() == 1
     model = Words(large=large)
     optimizer = sgd(model)
@@ -253,9 +190,8 @@ def test_a_gradient_that_one_rank_can_not_bring(large: bool):
     stay()
 
 
-@run_on_ranks(settings=SETTINGS)
+@run_with_hvd(settings=SETTINGS)
 def test_a_gradient_that_one_rank_takes_away():
-    hvd.init()
     model = make_model()
     optimizer = sgd(model, groups=1)
     hvd.barrier()
@@ -271,9 +207,8 @@ def test_a_gradient_that_one_rank_takes_away():
     stay()
 
 
-@run_on_ranks(settings=SETTINGS)
+@run_with_hvd(settings=SETTINGS)
 def test_a_new_optimizer_while_one_rank_is_in_a_step():
-    hvd.init()
     model = make_model()
     earlier = sgd(model)
     wrong = hvd.rank() == 1
@@ -286,10 +221,9 @@ def test_a_new_optimizer_while_one_rank_is_in_a_step():
     del earlier
 
 
-@run_on_ranks(settings=SETTINGS)
+@run_with_hvd(settings=SETTINGS)
 def test_the_state_of_an_optimizer_in_a_step_is_refused_on_the_root_too():
     """Which it would not disturb: but the others can't take it."""
-    hvd.init()
     model = make_model()
     optimizer = sgd(model)
     expected = of_ranks(model, 0)
@@ -300,9 +234,8 @@ def test_the_state_of_an_optimizer_in_a_step_is_refused_on_the_root_too():
     assert all(map(torch.equal, gradients(model), map(average, expected)))
 
 
-@run_on_ranks(settings=SETTINGS)
+@run_with_hvd(settings=SETTINGS)
 def test_a_newcomer_that_has_another_optimizer_on_one_rank():
-    hvd.init()
     model = make_model()
     freeze(model, 2)
     first, second = sgd_of_layers(model, 0, 2), sgd_of_layers(model, 4, 2)
@@ -318,10 +251,9 @@ def test_a_newcomer_that_has_another_optimizer_on_one_rank():
     stay()
 
 
-@run_on_ranks(settings=SETTINGS)
+@run_with_hvd(settings=SETTINGS)
 def test_join_between_backward_and_step_of_one_rank():
     """Those who have joined serve its step when it comes; those who have not are told."""
-    hvd.init()
     model = make_model()
     optimizer = sgd(model)
     if hvd.rank() == 1:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pool import run_on_ranks
+from horovod_ranks import run_with_hvd
 from repository import ROOT, SUPPORT
 from torch import nn
 
@@ -28,7 +28,6 @@ DATA = torch.utils.data.TensorDataset(
 
 
 def make():
-    """What training begins with."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 300), nn.ReLU(), nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3 * hvd.size(), momentum=0.5)
@@ -119,17 +118,14 @@ def replay(file, until):
     return digest(facts(state))
 
 
-def launched(*arguments):
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(SUPPORT)]), "SYNCENGINE_SUMMARY": "0"}
-    command = [sys.executable, "-m", "syncengine", "run", "-n", str(RANKS), "--keep-going", "--restart", *arguments]
-    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600)
-
-
 @pytest.mark.nightly
 def test_ranks_are_killed_and_come_back(pool, tmp_path):
     """Rank 0 dies, and so does who comes in its place. What each part of the run ends with is what ranks make of its
     beginning when nobody dies: each part but the last ends with a commit, from which the next one goes on."""
-    done = launched(__file__, str(tmp_path), json.dumps({"0": 5, "3": 4}))
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(SUPPORT)]), "SYNCENGINE_SUMMARY": "0"}
+    command = [sys.executable, "-m", "syncengine", "run", "-n", str(RANKS), "--keep-going", "--restart", __file__]
+    command += [str(tmp_path), json.dumps({"0": 5, "3": 4})]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = sorted(done.stdout.splitlines())
     assert [line.split()[0] for line in lines] == ["1", "2", "4"], done.stdout + done.stderr
@@ -145,9 +141,8 @@ def test_ranks_are_killed_and_come_back(pool, tmp_path):
     assert set(pool.run(replay, parts[-1][0], None, world=RANKS, settings=None)) == {line.split()[1] for line in lines}
 
 
-@run_on_ranks()
+@run_with_hvd()
 def test_state():
-    hvd.init()
     model, rank = nn.Linear(2, 2), hvd.rank()
     with torch.no_grad():
         model.weight.fill_(rank)
@@ -172,10 +167,9 @@ def test_state():
     assert (state.batch, state.seen) == (22, [0, 2])
 
 
-@run_on_ranks(world=3)
+@run_with_hvd(world=3)
 def test_sampler():
     """The order is that of Horovod's; what was recorded is not dealt again."""
-    hvd.init()
     data, rank = range(20), hvd.rank()
     sampler = hvd.elastic.ElasticSampler(data, seed=3)
     sampler.set_epoch(2)
@@ -192,11 +186,10 @@ def test_sampler():
     assert list(hvd.elastic.ElasticSampler(data, shuffle=False)) == [*data, 0][rank::3]
 
 
-@run_on_ranks()
+@run_with_hvd()
 def test_errors_of_the_script():
     """HorovodInternalError, by one rank, sends all back to the last commit; other errors end the run on all ranks that
     raise them."""
-    hvd.init()
     state = make()
     tries = []
 
@@ -226,9 +219,8 @@ def test_errors_of_the_script():
         mistake(state)
 
 
-@run_on_ranks(world=3)
+@run_with_hvd(world=3)
 def test_a_rank_that_is_one_commit_behind_gets_that_commit():
-    hvd.init()
     state = make()
     begun = []
 

@@ -1,7 +1,5 @@
 """The example for Horovod's users, on one rank; tests/launch/test_launched_programs.py has it under launchers."""
 
-from __future__ import annotations
-
 import os
 import sys
 

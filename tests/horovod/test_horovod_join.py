@@ -1,10 +1,8 @@
 """hvd.join() beside what a script does besides reducing: backwards of collectives, SyncBatchNorm, other optimizers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from pool import run_on_ranks
+from horovod_ranks import run_with_hvd
 from test_horovod import of_rank
 
 import syncengine.horovod as hvd
@@ -15,10 +13,9 @@ SOON = {"timeout": 60.0}
 
 
 @pytest.mark.parametrize("joined", [0, 1, 2])
-@run_on_ranks(world=3, settings=SOON)
+@run_with_hvd(world=3, settings=SOON)
 def test_backward_beside_join(joined: int):
     """Rank r gathers r + 1 rows before one of them joins; the gradient is an average, in which that one has zeros."""
-    hvd.init()
     rank, size = hvd.rank(), hvd.size()
     x = torch.ones(rank + 1, 2, dtype=DOUBLE, requires_grad=True)
     y = torch.ones(4, 2, dtype=DOUBLE, requires_grad=True)
@@ -36,10 +33,9 @@ def test_backward_beside_join(joined: int):
 
 
 @pytest.mark.parametrize(("steps", "world"), [([2, 0], 2), ([1, 3, 2], 3)], ids=str)
-@run_on_ranks(settings=SOON)
+@run_with_hvd(settings=SOON)
 def test_sync_batch_norm_beside_join(steps: list[int], world: int):
     """Against a BatchNorm of one process over the samples of those who still have some."""
-    hvd.init()
     rank = hvd.rank()
     ours, alone = hvd.SyncBatchNorm(3, dtype=DOUBLE), torch.nn.BatchNorm1d(3, dtype=DOUBLE)
     for step in range(steps[rank]):
@@ -58,9 +54,8 @@ def test_sync_batch_norm_beside_join(steps: list[int], world: int):
     assert hvd.join() == max(r for r, own in enumerate(steps) if own == max(steps))
 
 
-@run_on_ranks()
+@run_with_hvd()
 def test_sync_batch_norm_is_named_where_calls_differ():
-    hvd.init()
     with pytest.raises(Mismatch) as caught:
         if hvd.rank() == 0:
             hvd.SyncBatchNorm(3)(torch.ones(2, 3))

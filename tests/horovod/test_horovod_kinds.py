@@ -1,10 +1,8 @@
 """syncengine.horovod on tensors that are not just elements in memory."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from pool import run_on_ranks
+from horovod_ranks import run_with_hvd
 
 import syncengine.horovod as hvd
 from syncengine.errors import InvalidUsage
@@ -15,9 +13,8 @@ def lazy(rank: int) -> list[torch.Tensor]:
     return [numbers.conj(), numbers.clone().conj().imag]
 
 
-@run_on_ranks()
+@run_with_hvd()
 def test_lazily_conjugated_or_negated_tensors() -> None:
-    hvd.init()
     ranks = [lazy(0), lazy(1)]
     for i, mine in enumerate(lazy(hvd.rank())):
         of = [values[i].resolve_conj().resolve_neg() for values in ranks]
@@ -31,9 +28,8 @@ def test_lazily_conjugated_or_negated_tensors() -> None:
     assert torch.equal(mine, torch.full((4,), -5.0))
 
 
-@run_on_ranks()
+@run_with_hvd()
 def test_lazily_negated_gradients() -> None:
-    hvd.init()
     weights = [torch.nn.Parameter(torch.full((size,), 3.0)) for size in (3, 5)]
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(weights, lr=1.0))
     for _ in range(2):
@@ -46,15 +42,12 @@ def test_lazily_negated_gradients() -> None:
 
 @pytest.mark.parametrize("call", ["broadcast", "broadcast_", "allgather", "allreduce"])
 @pytest.mark.parametrize("kind", ["nested", "quantized"])
-@run_on_ranks()
+@run_with_hvd()
 def test_other_kinds_are_refused_by_name(call: str, kind: str):
-    hvd.init()
     values = torch.ones(2, 3)
-    tensor = (
-        torch.quantize_per_tensor(values, 0.1, 0, torch.qint8)
-        if kind == "quantized"
-        else torch.nested.nested_tensor([*values])
-    )
+    tensor = torch.nested.nested_tensor([*values])
+    if kind == "quantized":
+        tensor = torch.quantize_per_tensor(values, 0.1, 0, torch.qint8)
     arguments = (0,) if "broadcast" in call else ()
     with pytest.raises(InvalidUsage, match=f"needs a dense tensor, not a {kind} one"):
         getattr(hvd, call)(tensor, *arguments)

@@ -1,16 +1,13 @@
 """What belongs to a DistributedOptimizer ends with it; a parameter has one at a time."""
 
-from __future__ import annotations
-
 import gc
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-from faults import Resources
+from faults import Resources, memory_of_this_process
+from horovod_ranks import run_with_hvd
 from marks import mostly_nightly
-from pool import run_on_ranks
 from test_horovod_optimizer import add, average, gradients, loss_of, make_model, of_ranks, sgd, train_alone
 from torch import nn
 
@@ -19,17 +16,11 @@ import syncengine.horovod as hvd
 from syncengine.errors import Aborted, InvalidUsage, SyncError
 
 
-def rss() -> int:
-    """Bytes of this process's own memory, and of what it has of shared memory."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("with_scheduler", mostly_nightly([False, True], 1))
-@run_on_ranks(timeout=120)
+@run_with_hvd(timeout=120)
 def test_makings_leave_nothing(with_scheduler: bool):
     """What 1000 optimizers on one model leave: handles and threads, streams, hooks on a parameter, classes, bytes."""
-    hvd.init()
     model = nn.Linear(3, 2)
 
     def make(count: int) -> None:
@@ -47,10 +38,11 @@ def test_makings_leave_nothing(with_scheduler: bool):
 
     make(100)
     settle()
-    before, bytes_before, classes_before = Resources.now(), rss(), len(torch.optim.SGD.__subclasses__())
+    before, bytes_before = Resources.now(), memory_of_this_process("Rss")
+    classes_before = len(torch.optim.SGD.__subclasses__())
     make(1000)
     settle()
-    left, grown = before.left(), rss() - bytes_before
+    left, grown = before.left(), memory_of_this_process("Rss") - bytes_before
     hooks = len(model.weight._post_accumulate_grad_hooks)
     assert left == []
     assert len(hvd.process_sets.calls().optimizers) <= 2
@@ -59,10 +51,10 @@ def test_makings_leave_nothing(with_scheduler: bool):
     assert grown < 2 * 2**20, "2 KiB for each"
 
 
-def drop_then_join(steps: list[int]) -> None:
+@run_with_hvd()
+def test_what_one_rank_alone_has_dropped_is_still_served():
     """As of a function that trains: its optimizer is gone when its rank joins, and the others still step by theirs."""
-    hvd.init()
-    model = make_model()
+    model, steps = make_model(), [1, 3]
 
     def train() -> None:
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -79,14 +71,9 @@ def drop_then_join(steps: list[int]) -> None:
     assert all(map(torch.equal, model.parameters(), train_alone(steps)))
 
 
-def test_what_one_rank_alone_has_dropped_is_still_served(pool):
-    pool.run(drop_then_join, [1, 3])
-
-
-@run_on_ranks()
+@run_with_hvd()
 def test_optimizers_dropped_on_one_rank_alone_stay_in_step():
     """Which are closed is agreed on: one rank still holds what the other has dropped."""
-    hvd.init()
     models = [make_model(i) for i in range(3)]
     kept = []
     for model in models:
@@ -103,10 +90,9 @@ def test_optimizers_dropped_on_one_rank_alone_stay_in_step():
     del last
 
 
-@run_on_ranks()
+@run_with_hvd()
 def test_the_later_of_two_on_one_parameter_takes_over():
     """Also where Python still holds the earlier one: by a scheduler, or a name."""
-    hvd.init()
     model = make_model()
     earlier = sgd(model, op=hvd.Sum)
     loss_of(model, 0).backward()
@@ -128,10 +114,9 @@ def test_the_later_of_two_on_one_parameter_takes_over():
     scheduler.step()
 
 
-@run_on_ranks()
+@run_with_hvd()
 def test_after_an_error_a_new_one_takes_over():
     """The earlier one, in the middle of its step, is still there."""
-    hvd.init()
     model = make_model()
     earlier = sgd(model)
     loss_of(model, 0).backward()
@@ -148,9 +133,8 @@ def test_after_an_error_a_new_one_takes_over():
     assert all(map(torch.equal, gradients(model), map(average, expected)))
 
 
-@run_on_ranks()
+@run_with_hvd()
 def test_a_parameter_that_is_twice_in_a_group_counts_once():
-    hvd.init()
     p = torch.zeros(70_000, requires_grad=True)  # reduced where its gradient lies
     with pytest.warns(UserWarning, match="duplicate parameters"):
         given = torch.optim.SGD([p, p], lr=0.1)
@@ -169,9 +153,8 @@ class InterruptedList(list[int]):
             raise KeyboardInterrupt
 
 
-@run_on_ranks()
+@run_with_hvd()
 def test_a_step_goes_on_after_ctrl_c_in_the_last_hook_of_backward():
-    hvd.init()
     model = make_model()
     optimizer = sgd(model)
     expected = of_ranks(model, 0)
@@ -185,10 +168,9 @@ def test_a_step_goes_on_after_ctrl_c_in_the_last_hook_of_backward():
     assert all(map(torch.equal, gradients(model), map(average, expected)))
 
 
-@run_on_ranks()
+@run_with_hvd()
 def test_ctrl_c_while_a_bucket_is_sent_ends_the_step_on_all_ranks():
     """The bucket is on its way, and its rank would send it once more."""
-    hvd.init()
     model = make_model()
     optimizer = sgd(model)
     stream = optimizer._gradients._stream

@@ -1,10 +1,8 @@
 """Parameters that a DistributedOptimizer gets later: unfrozen ones, and added ones."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from pool import run_on_ranks
+from horovod_ranks import run_with_hvd
 from test_horovod_optimizer import CASES, average, loss_of, make_model, of_ranks
 from torch import nn
 
@@ -26,10 +24,9 @@ def sgd(model: nn.Module, *layers: int, **options: object) -> torch.optim.Optimi
 @pytest.mark.parametrize(
     ("case", "passes", "world"), [("average", 2, 3), ("sum", 1, 2), ("fp16", 1, 2), ("groups", 1, 2)]
 )
-@run_on_ranks()
+@run_with_hvd()
 def test_gradual_unfreezing(case: str, passes: int, world: int):
     """From the last layer to the first: frozen, then added by the optimizer, by its base, or by hand."""
-    hvd.init()
     options, oracle = CASES[case]
     model = make_model()
     layers = [4, 2, 0]
@@ -58,9 +55,8 @@ def test_gradual_unfreezing(case: str, passes: int, world: int):
     assert len(names) == 2 * len(layers)
 
 
-@run_on_ranks(settings={"timeout": 60.0})
+@run_with_hvd(settings={"timeout": 60.0})
 def test_a_rank_where_parameters_stay_frozen_is_named():
-    hvd.init()
     model = make_model()
     freeze(model, 0)
     optimizer = sgd(model)
@@ -75,10 +71,9 @@ def test_a_rank_where_parameters_stay_frozen_is_named():
 
 
 @pytest.mark.parametrize("joined_before", [True, False])
-@run_on_ranks(settings={"timeout": 60.0})
+@run_with_hvd(settings={"timeout": 60.0})
 def test_unfreezing_beside_join(joined_before: bool):
     """A rank that joins after it has all of them serves them, too."""
-    hvd.init()
     model = make_model()
     freeze(model, 0)
     optimizer = sgd(model)
@@ -106,9 +101,8 @@ def test_unfreezing_beside_join(joined_before: bool):
         train()
 
 
-@run_on_ranks()
+@run_with_hvd()
 def test_a_frozen_parameter_that_two_have_is_named_once_it_is_unfrozen():
-    hvd.init()
     model = make_model()
     freeze(model, 2)
     first, second = sgd(model, 0, 2), sgd(model, 4, 2)

@@ -1,12 +1,11 @@
 """hvd.DistributedOptimizer: against DDP over Gloo, bit by bit, and against a naive oracle; and its wrong uses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
 import torch
-from parallel_models import Conv, Mixed, Tied
+from horovod_ranks import run_with_hvd
+from parallel_models import Conv, Mixed, Tied, flat_gradients
 from pool import run_on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -73,17 +72,12 @@ def average(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 @pytest.mark.parametrize("passes", [1, 3])
 @pytest.mark.parametrize("kind", ["SGD", "Adam"])
-@run_on_ranks(gloo=True)
+@run_with_hvd(gloo=True)
 def test_training_is_bit_equal_to_ddp(kind: str, passes: int):
-    hvd.init()
     options = {"SGD": {"momentum": 0.9, "weight_decay": 0.01}}.get(kind, {})
     ours, theirs = make_model(), DistributedDataParallel(make_model())
-    optimizer = hvd.DistributedOptimizer(
-        getattr(torch.optim, kind)(ours.parameters(), lr=0.05, **options),
-        named_parameters=ours.named_parameters(),
-        backward_passes_per_step=passes,
-    )
-    reference = getattr(torch.optim, kind)(theirs.parameters(), lr=0.05, **options)
+    base, reference = (getattr(torch.optim, kind)(m.parameters(), lr=0.05, **options) for m in (ours, theirs))
+    optimizer = hvd.DistributedOptimizer(base, ours.named_parameters(), backward_passes_per_step=passes)
     for step in range(5):
         optimizer.zero_grad(set_to_none=step % 2 == 0)
         reference.zero_grad(set_to_none=step % 2 == 0)
@@ -120,9 +114,8 @@ CASES: dict[str, tuple[dict[str, object], Callable[[list[torch.Tensor]], torch.T
 
 @WORLDS
 @pytest.mark.parametrize("case", CASES)
-@run_on_ranks()
+@run_with_hvd()
 def test_gradients_are_those_of_a_naive_oracle(case: str, world: int):
-    hvd.init()
     options, oracle = CASES[case]
     model = make_model()
     optimizer = sgd(model, **options)
@@ -136,10 +129,9 @@ def test_gradients_are_those_of_a_naive_oracle(case: str, world: int):
         optimizer.zero_grad()
 
 
-@run_on_ranks()
+@run_with_hvd()
 def test_groups_of_parameters_and_dtypes():
     """Lists of parameters, some in none; a model of three dtypes, strided gradients, and a weight used twice."""
-    hvd.init()
     for make, rank_zero in [(Mixed, False), (Conv, False), (Tied, True)]:
         torch.manual_seed(0)
         plain, grouped = make(), make()
@@ -175,10 +167,9 @@ class Branches(nn.Module):
 
 
 @WORLDS
-@run_on_ranks()
+@run_with_hvd()
 def test_parameters_that_a_rank_has_no_gradient_for(world: int):
     """Other collectives between backward and step do not get mixed up with buckets that one rank still lacks."""
-    hvd.init()
     torch.manual_seed(0)
     model = Branches()
     model.branches[3].bias.requires_grad_(False)
@@ -203,10 +194,9 @@ def test_parameters_that_a_rank_has_no_gradient_for(world: int):
     assert model.branches[0].bias.grad.tolist() == [pytest.approx(5 / hvd.size())] * 3
 
 
-@run_on_ranks(world=3)
+@run_with_hvd(world=3)
 def test_two_optimizers_in_different_orders_on_different_ranks():
     """As in training of adversaries: two backwards, whose buckets meet whatever rank is first with which."""
-    hvd.init()
     models = [make_model(1), make_model(2)]
     optimizers = [hvd.DistributedOptimizer(torch.optim.SGD(m.parameters(), lr=0.1)) for m in models]
     for step in range(2):
@@ -220,9 +210,8 @@ def test_two_optimizers_in_different_orders_on_different_ranks():
             optimizers[i].zero_grad()
 
 
-@run_on_ranks()
+@run_with_hvd()
 def test_it_is_an_optimizer_of_the_given_class():
-    hvd.init()
     model, alone = make_model(), make_model()
     given = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     given.register_step_post_hook(lambda *_: calls.append(1))
@@ -258,10 +247,9 @@ def test_it_is_an_optimizer_of_the_given_class():
     optimizer.step()
 
 
-@run_on_ranks()
+@run_with_hvd()
 def test_closures():
     """A closure's backward is averaged each time that it is called, as LBFGS calls it several times."""
-    hvd.init()
     for kind, options in [("SGD", {"lr": 0.1}), ("LBFGS", {"lr": 0.1, "max_iter": 3})]:
         model, alone = make_model(), make_model()
         optimizer = hvd.DistributedOptimizer(getattr(torch.optim, kind)(model.parameters(), **options))
@@ -288,10 +276,9 @@ def test_closures():
 
 @pytest.mark.parametrize("kind", ["SGD", "SparseAdam"])
 @pytest.mark.parametrize("as_dense", [False, True])
-@run_on_ranks()
+@run_with_hvd()
 def test_sparse_gradients(as_dense: bool, kind: str):
     """Beside a dense embedding; one rank has none in the last step. They stay sparse, as SparseAdam needs them."""
-    hvd.init()
     torch.manual_seed(0)
     sparse, dense = nn.Embedding(7, 3, sparse=True), nn.Embedding(7, 3)
     dense.load_state_dict(sparse.state_dict())
@@ -316,9 +303,8 @@ def test_sparse_gradients(as_dense: bool, kind: str):
     assert stream.sparse == ([] if as_dense else [0]), "they travel as they are"
 
 
-@run_on_ranks()
+@run_with_hvd()
 def test_wrong_use():
-    hvd.init()
     model = make_model()
     optimizer = sgd(model)
     loss_of(model, 0).backward()
@@ -341,10 +327,9 @@ def test_wrong_use():
 
 
 @pytest.mark.parametrize("case", ["average", "predivide"])
-@run_on_ranks()
+@run_with_hvd()
 def test_a_gradient_that_is_changed_too_early(case: str):
     """It would be overwritten by the average of what it was, or be half of each."""
-    hvd.init()
     model = make_model()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), **CASES[case][0])
     loss_of(model, 0).backward()
@@ -360,17 +345,12 @@ def test_a_gradient_that_is_changed_too_early(case: str):
         optimizer.step()
 
 
-@run_on_ranks()
+@run_with_hvd()
 def test_gradients_that_are_views_of_one_tensor():
     """Torch counts autograd's own writes to one of them as writes to all."""
-    hvd.init()
     model, reference = make_model(), make_model()
-    reference.load_state_dict(model.state_dict())
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    flat, at = torch.zeros(sum(p.numel() for p in model.parameters())), 0
-    for parameter in model.parameters():
-        parameter.grad = flat[at : at + parameter.numel()].view_as(parameter)
-        at += parameter.numel()
+    flat_gradients(model)
     plain = torch.optim.SGD(reference.parameters(), lr=0.1)
     for step in range(3):
         optimizer.zero_grad(set_to_none=False)
@@ -384,9 +364,8 @@ def test_gradients_that_are_views_of_one_tensor():
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), reference.parameters(), strict=True))
 
 
-@run_on_ranks()
+@run_with_hvd()
 def test_arguments_that_are_refused():
-    hvd.init()
     model = make_model()
     named = list(model.named_parameters())
     for options, match in [
@@ -419,27 +398,6 @@ def test_models_and_arguments_that_differ_are_named():
             sgd(model, **options)
 
 
-def join_with_steps(steps: list[int]) -> tuple[int, list[list[float]]]:
-    """Each rank trains for its number of steps; the sums that it saw in between."""
-    hvd.init()
-    model = make_model()
-    optimizer = sgd(model)
-    seen = []
-    for step in range(steps[hvd.rank()]):
-        loss_of(model, step).backward()
-        total = hvd.allreduce_async(torch.ones(3, 2), op=hvd.Sum)
-        optimizer.step()
-        optimizer.zero_grad()
-        group = hvd.grouped_allreduce([torch.ones(2, dtype=torch.int64), torch.ones(3)])
-        hvd.barrier()
-        seen.append([hvd.synchronize(total)[0, 0].item(), group[0][0].item()])
-    last = hvd.join()
-    hvd.broadcast_parameters(model.state_dict(), root_rank=last)
-    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()  # all goes on after it
-    assert all(map(torch.equal, model.parameters(), train_alone(steps)))
-    return last, seen
-
-
 def train_alone(steps: list[int]) -> list[torch.Tensor]:
     """The same, with zeros for those who have joined, divided by all."""
     model = make_model()
@@ -456,17 +414,26 @@ def train_alone(steps: list[int]) -> list[torch.Tensor]:
     return [p.detach() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("steps", [[1, 3], [3, 0], [2, 2], [0, 4, 2]], ids=str)
-def test_join(pool, steps):
-    answers = pool.run(join_with_steps, steps, world=len(steps))
-    last = max(rank for rank in range(len(steps)) if steps[rank] == max(steps))
-    for rank, (joined_last, seen) in enumerate(answers):
-        assert joined_last == last
-        for step, (total, group) in enumerate(seen):
-            active = [r for r in range(len(steps)) if step < steps[r]]
-            assert total == len(active)
-            assert group == len(active) // len(steps)
-        assert len(seen) == steps[rank]
+@pytest.mark.parametrize(("steps", "world"), [([1, 3], 2), ([3, 0], 2), ([2, 2], 2), ([0, 4, 2], 3)], ids=str)
+@run_with_hvd()
+def test_join(steps: list[int], world: int):
+    """Each rank trains for its number of steps, and sums something else in between."""
+    model = make_model()
+    optimizer = sgd(model)
+    for step in range(steps[hvd.rank()]):
+        loss_of(model, step).backward()
+        total = hvd.allreduce_async(torch.ones(3, 2), op=hvd.Sum)
+        optimizer.step()
+        optimizer.zero_grad()
+        group = hvd.grouped_allreduce([torch.ones(2, dtype=torch.int64), torch.ones(3)])
+        hvd.barrier()
+        active = sum(step < own for own in steps)
+        assert (hvd.synchronize(total)[0, 0].item(), group[0][0].item()) == (active, active // world)
+    last = hvd.join()
+    assert last == max(rank for rank in range(world) if steps[rank] == max(steps))
+    hvd.broadcast_parameters(model.state_dict(), root_rank=last)
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()  # all goes on after it
+    assert all(map(torch.equal, model.parameters(), train_alone(steps)))
 
 
 NEED_ALL: dict[str, Callable[[], object]] = {
@@ -481,10 +448,9 @@ NEED_ALL: dict[str, Callable[[], object]] = {
 
 
 @pytest.mark.parametrize("call", NEED_ALL)
-@run_on_ranks()
+@run_with_hvd()
 def test_what_needs_all_ranks_is_refused_after_a_join(call: str):
     """Those who have joined go on; so do the others, but for this call."""
-    hvd.init()
     if hvd.rank() != 1:
         with pytest.raises(InvalidUsage, match=rf"{call} needs every rank, but rank 1 has called join\(\)"):
             NEED_ALL[call]()
@@ -492,12 +458,11 @@ def test_what_needs_all_ranks_is_refused_after_a_join(call: str):
     assert hvd.allgather_object(hvd.rank()) == [0, 1]
 
 
-@run_on_ranks()
+@run_with_hvd()
 def test_a_scaler_waits_for_gradients():
     """Its unscale_ leaves no trace in gradients that are being reduced, which would be delivered scaled."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 300), nn.Linear(300, 300))
-    hvd.init()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     for how in ("unscale_", "step", "synchronize"):

@@ -1,10 +1,8 @@
 """Large gradients whose memory autograd still reads, or two parameters share, under hvd.DistributedOptimizer."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from pool import run_on_ranks
+from horovod_ranks import run_with_hvd
 from torch import nn
 
 import syncengine.horovod as hvd
@@ -46,14 +44,12 @@ def loss(model: nn.Module, rank: int) -> torch.Tensor:
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("options", [{}, {"gradient_predivide_factor": 4.0}, {"op": hvd.Sum}])
 @pytest.mark.parametrize("make", [Positions, SumOfViews])
-@run_on_ranks()
+@run_with_hvd()
 def test_memory_that_is_not_of_one_gradient_alone(make: type[nn.Module], options: dict[str, object], passes: int):
-    hvd.init()
     model = make()
     parameters = list(model.parameters())
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(parameters, lr=0.1), backward_passes_per_step=passes, **options
-    )
+    base = torch.optim.SGD(parameters, lr=0.1)
+    optimizer = hvd.DistributedOptimizer(base, backward_passes_per_step=passes, **options)
     of_ranks = [torch.autograd.grad(loss(model, rank), parameters) for rank in range(hvd.size())]
     divisor = 1 if options.get("op") is hvd.Sum else hvd.size()
     expected = [torch.stack(of_parameter).sum(0) / divisor for of_parameter in zip(*of_ranks, strict=True)]

@@ -1,7 +1,5 @@
 """Horovod's timeline, as a trace."""
 
-from __future__ import annotations
-
 import os
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,13 +8,12 @@ import pytest
 import torch
 from pool import RankPool
 
+import syncengine.horovod as hvd
 from syncengine.errors import InvalidUsage
 from syncengine.tracing import Kind, read
 
 
 def record(path: str) -> None:
-    import syncengine.horovod as hvd
-
     hvd.init()
     hvd.allreduce(torch.ones(3), name="before")
     with pytest.raises(InvalidUsage, match="no cycles"):
@@ -45,8 +42,6 @@ def test_what_is_between_start_and_stop(pool: RankPool, tmp_path: Path):
 
 
 def reduce_once(path: str) -> None:
-    import syncengine.horovod as hvd
-
     os.environ["HOROVOD_TIMELINE"] = path
     for _ in range(2):
         hvd.init()

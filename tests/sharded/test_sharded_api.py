@@ -1,7 +1,5 @@
 """ShardedOptimizer where a plain optimizer stood: schedulers, scalers, hooks, groups, closures."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial

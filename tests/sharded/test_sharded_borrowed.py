@@ -1,7 +1,5 @@
 """Parameters in memory that torch has from others, or that others see: they can't follow. What is ordinary moves."""
 
-from __future__ import annotations
-
 import mmap
 from collections.abc import Callable
 from pathlib import Path
@@ -83,8 +81,7 @@ def loaded(how: str, folder: Path) -> nn.Module:
         torch.save(net, path)
         return torch.load(path, weights_only=False)
     if how == "from_file":
-        file = file_of_values(folder)
-        net.weight = nn.Parameter(torch.from_file(file, shared=False, size=values().size).view(SHAPE))
+        net.weight = nn.Parameter(from_file(folder, shared=False))
         return net
     torch.save(net.state_dict(), path)
     with torch.device("meta"):

@@ -1,7 +1,5 @@
 """How classes of optimizers are made again, for this rank's part."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

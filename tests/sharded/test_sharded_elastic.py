@@ -1,7 +1,5 @@
 """ShardedOptimizer within syncengine.elastic: ranks die between two updates, and within one."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

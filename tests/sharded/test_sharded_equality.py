@@ -1,7 +1,5 @@
 """The bits of training with ShardedOptimizer: those of DDP, or Parallel, with the same optimizer on each rank."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -194,7 +192,6 @@ def test_whole_parameters_keep_the_bits_of_any_optimizer(make_net: Callable[[], 
 
 @run_on_ranks()
 def test_parameters_of_no_parallel_are_updated_by_each_rank():
-    torch.manual_seed(0)
     ours, theirs = make(), make()
     for net, optimizer in (
         (ours, syncengine.ShardedOptimizer(ours.parameters(), torch.optim.AdamW)),

@@ -1,7 +1,5 @@
 """A rank ends, or fails, somewhere in an update: survivors know whether the weights are whole, and of which step."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io
@@ -42,29 +40,22 @@ def test_a_stopped_rank_leaves_torn_weights(pool: RankPool):
             assert "TornWeights" in state
 
 
-def raises_in_update(kind: type[BaseException]) -> list[str]:
-    net, model, optimizer = trained(2)
-
-    def fail(inner: torch.optim.Optimizer) -> None:
-        raise kind("stop")
-
-    if syncengine.rank() == 1:
-        optimizer._sharing.blocks[0].shard._step = fail
-    try:
-        text = error_of(lambda: train(model, optimizer, 1))
-    except KeyboardInterrupt:
-        text = "KeyboardInterrupt"
-    return [text, error_of(net.state_dict), error_of(optimizer.state_dict), error_of(optimizer.step)]
-
-
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
-def test_an_error_within_an_update_tears_the_weights_on_all_ranks(pool: RankPool, kind: type[BaseException]):
-    torn = "TornWeights: the weights are torn at step 3"
-    for rank, answer in enumerate(pool.run(raises_in_update, kind)):
-        if rank == 1 and kind is KeyboardInterrupt:
-            assert answer.pop(0) == "KeyboardInterrupt"
-        assert all(torn in text for text in answer), answer
-        assert rank != 1 or "rank 1 raised" in answer[0], answer
+@run_on_ranks(world=3)
+def test_an_error_within_an_update_tears_the_weights_on_all_ranks(kind: type[BaseException]):
+    net, model, optimizer = trained(2)
+    fails = syncengine.rank() == 1
+    if fails:
+        optimizer._sharing.blocks[0].shard._step = mock.Mock(side_effect=kind("stop"))
+    texts = []
+    if fails and kind is KeyboardInterrupt:
+        with pytest.raises(KeyboardInterrupt):
+            train(model, optimizer, 1)
+    else:
+        texts.append(error_of(lambda: train(model, optimizer, 1)))
+    texts += map(error_of, (net.state_dict, optimizer.state_dict, optimizer.step))
+    assert all("TornWeights: the weights are torn at step 3" in text for text in texts), texts
+    assert not fails or "rank 1 raised" in texts[0], texts
 
 
 @run_on_ranks(world=3)
@@ -128,11 +119,15 @@ class FailsBehind:
         self._communicator.barrier()
         self._barriers -= 1
         if self._barriers == 0:
-            memory, number = self._sharing.blocks[0].weights.memory, self._sharing.steps + 1
-            while sum(done >= number for done in memory.completed(3)) < 2:
-                time.sleep(0.001)
-            self._communicator.abort("rank 1: enough")
-            self._communicator.check_peers()
+            self._fail_behind(2)
+
+    def _fail_behind(self, ranks: int) -> None:
+        """Fails once so many ranks have made the update."""
+        memory, number = self._sharing.blocks[0].weights.memory, self._sharing.steps + 1
+        while sum(done >= number for done in memory.completed(3)) < ranks:
+            time.sleep(0.001)
+        self._communicator.abort("rank 1: enough")
+        self._communicator.check_peers()
 
 
 def fails_behind(loads: str, fails: bool) -> list:
@@ -165,22 +160,17 @@ class Counts(torch.optim.SGD):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.add_(parameter.grad, alpha=-group["lr"])
-                    self.state[parameter]["count"] = self.state[parameter].get("count", 0) + 1
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                self.state[p]["count"] = self.state[p].get("count", 0) + 1
 
 
 class FailsAtTheEnd(FailsBehind):
     """One that fails when the ranks tell each other that they have made the update."""
 
     def all_reduce(self, *args: Any) -> None:
-        memory, number = self._sharing.blocks[0].weights.memory, self._sharing.steps + 1
-        while min(memory.completed(3)) < number:
-            time.sleep(0.001)
-        self._communicator.abort("rank 1: enough")
-        self._communicator.check_peers()
+        self._fail_behind(3)
 
 
 @run_on_ranks(world=3)
@@ -246,7 +236,8 @@ def uses(net: nn.Module) -> dict[str, Callable[[], object]]:
     }
 
 
-def torn() -> tuple[dict[str, str], dict[str, str], list]:
+@run_on_ranks()
+def test_torn_weights_are_used_by_nobody_until_others_are_loaded():
     net, unrelated = Reaches(), Reaches()
     model, optimizer = sharded(net)
     train(model, optimizer, 2)
@@ -255,24 +246,18 @@ def torn() -> tuple[dict[str, str], dict[str, str], list]:
     if syncengine.rank() == 1:
         optimizer._sharing.blocks[0].shard._step = lambda inner: 1 / 0
     error_of(lambda: train(model, optimizer, 1))
-    found = {name: error_of(use) for name, use in uses(net).items()}
-    others = [error_of(lambda: net.whole(batch(0))), error_of(lambda: train(*sharded(Reaches()), 2))]
+    for name, use in uses(net).items():
+        text = error_of(use)
+        assert text.startswith("TornWeights: the weights are torn at step 3"), (name, text)
+    net.whole(batch(0))
+    train(*sharded(Reaches()), 2)
     net.load_state_dict(checkpoint)
     wanted = unrelated(batch(0))
-    copies = [copy.deepcopy(net), through_file(net)]
-    same = [torch.equal(each(batch(0)), wanted) for each in (net, *copies, net)]
-    after = {name: error_of(use) for name, use in uses(net).items()}
-    hooks = sum(len(module._forward_pre_hooks) for module in (net, net.second))
-    return found, after, [*others, same, hooks]
-
-
-def test_torn_weights_are_used_by_nobody_until_others_are_loaded(pool: RankPool):
-    for found, after, (own, unrelated, same, hooks) in pool.run(torn):
-        for name, text in found.items():
-            assert text.startswith("TornWeights: the weights are torn at step 3"), (name, text)
-        assert set(after.values()) == {""}, after
-        assert (own, unrelated, same) == ("", "", [True] * 4)
-        assert hooks == 0  # those that have looked are gone
+    for each in (net, copy.deepcopy(net), through_file(net), net):
+        assert torch.equal(each(batch(0)), wanted)
+    for use in uses(net).values():
+        use()
+    assert not net._forward_pre_hooks and not net.second._forward_pre_hooks  # those that have looked are gone
 
 
 def test_a_second_interrupt_leaves_no_weights_that_may_be_torn():

@@ -1,7 +1,5 @@
 """`param_groups`: options that optimizers write to, options that are numpy's, and edits by hand."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -29,11 +27,8 @@ import syncengine
 from syncengine.sharded.shard import describe_options
 
 
-class Counting(torch.optim.Optimizer):
+class Counting(torch.optim.SGD):
     """Counts its steps in its groups, as some do, and corrects its rate by that."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:

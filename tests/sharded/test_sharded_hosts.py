@@ -1,7 +1,5 @@
 """ShardedOptimizer on several hosts: sharded within each, the same on all."""
 
-from __future__ import annotations
-
 import itertools
 import statistics
 from functools import partial

@@ -1,7 +1,5 @@
 """Uneven inputs: a rank that has run out of batches still updates its part of the weights."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from marks import mostly_nightly

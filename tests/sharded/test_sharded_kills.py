@@ -4,8 +4,6 @@ The life: weights move into shared memory, are updated, loaded, written to, and 
 all values that there should be, from a life that nothing disturbs.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import os
@@ -51,7 +49,7 @@ class Life:
     ranks that run out of batches one after another, in "join" of the model or in "torch's Join".
     """
 
-    def __init__(self, kind: str = "slices") -> None:
+    def __init__(self, kind: str) -> None:
         self.net = make("odd")
         self.model, self.optimizer = sharded(self.net, elements=None if kind != "whole" else False)
         self._later: list[torch.nn.Parameter] = []
@@ -68,6 +66,7 @@ class Life:
             self._follow_updates()
 
     def live(self) -> None:
+        self._look()
         if self._joins:
             self._live_unevenly()
         else:
@@ -75,7 +74,6 @@ class Life:
 
     def _live_unevenly(self) -> None:
         """The first rank has joined before it has had a batch; the last trains alone at the end."""
-        self._look()
         with self._join():
             train(self.model, self.optimizer, 3 * syncengine.rank(), after=lambda step: fault_point("between"))
         train(self.model, self.optimizer, range(6, 7))
@@ -92,8 +90,6 @@ class Life:
         self.optimizer._sharing.update = followed
 
     def _live_evenly(self) -> None:
-        look = self._look
-        look()
         self._train(0, 1)
         for parameter in self._later:
             self.optimizer.add_param_group({"params": [parameter]})
@@ -101,9 +97,9 @@ class Life:
         weights, state = copy.deepcopy(self.net.state_dict()), snapshot(self.optimizer)
         self._train(2, 4)
         self.net.load_state_dict(weights)
-        look()
+        self._look()
         self.optimizer.load_state_dict(state)
-        look()
+        self._look()
         self._train(2, 4)
         self._train(4, 6)
 
@@ -123,18 +119,19 @@ class Life:
         self.updates.append(self.steps)
 
 
-def undisturbed(kind: str = "slices") -> list[tuple[int, int]]:
-    """Of each stage: how many updates there were, and the digest."""
+def undisturbed(kind: str) -> list[tuple[int, int]]:
     life = Life(kind)
     life.live()
     life.go_on()
-    return [
-        *zip(life.updates, life.digests, strict=True),
-        (life.steps + 1, digest(life.net, life.optimizer)),
-    ]
+    return [*zip(life.updates, life.digests, strict=True), (life.steps + 1, digest(life.net, life.optimizer))]
 
 
-def live_beside(victim: int, fault: str, started: str = "", kind: str = "slices") -> Outcome:
+def stages_of(pool: RankPool, kind: str, world: int) -> list[tuple[int, int]]:
+    """Each stage of a life that nothing disturbs: how many updates there were, and the digest."""
+    return pool.run(undisturbed, kind, world=world, gloo=kind == "torch's Join")[0]
+
+
+def live_beside(victim: int, fault: str, kind: str, started: str = "") -> Outcome:
     """What a survivor tells."""
     set_fault(victim, fault)
 
@@ -197,11 +194,11 @@ def check_survivors(ranks: Ranks, victim: int, stages: list[tuple[int, int]]) ->
 @needs_hooks
 @pytest.mark.parametrize("point", mostly_nightly(POINTS, 5))
 def test_killed_at_each_state(pool: RankPool, point: str):
-    stages = {world: pool.run(undisturbed, world=world)[0] for world in (2, 3)}
+    stages = {world: stages_of(pool, "slices", world) for world in (2, 3)}
     for number in POINTS[point]:
         world = 2 + number % 2
         victim = number // 2 % world
-        with pool.spawn_ranks(live_beside, victim, f"{point}:{number}:kill", world=world, settings=None) as ranks:
+        with spawn(pool, victim, f"{point}:{number}:kill", "slices", world) as ranks:
             torn = check_survivors(ranks, victim, stages[world])
             assert ranks[victim].exit_code() == -signal.SIGKILL, f"there is no {point} number {number}"
             if point == "updating" or (point == "updated" and number > 1):
@@ -215,11 +212,10 @@ def test_killed_at_each_state(pool: RankPool, point: str):
 @pytest.mark.parametrize("point", mostly_nightly(["agreed", "updating", "updated", "completed"], 1))
 @pytest.mark.parametrize("kind", mostly_nightly(KINDS[1:], 1))
 def test_killed_in_updates_of_other_lives(pool: RankPool, kind: str, point: str):
-    stages = pool.run(undisturbed, kind, world=3, gloo=kind == "torch's Join")[0]
+    stages = stages_of(pool, kind, 3)
     for number in (2, 3, 6):
         victim = number % 3
-        fault = f"{point}:{number}:kill"
-        with spawn(pool, victim, fault, "", kind, world=3) as ranks:
+        with spawn(pool, victim, f"{point}:{number}:kill", kind, 3) as ranks:
             torn = check_survivors(ranks, victim, stages)
             assert ranks[victim].exit_code() == -signal.SIGKILL, f"there is no {point} number {number}"
             if point == "updating":
@@ -231,16 +227,16 @@ def test_killed_in_updates_of_other_lives(pool: RankPool, kind: str, point: str)
 @pytest.mark.parametrize("kind", mostly_nightly(KINDS[3:], 1))
 def test_killed_between_batches_of_a_join(pool: RankPool, kind: str):
     """The others wait for it in the context: in torch's, over torch's own process group."""
-    stages = pool.run(undisturbed, kind, world=3, gloo=kind == "torch's Join")[0]
+    stages = stages_of(pool, kind, 3)
     for victim, number in ((1, 2), (1, 3), (2, 2), (2, 5)):  # after the first, which makes state
-        with spawn(pool, victim, f"between:{number}:kill", "", kind, world=3) as ranks:
+        with spawn(pool, victim, f"between:{number}:kill", kind, 3) as ranks:
             assert not any(check_survivors(ranks, victim, stages))
             assert ranks[victim].exit_code() == -signal.SIGKILL
 
 
-def spawn(pool: RankPool, victim: int, fault: str, started: str, kind: str, world: int) -> Ranks:
+def spawn(pool: RankPool, victim: int, fault: str, kind: str, world: int, started: str = "") -> Ranks:
     gloo = kind == "torch's Join"
-    return pool.spawn_ranks(live_beside, victim, fault, started, kind, world=world, settings=None, gloo=gloo)
+    return pool.spawn_ranks(live_beside, victim, fault, kind, started, world=world, settings=None, gloo=gloo)
 
 
 @pytest.mark.thorough
@@ -248,8 +244,8 @@ def spawn(pool: RankPool, victim: int, fault: str, started: str, kind: str, worl
 @pytest.mark.parametrize("hosts", mostly_nightly(["aab", "abb"], 1))
 def test_each_host_has_weights_of_its_own(pool: RankPool, hosts: str):
     """The last rank dies in the third update: that of other hosts is complete."""
-    stages = pool.run(undisturbed, world=3)[0]
-    with pool.spawn_ranks(live_beside, 2, "updating:3:kill", hosts=hosts, settings=None) as ranks:
+    stages = stages_of(pool, "slices", 3)
+    with pool.spawn_ranks(live_beside, 2, "updating:3:kill", "slices", hosts=hosts, settings=None) as ranks:
         for rank in (0, 1):
             assert check(ranks[rank].result(), stages) == (hosts[rank] == "b")
         assert ranks[2].exit_code() == -signal.SIGKILL
@@ -259,9 +255,7 @@ def test_each_host_has_weights_of_its_own(pool: RankPool, hosts: str):
 def test_killed_at_random_instants(pool: RankPool, tmp_path: Path):
     began = time.monotonic()
     lives = list(itertools.product(KINDS, (2, 3)))
-    stages = {
-        (kind, world): pool.run(undisturbed, kind, world=world, gloo=kind == "torch's Join")[0] for kind, world in lives
-    }
+    stages = {(kind, world): stages_of(pool, kind, world) for kind, world in lives}
     lasts = (time.monotonic() - began) / len(lives)
     moments = random.Random(INSTANTS)
     found: list[bool | None] = []
@@ -269,7 +263,7 @@ def test_killed_at_random_instants(pool: RankPool, tmp_path: Path):
         kind, world = lives[attempt % len(lives)]
         victim = attempt // len(lives) % world
         started = tmp_path / str(attempt)
-        with spawn(pool, -1, "", str(started), kind, world) as ranks:
+        with spawn(pool, -1, "", kind, world, str(started)) as ranks:
             wait_for_file(started)
             time.sleep(moments.random() * lasts)
             ranks[victim].signal(signal.SIGKILL)

@@ -4,8 +4,6 @@ The grammar is what users do with an optimizer between and in steps: each method
 that is trained sharded or plain. Each program follows from its number, which a failure names.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 import random
@@ -88,11 +86,6 @@ class Run:
 
     def halves(self) -> dict[str, torch.Tensor]:
         return {name: p.detach() * 0.5 for name, p in self.net.named_parameters()}
-
-    def send(self) -> None:
-        for p in self.trained:
-            if is_common(p):
-                p.share_memory_()
 
 
 class Actions(Run):
@@ -178,7 +171,9 @@ class Actions(Run):
     def send_and_load(self) -> None:
         """To a process on one rank: torch moves what each storage holds, in place. Loading makes good for it."""
         if syncengine.rank() == self.dice.randrange(2):
-            self.send()
+            for p in self.trained:
+                if is_common(p):
+                    p.share_memory_()
         self.load_weights()
 
     def resume(self) -> None:

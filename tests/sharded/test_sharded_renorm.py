@@ -1,13 +1,11 @@
 """Embeddings with max_norm, which write to their weights in forward: not where these are shared."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
 import torch
 from pool import run_on_ranks
-from sharded_training import different_weights, error_of, is_common
+from sharded_training import different_weights, error_of, is_common, sharded
 from torch import nn
 
 import syncengine
@@ -32,8 +30,7 @@ def test_an_embedding_with_max_norm_is_refused(kind: type):
     """In each forward, for those who catch errors and go on with the next batch."""
     net = embedding(kind)
     net(IDS)
-    model = syncengine.Parallel(net)
-    optimizer = syncengine.ShardedOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
+    model, optimizer = sharded(net, torch.optim.SGD)
     texts = [error_of(lambda: model(IDS)) for _ in range(3)]
     assert not any(map(is_common, net.parameters()))
     net[0].max_norm = None
@@ -48,8 +45,7 @@ def test_one_is_refused_when_it_is_unfrozen():
     net = embedding()
     net(IDS)
     net[0].requires_grad_(False)
-    model = syncengine.Parallel(net)
-    optimizer = syncengine.ShardedOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
+    model, optimizer = sharded(net, torch.optim.SGD)
     for _ in range(2):
         step(model, optimizer)
     net[0].requires_grad_(True)

@@ -1,7 +1,5 @@
 """Memory for state that comes parameter by parameter: made once, not in each step that brings some."""
 
-from __future__ import annotations
-
 import resource
 from pathlib import Path
 from typing import Any
@@ -11,14 +9,7 @@ import pytest
 import torch
 from marks import mostly_nightly
 from pool import run_on_ranks
-from sharded_training import (
-    common_memory,
-    differences,
-    different_weights,
-    is_common,
-    not_divided,
-    snapshot,
-)
+from sharded_training import bytes_of, common_memory, differences, different_weights, is_common, not_divided, snapshot
 from torch import nn
 
 import syncengine
@@ -68,11 +59,6 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, task: int) -> None:
     optimizer.step()
 
 
-def descriptors() -> int:
-    links = list(Path("/proc/self/fd").iterdir())
-    return sum("syncengine-common" in str(link.readlink()) for link in links if link.is_symlink())
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("widths", [pytest.param((1,), marks=pytest.mark.nightly), (1, 3, 70)], ids=str)
 @pytest.mark.parametrize("kind", mostly_nightly(KINDS, 0))
@@ -89,7 +75,9 @@ def test_state_that_comes_later_takes_no_more_memories(kind: str, widths: tuple[
         for model, one in zip(models, (optimizer, reference), strict=True):
             step(model, one, task)
         counts.append(len(common_memory()))
-    wrong = [] if descriptors() == counts[-1] else [f"{descriptors()} descriptors of {counts[-1]} memories"]
+    links = [entry for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+    descriptors = sum("syncengine-common" in str(link.readlink()) for link in links)
+    wrong = [] if descriptors == counts[-1] else [f"{descriptors} descriptors of {counts[-1]} memories"]
     for p, state in optimizer.state.items():
         wrong += [key for key, v in state.items() if getattr(v, "shape", None) == p.shape and not is_common(v)]
     wrong += not_divided(ours, optimizer) + different_weights(ours, theirs)
@@ -129,9 +117,7 @@ def test_room_takes_no_memory_until_it_is_used():
     place = optimizer.state[net.heads[0].weight]["exp_avg"].data_ptr()
     begin, end = next(each for each in common_memory() if each[0] <= place < each[1])
     assert end - begin > 2 * net.heads[1].weight.nbytes
-    text = Path("/proc/self/smaps").read_text().split(f"{begin:x}-{end:x} ")[1]
-    resident = int(text.split("Rss:")[1].split()[0]) << 10
-    assert resident < 1 << 20
+    assert bytes_of((begin, end), "Rss") < 1 << 20
 
 
 @pytest.mark.thorough

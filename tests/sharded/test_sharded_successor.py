@@ -1,40 +1,22 @@
-"""An optimizer that is gone, in a cycle that gc has not found yet, and the one after it."""
-
-from __future__ import annotations
+"""An optimizer that is gone but for a cycle, which gc has found on no rank or on one alone, and the one after it."""
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from pool import run_on_ranks
-from sharded_training import batch, different_weights, error_of, make, not_divided, sharded, train, trained
+from sharded_training import batch, different_weights, error_of, make, not_divided, sharded, train, trained, without_gc
 from torch import nn
 
 import syncengine
 from syncengine.sharded.claims import TornWeights, claim, guard
 
 
-class Run:
-    """As trainers are: what they call holds them."""
-
-    def __init__(self, net: nn.Module) -> None:
-        self.model, self.optimizer = sharded(net)
-        self.callbacks = [self.log]
-
-    def log(self) -> None:
-        pass
-
-
-@contextmanager
-def without_gc() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
+def collect_on_rank_0() -> None:
+    if syncengine.rank() == 0:
+        gc.collect()
 
 
 @pytest.mark.parametrize("how", ["not found", "found on one"])
@@ -42,12 +24,13 @@ def without_gc() -> Iterator[None]:
 def test_a_dropped_optimizer_is_no_hindrance(how: str):
     ours, theirs = make(), make()
     with without_gc():
-        run = Run(ours)
-        train(run.model, run.optimizer, 2)
+        model, optimizer = sharded(ours)
+        optimizer.itself = [model, optimizer]  # a cycle, as trainers make
+        train(model, optimizer, 2)
         theirs.load_state_dict(ours.state_dict())
-        del run
-        if how == "found on one" and syncengine.rank() == 0:
-            gc.collect()
+        del model, optimizer
+        if how == "found on one":
+            collect_on_rank_0()
         model, optimizer = sharded(ours, torch.optim.SGD)
         train(model, optimizer, 2)
         divided = not_divided(ours, optimizer)
@@ -98,14 +81,9 @@ def test_an_optimizer_that_was_released_may_be_dropped_later(how: str):
     return not_divided(net, second)
 
 
-class Nobody:
-    def unload(self) -> None:
-        pass
-
-
 def test_a_claim_may_outlive_its_parameter():
     parameter = nn.Parameter(torch.ones(3))
-    one = claim(parameter, "w", Nobody())
+    one = claim(parameter, "w", mock.Mock())
     del parameter
     gc.collect()
     one.give_up()
@@ -114,7 +92,7 @@ def test_a_claim_may_outlive_its_parameter():
 
 def test_weights_that_a_load_refuses_stay_torn():
     model = nn.Linear(2, 3)
-    one = claim(model.weight, "weight", Nobody())
+    one = claim(model.weight, "weight", mock.Mock())
     guard(model)
     one.tear("torn")
     for shape in ((2, 4), (2, 3), (6,)):
@@ -125,3 +103,64 @@ def test_weights_that_a_load_refuses_stay_torn():
     model.load_state_dict(nn.Linear(2, 3).state_dict())
     model.state_dict()
     one.give_up()
+
+
+def leave_behind(binds: bool) -> nn.Module:
+    """A module whose optimizer nobody has any more, and rank 0 has collected."""
+    net = make("odd")
+    optimizer: Any = syncengine.ShardedOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
+    optimizer.itself = optimizer
+    if binds:
+        train(syncengine.Parallel(net), optimizer, 1)
+        optimizer.zero_grad()
+    del optimizer
+    collect_on_rank_0()
+    return net
+
+
+@run_on_ranks()
+def test_no_rank_binds_or_is_refused_alone():
+    with without_gc():
+        for binds in (False, True):
+            net = leave_behind(binds)
+            train(syncengine.Parallel(net), torch.optim.SGD(net.parameters(), lr=0.1), 1)
+            optimizer = syncengine.ShardedOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
+            model = syncengine.Parallel(nn.Linear(4, 4))
+            other: Any = syncengine.Parallel(nn.Linear(4, 4))
+            other.itself = [other]
+            del other
+            collect_on_rank_0()
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.release()
+
+
+@run_on_ranks()
+def test_weights_of_one_that_is_gone_may_be_written():
+    with without_gc():
+        net = leave_behind(binds=True)
+        with torch.no_grad():
+            net.first.weight.zero_()
+        train(syncengine.Parallel(net), torch.optim.SGD(net.parameters(), lr=0.1), 1)
+
+
+@run_on_ranks()
+def test_a_plain_optimizer_may_step_behind_one_that_is_gone():
+    with without_gc():
+        net = leave_behind(binds=True)
+        for p in net.parameters():
+            p.grad = torch.ones_like(p)
+        torch.optim.SGD(net.parameters(), lr=0.1).step()
+
+
+@run_on_ranks()
+def test_a_step_binds_no_model_that_is_gone():
+    with without_gc():
+        net = nn.Linear(4, 4)
+        model: Any = syncengine.Parallel(net)
+        model.itself = [model]
+        del model
+        collect_on_rank_0()
+        for p in net.parameters():
+            p.grad = torch.ones_like(p)
+        syncengine.ShardedOptimizer(net.parameters(), torch.optim.SGD, lr=0.1).step()
+        assert not net.weight.is_shared()

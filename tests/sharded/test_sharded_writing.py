@@ -1,15 +1,14 @@
 """Who may write to shared weights, and what happens to others."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 
 import pytest
 import torch
-from pool import RankPool, run_on_ranks
+from pool import run_on_ranks
 from sharded_training import (
     backward,
+    batch,
     copies,
     different_weights,
     error_of,
@@ -20,7 +19,7 @@ from sharded_training import (
     sharded,
     train,
     trained,
-    with_an_older_graph,
+    unlike_plain,
 )
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -28,33 +27,26 @@ from torch.utils.checkpoint import checkpoint
 import syncengine
 
 
-def scale(net, optimizer):
-    with torch.no_grad():
-        net.head.weight.mul_(1.0)
+@torch.no_grad()
+def sharpness_aware(net: nn.Module) -> None:
+    """SAM writes so between its two backwards."""
+    torch._foreach_add_([net.head.weight], [torch.ones_like(net.head.weight)], alpha=0.05)
 
 
-def initialize(net, optimizer):
-    nn.init.zeros_(net.head.weight)
+WRITES: dict[str, Callable[[nn.Module], object]] = {
+    "scale": torch.no_grad()(lambda net: net.head.weight.mul_(1.0)),
+    "initialize": lambda net: nn.init.zeros_(net.head.weight),
+    "sharpness_aware": sharpness_aware,
+    "cast": lambda net: net.head.double().float(),
+    "point_elsewhere": lambda net: setattr(net.head.weight, "data", net.head.weight.data.clone()),
+}
 
 
-def sharpness_aware(net, optimizer):
-    """What SAM does between its two backwards."""
-    with torch.no_grad():
-        torch._foreach_add_([net.head.weight], [torch.ones_like(net.head.weight)], alpha=0.05)
-
-
-def cast(net, optimizer):
-    net.head.double().float()
-
-
-def point_elsewhere(net, optimizer):
-    net.head.weight.data = net.head.weight.data.clone()
-
-
-WRITES = {f.__name__: f for f in (scale, initialize, sharpness_aware, cast, point_elsewhere)}
-
-
-def write(how: str, ranks: list[int], before: str) -> list[str]:
+@pytest.mark.parametrize("before", ["forward", "step"])
+@pytest.mark.parametrize("ranks", [[0, 1], [1]], ids=["all", "one"])
+@pytest.mark.parametrize("how", WRITES)
+@run_on_ranks()
+def test_a_write_outside_of_step_is_named(how: str, ranks: list[int], before: str):
     net = make()
     model, optimizer = sharded(net)
 
@@ -64,25 +56,17 @@ def write(how: str, ranks: list[int], before: str) -> list[str]:
             optimizer.zero_grad()
             backward(model, 2)
         if syncengine.rank() in ranks:
-            WRITES[how](net, optimizer)
+            WRITES[how](net)
         if before == "step":
             optimizer.step()
         else:
             train(model, optimizer, 1)
 
-    return [error_of(go), error_of(optimizer.step)]
-
-
-@pytest.mark.parametrize("before", ["forward", "step"])
-@pytest.mark.parametrize("ranks", [[0, 1], [1]], ids=["all", "one"])
-@pytest.mark.parametrize("how", WRITES)
-def test_a_write_outside_of_step_is_named(pool: RankPool, how: str, ranks: list[int], before: str):
-    moved = how in ("cast", "point_elsewhere")
-    for answer in pool.run(write, how, ranks, before):
-        assert "parameter head.weight" in answer[0], answer
-        assert ("lies in other memory" if moved else "the weights are void") in answer[0], answer
-        assert any(f"rank {rank}: parameter" in answer[0] for rank in ranks), answer
-        assert answer[1] != ""
+    text = error_of(go)
+    assert "parameter head.weight" in text, text
+    assert ("lies in other memory" if how in ("cast", "point_elsewhere") else "the weights are void") in text, text
+    assert any(f"rank {rank}: parameter" in text for rank in ranks), text
+    assert error_of(optimizer.step) != ""
 
 
 class Sending(torch.optim.SGD):
@@ -230,16 +214,14 @@ class ReadsLate(nn.Module):
 
 @run_on_ranks(world=3)
 def test_weights_that_backward_reads_late():
-    ours, theirs = ReadsLate(), ReadsLate()
-    theirs.load_state_dict(ours.state_dict())
-    train(*sharded(ours), 5)
-    train(*plain(theirs), 5)
-    return different_weights(ours, theirs)
+    return unlike_plain(5, ReadsLate)
 
 
 @run_on_ranks()
 def test_a_graph_from_before_the_step_can_not_be_used():
-    _, model, optimizer, loss = with_an_older_graph()
+    _, model, optimizer = trained(1)
+    with model.no_sync():
+        loss = model(batch(1)).square().mean()
     optimizer.zero_grad()
     backward(model, 1)
     optimizer.step()

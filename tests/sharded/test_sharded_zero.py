@@ -1,8 +1,5 @@
 """Scripts for torch's ZeroRedundancyOptimizer, with another name in one place."""
 
-from __future__ import annotations
-
-import re
 from typing import Any
 
 import pytest
@@ -11,7 +8,6 @@ import torch.distributed as dist
 from marks import mostly_nightly
 from pool import run_on_ranks
 from sharded_training import differences, different_weights, error_of, make, not_divided, train
-from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import syncengine
@@ -21,11 +17,7 @@ import syncengine
 @pytest.mark.parametrize(
     ("options", "by"),
     mostly_nightly(
-        [
-            ({}, "nothing"),
-            ({}, "keyword"),
-            ({"parameters_as_bucket_view": True, "overlap_with_ddp": False}, "keyword"),
-        ],
+        [({}, "nothing"), ({}, "keyword"), ({"parameters_as_bucket_view": True, "overlap_with_ddp": False}, "keyword")],
         2,
     ),
 )
@@ -72,19 +64,3 @@ def test_models_of_several_groups_are_refused():
     optimizer = syncengine.ShardedOptimizer([p for net in nets for p in net.parameters()], torch.optim.AdamW)
     texts = [error_of(lambda model=model: train(model, optimizer, 1)) for model in models]
     assert all("the models of one ShardedOptimizer need one process group" in text for text in texts), texts
-
-
-@pytest.mark.parametrize(
-    ("arguments", "options", "text"),
-    [
-        ((torch.optim.AdamW,), {"overlap_with_ddp": True}, "overlap_with_ddp=True"),
-        ((torch.optim.AdamW,), {"process_group": "world"}, "process_group of type str"),
-        ((torch.optim.AdamW,), {"parameters_as_bucket_view": 3}, "parameters_as_bucket_view=3"),
-        ((torch.optim.AdamW,), {"elements": 1}, "elements=1 is none of True, False and None"),
-        ((torch.optim.AdamW,), {"checksum": True}, "checksum= is gone"),
-        ((torch.optim.Muon, object()), {}, "(a group goes by its name, process_group=)"),
-    ],
-)
-def test_arguments_are_refused_by_name(arguments: tuple, options: dict[str, Any], text: str):
-    with pytest.raises(syncengine.errors.InvalidUsage, match=re.escape(text)):
-        syncengine.ShardedOptimizer([nn.Parameter(torch.ones(3))], *arguments, **options)

@@ -1,10 +1,10 @@
 """What the tests of ShardedOptimizer share: models, and training beside plain torch. Runs inside rank processes."""
 
-from __future__ import annotations
-
+import contextlib
 import copy
+import gc
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +46,10 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 
 
-def make(model: str = "mlp", dtype: torch.dtype | None = None) -> nn.Module:
+def make(model: str = "mlp") -> nn.Module:
     """The same on every rank."""
     torch.manual_seed(0)
-    net = MODELS[model]()
-    return net if dtype is None else net.to(dtype)
+    return MODELS[model]()
 
 
 def make_odd() -> nn.Module:
@@ -67,15 +66,15 @@ def dtype_of(net: nn.Module) -> torch.dtype:
     return next(net.parameters()).dtype
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range | int, **how: Any) -> None:
-    """`set_to_none`, as of zero_grad; `after`: called with the number of the step after each."""
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range | int, after: Any = None) -> None:
+    """`after` is called with the number of the step after each."""
     dtype = dtype_of(model)
     for step in range(steps) if isinstance(steps, int) else steps:
-        optimizer.zero_grad(how.get("set_to_none", True))
+        optimizer.zero_grad()
         model(batch(step, dtype)).float().square().mean().backward()
         optimizer.step()
-        if "after" in how:
-            how["after"](step)
+        if after is not None:
+            after(step)
 
 
 def sharded(
@@ -103,14 +102,6 @@ def trained(steps: int, net: nn.Module | None = None, *kind: Any, **options: Any
     model, optimizer = sharded(net, *kind, **options)
     train(model, optimizer, steps)
     return net, model, optimizer
-
-
-def with_an_older_graph() -> tuple[nn.Module, Any, Any, torch.Tensor]:
-    """(net, the wrapped model, its sharded optimizer, a loss whose backward is still to come)"""
-    net, model, optimizer = trained(1)
-    with model.no_sync():
-        loss = model(batch(1)).square().mean()
-    return net, model, optimizer, loss
 
 
 def unlike_plain(
@@ -198,6 +189,13 @@ def common_memory() -> list[tuple[int, int]]:
     return [(int(begin, 16), int(end, 16)) for begin, end in ranges]
 
 
+def bytes_of(mapping: tuple[int, int], kind: str) -> int:
+    """Bytes of memory that this process maps, as /proc/self/smaps has them: "Rss", or "Pss", its share of that."""
+    begin, end = mapping
+    text = Path("/proc/self/smaps").read_text().split(f"{begin:x}-{end:x} ")[1]
+    return int(text.split(f"{kind}:")[1].split()[0]) << 10
+
+
 def is_common(tensor: torch.Tensor, ranges: list[tuple[int, int]] | None = None) -> bool:
     """Whether it lies in memory that the ranks of this host share. `ranges`: of `common_memory`, for many tensors."""
     return any(begin <= tensor.data_ptr() < end for begin, end in (common_memory() if ranges is None else ranges))
@@ -218,6 +216,17 @@ def digest(net: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 def snapshot(optimizer: torch.optim.Optimizer) -> Any:
     """Its state dict, as it is now."""
     return copy.deepcopy(optimizer.state_dict())
+
+
+@contextlib.contextmanager
+def without_gc() -> Iterator[None]:
+    """Cycles that are made within it stay until the test itself collects them."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def error_of(call: Callable[[], Any]) -> str:
