@@ -1,15 +1,15 @@
 """`syncengine bench`: nccl-tests' columns and formulas, results that are verified, Gloo beside it."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import io
 import itertools
 import json
+import math
 from contextlib import redirect_stdout
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -112,19 +112,12 @@ def test_sums_of_patterns_are_exact(dtype: torch.dtype, op: str):
     """In any order, of up to 64 ranks: against the same in Python's own integers."""
     for ranks in (2, 3, 64):
         period = [values(rank, ranks, 5, dtype, op).tolist() for rank in range(ranks)]
-        reduce = {"sum": sum, "avg": sum, "min": min, "max": max, "prod": product}[op]
+        reduce = {"sum": sum, "avg": sum, "min": min, "max": max, "prod": math.prod}[op]
         expected = [reduce(column) // (ranks if op == "avg" else 1) for column in zip(*period, strict=True)]
         assert reduced(ranks, 5, dtype, op).tolist() == expected
         if dtype.itemsize > 1:  # bytes wrap around, in additions and here
             assert torch.tensor(expected).to(dtype).tolist() == expected
             assert all(sum(column) == int(torch.tensor(sum(column)).to(dtype)) for column in zip(*period, strict=True))
-
-
-def product(numbers: Any) -> int:
-    result = 1
-    for number in numbers:
-        result *= number
-    return result
 
 
 def test_wrong_elements_are_counted():
@@ -147,13 +140,8 @@ def measured(arguments: tuple[str, ...], broken: int = 0) -> tuple[int, dict[str
         if self.rank == 1:
             self.output[:broken] += 1
 
-    Case.call = broken_call if broken else call
-    said = io.StringIO()
-    try:
-        with redirect_stdout(said):
-            code = main(["bench", "--json", *SHORT, *arguments])
-    finally:
-        Case.call = call
+    with mock.patch.object(Case, "call", broken_call if broken else call), redirect_stdout(io.StringIO()) as said:
+        code = main(["bench", "--json", *SHORT, *arguments])
     return code, json.loads(said.getvalue()) if said.getvalue() else None
 
 
@@ -219,11 +207,8 @@ def measured_beside_a_broken_gloo(arguments: tuple[str, ...], broken: int) -> tu
         case.call = broken_call
         return case
 
-    measure.gloo_case = broken_case
-    try:
+    with mock.patch.object(measure, "gloo_case", broken_case):
         return measured(("--compare", *arguments))
-    finally:
-        measure.gloo_case = case_of
 
 
 def test_broken_results_of_gloo_are_counted_beside_right_ones(pool: RankPool):

@@ -1,7 +1,5 @@
 """`syncengine doctor` as users start it; test_launched.py has launchers."""
 
-from __future__ import annotations
-
 import pytest
 from command import alone, syncengine
 from doctor_ranks import PATIENT

@@ -1,7 +1,5 @@
 """What `syncengine doctor` finds in the ranks' facts: each finding with its ranks, its text and its one remedy."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """`syncengine doctor` on hosts of their own: they meet, but can they connect?"""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

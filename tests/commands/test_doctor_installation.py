@@ -1,7 +1,5 @@
 """`syncengine doctor` where syncengine is broken: an extension that does not load, or of another build; no torch."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Callable
 from pathlib import Path

@@ -3,8 +3,6 @@
 test_doctor_findings.py has all findings, of facts; here are those whose facts take something to be made, or found out.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import re
@@ -12,6 +10,7 @@ import resource
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +22,7 @@ from pool import RankPool
 import syncengine
 from syncengine import _C
 from syncengine.bench.collectives import Case
+from syncengine.doctor import examination, self_test
 from syncengine.errors import SyncError
 
 CPUS = _C.machine()["available_cores"]
@@ -37,10 +37,7 @@ def slow_down() -> None:
 
 
 def test_what_slows_ranks_is_found_with_one_report(pool: RankPool):
-    environs = [
-        {"SYNCENGINE_TIMOUT": "5", "SYNCENGINE_COLOUR": "red"},
-        {"SYNCENGINE_TIMOUT": "5"},
-    ]
+    environs = [{"SYNCENGINE_TIMOUT": "5", "SYNCENGINE_COLOUR": "red"}, {"SYNCENGINE_TIMOUT": "5"}]
     report = examined(pool, 1, environs=environs, prepare=slow_down)
     assert report["status"] == "findings"
     threads = finding(report, "too many threads")
@@ -202,8 +199,6 @@ def test_hosts_that_connect(pool: RankPool):
 
 
 def die_in_the_self_test() -> None:
-    from syncengine.doctor import self_test
-
     if os.environ["RANK"] == "1":
         self_test._is_over = lambda *_: os._exit(3)
 
@@ -222,43 +217,30 @@ def test_a_rank_that_dies_in_the_self_test(pool: RankPool):
 
 
 def self_test_with_a_broken_rank(broken: int) -> dict[str, Any]:
-    from syncengine.doctor import self_test
-
-    call, seconds = Case.call, self_test.SECONDS
+    call = Case.call
 
     def broken_call(self: Case) -> None:
         call(self)
         if self.rank == broken and self.shape.name == "all_gather":
             self.output[:3] += 1
 
-    Case.call, self_test.SECONDS = broken_call, 0.02
-    try:
+    with mock.patch.object(Case, "call", broken_call), mock.patch.object(self_test, "SECONDS", 0.02):
         return self_test.run_self_test(60.0)
-    finally:
-        Case.call, self_test.SECONDS = call, seconds
 
 
 def test_wrong_results_are_counted_and_named(pool: RankPool):
-    from syncengine.doctor.examination import _failures
-
     good, bad = pool.run(self_test_with_a_broken_rank, 1, settings=None)
     assert good["wrong"] == {}
     assert bad["wrong"].keys() == {"all_gather"}
     assert bad["wrong"]["all_gather"] % 3 == 0
-    (found,) = _failures({0: good, 1: bad}, set(), several_hosts=False)
+    (found,) = examination._failures({0: good, 1: bad}, set(), several_hosts=False)
     assert found.ranks == [1]
     assert re.match(r"rank 1 got wrong elements: \d+ of all_gather", found.text)
 
 
 def self_test_without_averages() -> dict[str, int]:
-    from syncengine.doctor import self_test
-
-    wrapper, seconds = self_test.Parallel, self_test.SECONDS
-    self_test.Parallel, self_test.SECONDS = (lambda module, process_group: module), 0.02
-    try:
+    with mock.patch.multiple(self_test, Parallel=lambda module, process_group: module, SECONDS=0.02):
         return self_test.run_self_test(60.0)["wrong"]
-    finally:
-        self_test.Parallel, self_test.SECONDS = wrapper, seconds
 
 
 def test_gradients_that_are_no_averages_are_wrong(pool: RankPool):

@@ -1,7 +1,5 @@
 """What `syncengine doctor` makes of facts, findings and the self-test: its report, and its exit code."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.metadata
 import io

@@ -1,7 +1,5 @@
 """`--ranks` where this machine can't serve ranks of its own: said at once, with the remedy, by doctor and bench."""
 
-from __future__ import annotations
-
 import functools
 import resource
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """`syncengine report`: who is late, what nothing hides, what to try; and the page of it."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import dataclasses
@@ -285,10 +283,8 @@ def check_page(page: str) -> Outline:
     for picture in outline.pictures:
         kind, _, data = picture.partition(",")
         svg = base64.b64decode(data)
-        assert (kind, ElementTree.fromstring(svg).tag) == (
-            "data:image/svg+xml;base64",
-            "{http://www.w3.org/2000/svg}svg",
-        )
+        assert kind == "data:image/svg+xml;base64"
+        assert ElementTree.fromstring(svg).tag == "{http://www.w3.org/2000/svg}svg"
         assert not re.search(rb'href="(?!#)', svg)
     assert "<script" not in page
     return outline
@@ -401,9 +397,7 @@ def test_without_a_trace_the_command_says_so(programs: RankPool, tmp_path: Path)
         assert done.stderr.startswith("syncengine report: ") and text in done.stderr
 
 
-CHROMIUM = next(
-    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), ""
-)
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 needs_chromium = pytest.mark.skipif(not CHROMIUM, reason="needs chromium (Debian: chromium, fonts-dejavu-core)")
 
 _MEASURE = """<script>addEventListener("load", () => {

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -74,7 +75,8 @@ REPLACED = """
 import os, pathlib, sys, time
 came, instead = pathlib.Path({came!r}), os.environ.get({instead!r})
 if instead:
-    came.write_text(f"{{os.environ[{join!r}]}} for {{instead}}")
+    came.with_name("new").write_text(f"{{os.environ[{join!r}]}} for {{instead}}")
+    came.with_name("new").rename(came)
 elif os.environ["RANK"] == "1":
     sys.exit(3)
 while not came.exists() and time.monotonic() < {deadline}:
@@ -91,11 +93,8 @@ def run_as_if_all_had_met(script):
         store.set(local._CONNECTED, "")
         return store
 
-    local.serve_store = serve
-    try:
+    with mock.patch.object(local, "serve_store", serve):
         return local.run_script(2, [script], keep_going=True, restart=True)
-    finally:
-        local.serve_store = serve_store
 
 
 def test_a_process_is_started_in_the_place_of_the_dead(pool, tmp_path):

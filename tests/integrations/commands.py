@@ -1,7 +1,5 @@
 """Commands that tests start as a user would."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import os

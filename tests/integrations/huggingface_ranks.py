@@ -1,7 +1,5 @@
 """Trains with Accelerate or Transformers on the ranks of the pool: over DDP and Gloo, then with syncengine."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

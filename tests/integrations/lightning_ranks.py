@@ -1,13 +1,10 @@
 """Trains with Lightning on the ranks of the pool: over DDP and Gloo, then with syncengine, and compares the bits."""
 
-from __future__ import annotations
-
-import functools
 import importlib
 import os
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,36 +129,55 @@ def module(lightning: types.SimpleNamespace, **overrides: Any) -> Any:
     return type("Model", (Regression,), overrides)()
 
 
+def validate(self: Any, batch: list[torch.Tensor], index: int) -> None:
+    """A validation step of such a module, by which it gets worse."""
+    self.log("validation", self.loss(batch) + self.current_epoch, sync_dist=True)
+
+
+def resumed(
+    lightning: types.SimpleNamespace, kinds: Any, make: Callable[[Any], Any], left: Callable[[Any], Any]
+) -> tuple[Any, Path]:
+    """An epoch, and one more from its checkpoint, with a strategy of each of `kinds`, which trains `make(strategy)`.
+
+    Returns what the second has `left`, and the checkpoint.
+    """
+    path = shared_folder() / f"{'-'.join(kind.__module__ for kind in kinds)}.ckpt"
+    for epoch, kind in enumerate(kinds, 1):
+        torch.manual_seed(6 + epoch)
+        strategy = kind()
+        model = make(strategy)
+        trainer = lightning.pl.Trainer(**QUIET, max_epochs=epoch, strategy=strategy)
+        torch.manual_seed(10 + epoch)  # of dropout
+        trainer.fit(model, loader(), ckpt_path=path if epoch > 1 else None)
+        if epoch == 1:
+            trainer.save_checkpoint(path)
+        assert trainer.global_step == 4 * epoch
+        result = left(trainer)
+        leave()
+    return result, path
+
+
 def shared_folder() -> Path:
     """The same on both ranks, gone with the test."""
     return Path(os.environ["TESTS_FOLDER"])
 
 
-def on_ranks(function: Callable[[Any], None]) -> Callable[..., None]:
+def on_ranks(function: Callable[..., Any], trees: Sequence[str | None] = TREES) -> Callable[..., None]:
     """Makes `function(lightning)` for 2 ranks into a test with each of Lightning's class trees."""
 
-    @pytest.mark.parametrize("name", TREES)
-    @functools.wraps(function, assigned=["__doc__"], updated=[])
-    def test(pool: RankPool, name: str, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("name", trees)
+    def test(pool: RankPool, name: str | None, tmp_path: Path) -> None:
         environ = launched(unused_ports(8)) | {"TESTS_FOLDER": str(tmp_path)}
         pool.run(_call, function.__module__, function.__name__, name, settings=None, environ=environ, timeout=180)
 
-    del test.__wrapped__  # pytest would look for its arguments
+    test.__doc__ = function.__doc__
     test.on_ranks = function
     return test
 
 
 def run_alone(function: Callable[[], Any]) -> Callable[..., None]:
     """The same for `function()`, of other frameworks."""
-
-    @functools.wraps(function, assigned=["__doc__"], updated=[])
-    def test(pool: RankPool, tmp_path: Path) -> None:
-        environ = launched(unused_ports(8)) | {"TESTS_FOLDER": str(tmp_path)}
-        pool.run(_call, function.__module__, function.__name__, None, settings=None, environ=environ, timeout=180)
-
-    del test.__wrapped__
-    test.on_ranks = function
-    return test
+    return on_ranks(function, [None])
 
 
 def _call(module_name: str, name: str, tree_name: str | None) -> None:

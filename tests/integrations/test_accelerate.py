@@ -1,8 +1,7 @@
 """`syncengine.accelerate.Accelerator`: what mainstream training does with it, bit for bit as with Accelerate's own."""
 
-from __future__ import annotations
-
 import datetime
+import functools
 import os
 
 import accelerate
@@ -38,9 +37,9 @@ def train(accelerator, model, optimizer, data):
 
 
 @run_alone
-def test_accumulation_and_clipping():
-    def run(kind):
-        accelerator = kind(cpu=True, gradient_accumulation_steps=3)
+def test_accumulation_and_clipping_and_bfloat16():
+    def run(kind, **options):
+        accelerator = kind(cpu=True, **options)
         model, optimizer, data = prepared(accelerator)
         train(accelerator, model, optimizer, data)
         ours = kind is not accelerate.Accelerator
@@ -48,8 +47,9 @@ def test_accumulation_and_clipping():
         assert accelerator.unwrap_model(model) is model.module
         return weights(model)
 
-    both(run)
-    assert torch.nn.parallel.DistributedDataParallel is DistributedDataParallel
+    for options in ({"gradient_accumulation_steps": 3}, {"mixed_precision": "bf16"}):
+        both(functools.partial(run, **options))
+        assert torch.nn.parallel.DistributedDataParallel is DistributedDataParallel
 
 
 @run_alone
@@ -145,17 +145,6 @@ def test_arguments_reach_the_wrapper_and_the_group():
     assert backend.options._timeout == datetime.timedelta(seconds=77)
     assert model.communicator.timeout == 77.0  # what its waits end by
     forget()
-
-
-@run_alone
-def test_bfloat16():
-    def run(kind):
-        accelerator = kind(cpu=True, mixed_precision="bf16")
-        model, optimizer, data = prepared(accelerator)
-        train(accelerator, model, optimizer, data)
-        return weights(model)
-
-    both(run)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, on which they would train together")

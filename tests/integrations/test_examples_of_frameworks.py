@@ -1,7 +1,5 @@
 """examples/with_*.py, as their first lines start them: the weights are those over DDP and Gloo, bit for bit."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

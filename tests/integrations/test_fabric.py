@@ -1,7 +1,5 @@
 """`Fabric(strategy=syncengine.lightning.FabricStrategy())`, bit for bit as over DDP."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 
@@ -34,13 +32,14 @@ def train(fabric, model, optimizer, data, accumulate=1):
 
 
 @on_ranks
-def test_no_backward_sync_and_clipping(lightning):
-    def run(lightning, strategy):
-        fabric, model, optimizer = start(lightning, strategy)
-        train(fabric, model, optimizer, fabric.setup_dataloaders(loader()), accumulate=2)
+def test_no_backward_sync_and_clipping_and_bfloat16(lightning):
+    def run(lightning, strategy, accumulate=1, **options):
+        fabric, model, optimizer = start(lightning, strategy, **options)
+        train(fabric, model, optimizer, fabric.setup_dataloaders(loader()), accumulate)
         return weights(model)
 
-    both(lightning, run, fabric=True)
+    for options in ({"accumulate": 2}, {"precision": "bf16-mixed"}, {"precision": "bf16-true"}):
+        both(lightning, functools.partial(run, **options), fabric=True)
 
 
 @on_ranks
@@ -79,17 +78,6 @@ def test_checkpoint_and_resume(lightning):
 
 
 @on_ranks
-def test_bfloat16(lightning):
-    def run(lightning, strategy, precision):
-        fabric, model, optimizer = start(lightning, strategy, precision=precision)
-        train(fabric, model, optimizer, fabric.setup_dataloaders(loader()))
-        return weights(model)
-
-    both(lightning, functools.partial(run, precision="bf16-mixed"), fabric=True)
-    both(lightning, functools.partial(run, precision="bf16-true"), fabric=True)
-
-
-@on_ranks
 def test_collectives(lightning):
     def run(lightning, strategy):
         fabric, _, _ = start(lightning, strategy)
@@ -115,8 +103,7 @@ def test_uneven_data_in_join(lightning):
     def run(lightning, strategy):
         fabric, model, optimizer = start(lightning, strategy)
         data = list(loader(12 if fabric.global_rank else 24))
-        wrapper = model._forward_module
-        with wrapper.join():
+        with model._forward_module.join():
             train(fabric, model, optimizer, data)
         return weights(model)
 
@@ -134,16 +121,10 @@ def test_uneven_data_without_join_is_named(lightning):
 
 
 @on_ranks
-def test_a_model_that_is_wrapped_already(lightning):
+def test_a_model_that_is_wrapped_already_or_was_not_set_up(lightning):
     fabric = lightning.fabric.Fabric(accelerator="cpu", devices=2, strategy="syncengine")
     fabric.launch()
     with pytest.warns(UserWarning, match=r"If a tool wraps models by itself, do not wrap yours"):
         fabric.setup_module(syncengine.Parallel(net()))
-
-
-@on_ranks
-def test_a_model_that_was_not_set_up(lightning):
-    fabric = lightning.fabric.Fabric(accelerator="cpu", devices=2, strategy="syncengine")
-    fabric.launch()
     with pytest.raises(TypeError, match="(?i)you need to set up the model first"), fabric.no_backward_sync(net()):
         pass

@@ -1,7 +1,5 @@
 """examples/with_flower.py: real Flower processes. The weights of each version are those of plain loops."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

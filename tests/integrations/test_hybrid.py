@@ -1,7 +1,5 @@
 """examples/hybrid.py: each part has the bits that it has with DDP and Gloo in the same places."""
 
-from __future__ import annotations
-
 import re
 from functools import partial
 from pathlib import Path

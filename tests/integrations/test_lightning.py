@@ -1,7 +1,5 @@
 """`Trainer(strategy=syncengine.lightning.Strategy())`: what mainstream training does, bit for bit as over DDP."""
 
-from __future__ import annotations
-
 import csv
 import functools
 import os
@@ -13,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from commands import ROOT, load, over_gloo, torchrun
-from lightning_ranks import QUIET, both, leave, loader, module, on_ranks, same, shared_folder, weights
+from lightning_ranks import QUIET, both, leave, loader, module, on_ranks, same, shared_folder, validate, weights
 from test_summary import KEYS
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
@@ -23,10 +21,10 @@ import syncengine
 from syncengine import _C, errors
 
 
-def fit(lightning: Any, strategy: Any, model: Any = None, data: Any = None, **options: Any) -> Any:
+def fit(lightning: Any, strategy: Any, model: Any = None, *data: Any, **options: Any) -> Any:
     """Returns the trainer; the model is `trainer.lightning_module`."""
     trainer = lightning.pl.Trainer(**{"max_epochs": 2, **QUIET, **options}, strategy=strategy)
-    trainer.fit(module(lightning) if model is None else model, loader() if data is None else data)
+    trainer.fit(module(lightning) if model is None else model, *(data or [loader()]))
     return trainer
 
 
@@ -74,8 +72,7 @@ def test_logging_with_sync_dist(lightning):
 
     def train(lightning, strategy):
         model = module(lightning, training_step=step, validation_step=lambda self, *args: step(self, *args) and None)
-        trainer = lightning.pl.Trainer(**QUIET, max_epochs=2, strategy=strategy)
-        trainer.fit(model, loader(), loader(seed=4))
+        trainer = fit(lightning, strategy, model, loader(), loader(seed=4))
         return trainer.callback_metrics, weights(model)
 
     metrics, _ = both(lightning, train)
@@ -87,19 +84,14 @@ def test_logging_with_sync_dist(lightning):
 def test_early_stopping_and_checkpoints(lightning):
     """Who stops is decided on all ranks; the best checkpoint is the same file with the same bits."""
 
-    def validate(self, batch, index):
-        self.log("validation", self.loss(batch) + self.current_epoch, sync_dist=True)  # gets worse
-
     def train(lightning, strategy):
         kind = type(strategy).__module__
         callbacks = lightning.pl.callbacks
         best = callbacks.ModelCheckpoint(shared_folder() / kind, monitor="validation", save_last=True)
         stop = callbacks.EarlyStopping("validation", patience=1)
-        trainer = lightning.pl.Trainer(
-            **QUIET | {"enable_checkpointing": True}, max_epochs=9, strategy=strategy, callbacks=[best, stop]
-        )
+        options = {"enable_checkpointing": True, "max_epochs": 9, "callbacks": [best, stop]}
         model = module(lightning, validation_step=validate)
-        trainer.fit(model, loader(), loader(seed=4))
+        trainer = fit(lightning, strategy, model, loader(), loader(seed=4), **options)
         assert trainer.current_epoch == 2 and stop.stopped_epoch == 1
         saved = torch.load(best.best_model_path, weights_only=True)
         return best.best_model_path.rpartition("/")[2], best.best_model_score, saved["state_dict"], weights(model)
@@ -110,28 +102,17 @@ def test_early_stopping_and_checkpoints(lightning):
 @on_ranks
 def test_resume(lightning):
     """Two epochs are two of one, the second from a checkpoint; it changes between DDP and syncengine, too."""
-    ddp = lightning.pl.strategies.DDPStrategy
+    ddp, ours = lightning.pl.strategies.DDPStrategy, lightning.Strategy
 
-    def train(first, second, path):
-        model = module(lightning)
-        half = fit(lightning, first(), model, max_epochs=1)
-        half.save_checkpoint(shared_folder() / path)
-        leave()
-        torch.manual_seed(9)
-        again = module(lightning)
-        trainer = lightning.pl.Trainer(**QUIET, max_epochs=2, strategy=second())
-        torch.manual_seed(11)  # of dropout
-        trainer.fit(again, loader(), ckpt_path=shared_folder() / path)
-        leave()
-        assert trainer.global_step == 8
-        return weights(again)
+    def train(*kinds):
+        def left(trainer):
+            return weights(trainer.lightning_module)
 
-    results = []
-    for i, (first, second) in enumerate([(ddp, ddp), (lightning.Strategy,) * 2, (ddp, lightning.Strategy)]):
-        torch.manual_seed(7)
-        results.append(train(first, second, f"{i}.ckpt"))
-    same(results[0], results[1])
-    same(results[0], results[2])
+        return lightning_ranks.resumed(lightning, kinds, lambda _: module(lightning), left)[0]
+
+    expected = train(ddp, ddp)
+    same(expected, train(ours, ours))
+    same(expected, train(ddp, ours))
 
 
 @on_ranks
@@ -154,9 +135,7 @@ def test_manual_optimization(lightning):
 
     def train(lightning, strategy):
         overrides = {"automatic_optimization": False, "training_step": step, "configure_optimizers": optimizers}
-        model = module(lightning, **overrides)
-        fit(lightning, strategy, model)
-        return weights(model)
+        return weights(fit(lightning, strategy, module(lightning, **overrides)).lightning_module)
 
     both(lightning, train)
     both(lightning, train, find_unused_parameters=True)
@@ -165,12 +144,10 @@ def test_manual_optimization(lightning):
 @on_ranks
 def test_bfloat16(lightning):
     def train(lightning, strategy, precision):
-        model = module(lightning)
-        fit(lightning, strategy, model, precision=precision)
-        return weights(model)
+        return weights(fit(lightning, strategy, precision=precision).lightning_module)
 
-    both(lightning, functools.partial(train, precision="bf16-mixed"))
-    both(lightning, functools.partial(train, precision="bf16-true"))
+    for precision in ("bf16-mixed", "bf16-true"):
+        both(lightning, functools.partial(train, precision=precision))
 
 
 @on_ranks
@@ -193,14 +170,8 @@ def test_sync_batch_norm(lightning):
     model = module(lightning, train_dataloader=data, configure_optimizers=sgd)
     model.net[3] = nn.Identity()
     alone = nn.Sequential(nn.Linear(12, 40), nn.BatchNorm1d(40), nn.GELU(), nn.Identity(), nn.Linear(40, 1)).double()
-    trainer = lightning.pl.Trainer(
-        **QUIET,
-        max_epochs=1,
-        strategy="syncengine",
-        precision="64-true",
-        sync_batchnorm=True,
-        use_distributed_sampler=False,
-    )
+    options = {"precision": "64-true", "sync_batchnorm": True, "use_distributed_sampler": False}
+    trainer = lightning.pl.Trainer(**QUIET, **options, max_epochs=1, strategy="syncengine")
     alone.load_state_dict(model.net.double().state_dict())
     trainer.fit(model)
     optimizer = sgd(alone)
@@ -302,10 +273,9 @@ def test_a_communication_hook(lightning):
 
     def train(strategy):
         torch.manual_seed(7)
-        model = module(lightning)
-        fit(lightning, strategy, model)
+        trainer = fit(lightning, strategy)
         leave()
-        return weights(model)
+        return weights(trainer.lightning_module)
 
     class WithHook(lightning.pl.strategies.DDPStrategy):
         def _register_ddp_hooks(self):
@@ -333,27 +303,21 @@ def test_unused_parameters(lightning):
     leave()
 
     def train(lightning, strategy):
-        model = unused()
-        fit(lightning, strategy, model)
-        return weights(model)
+        return weights(fit(lightning, strategy, unused()).lightning_module)
 
     both(lightning, train, find_unused_parameters=True)
 
 
 @on_ranks
 def test_another_process_group(lightning):
-    def train(lightning, strategy):
-        model = module(lightning)
-        fit(lightning, strategy, model)
+    def train(kind):
+        torch.manual_seed(7)
+        trainer = fit(lightning, kind(process_group_backend="gloo"))
         assert dist.get_backend() == "gloo"
         leave()
-        return weights(model)
+        return weights(trainer.lightning_module)
 
-    results = []
-    for kind in (lightning.pl.strategies.DDPStrategy, lightning.Strategy):
-        torch.manual_seed(7)
-        results.append(train(lightning, kind(process_group_backend="gloo")))
-    same(*results)
+    same(train(lightning.pl.strategies.DDPStrategy), train(lightning.Strategy))
 
 
 @pytest.mark.parametrize("name", ["lightning.pytorch", "pytorch_lightning"])

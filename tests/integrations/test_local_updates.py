@@ -1,7 +1,5 @@
 """examples/local_updates.py: torchft's LocalSGD and DiLoCo over our group have the bits of plain loops of torch."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """torchmetrics and pytorch-ignite ask torch.distributed for the ranks: what they say is what they say under DDP."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any
@@ -50,9 +48,8 @@ def with_torchmetrics(wrap: Callable[[nn.Module], nn.Module]) -> dict[str, Any]:
         {
             "accuracy": torchmetrics.classification.MulticlassAccuracy(3),
             "confusion": torchmetrics.classification.MulticlassConfusionMatrix(3),
-            "auroc": torchmetrics.classification.MulticlassAUROC(
-                3
-            ),  # gathers the samples, of other number on each rank
+            # It gathers the samples, of other number on each rank.
+            "auroc": torchmetrics.classification.MulticlassAUROC(3),
         }
     )
     loss_of_epoch = torchmetrics.MeanMetric()

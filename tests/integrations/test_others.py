@@ -1,7 +1,5 @@
 """Programs over libraries of others, at the versions of requirements-integrations.txt, end with the weights of DDP."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """examples/with_ray.py: two workers, by wrapper, by the name of the backend, and unchanged; with the weights of DDP."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -54,10 +52,7 @@ def test_the_name_is_enough(tmp_path: Path, over_ddp: dict[str, torch.Tensor], w
 
 
 def test_no_line_changed(
-    tmp_path: Path,
-    over_ddp: dict[str, torch.Tensor],
-    without_its_import: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, over_ddp: dict[str, torch.Tensor], without_its_import: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Its processes have the variable of the one that starts them."""
     monkeypatch.setenv("SYNCENGINE_PATCH", "1")

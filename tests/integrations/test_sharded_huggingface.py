@@ -1,7 +1,5 @@
 """ShardedOptimizer in Accelerate and in the Trainer of Transformers: bit for bit as torch's own over DDP and Gloo."""
 
-from __future__ import annotations
-
 import copy
 
 import accelerate
@@ -110,13 +108,9 @@ def test_a_model_in_the_memory_of_its_file():
             gpt2().save_pretrained(folder)
         accelerator.wait_for_everyone()
         model = type(gpt2()).from_pretrained(folder)
-        model.transformer.load_state_dict(
-            {
-                name.removeprefix("transformer."): value
-                for name, value in safetensors.torch.load_file(folder / "model.safetensors").items()
-            },
-            assign=True,
-        )
+        stored = safetensors.torch.load_file(folder / "model.safetensors")
+        own = {name.removeprefix("transformer."): value for name, value in stored.items()}
+        model.transformer.load_state_dict(own, assign=True)
         model.tie_weights()
         ready = prepared(accelerator, model)
         train(accelerator, *ready)
@@ -160,17 +154,7 @@ def test_trainer_saves_and_resumes():
 @run_alone
 def test_trainer_loads_the_best_model_at_its_end():
     def run(folder):
-        trainer = trainer_of(
-            folder,
-            bf16=True,
-            num_train_epochs=9,
-            learning_rate=0.2,
-            eval_strategy="epoch",
-            save_strategy="epoch",
-            load_best_model_at_end=True,
-            metric_for_best_model="loss",
-            callbacks=[EarlyStoppingCallback(1)],
-        )
+        trainer = trainer_of(folder, **test_transformers.BEST, callbacks=[EarlyStoppingCallback(1)])
         trainer.train()
         assert trainer.state.epoch < 9
         again = trainer.evaluate()["eval_loss"]

@@ -1,12 +1,12 @@
 """ShardedOptimizer in Lightning's Trainer: bit for bit as torch's own optimizer over DDP and Gloo."""
 
-from __future__ import annotations
-
 import copy
+import functools
 from typing import Any
 
+import lightning_ranks
 import torch
-from lightning_ranks import QUIET, both, leave, loader, module, on_ranks, same, samples, shared_folder, weights
+from lightning_ranks import QUIET, both, loader, module, on_ranks, same, samples, shared_folder, validate, weights
 from sharded_training import is_common
 
 import syncengine
@@ -51,9 +51,6 @@ def results(trainer: Any) -> Any:
 @on_ranks
 def test_fit_with_accumulation_clipping_and_validation(lightning):
     def train(lightning, strategy):
-        def validate(self, batch, index):
-            self.log("validation", self.loss(batch), sync_dist=True)
-
         model = model_for(lightning, strategy, validation_step=validate)
         trainer = fit(lightning, strategy, model, accumulate_grad_batches=3, gradient_clip_val=0.1)
         return results(trainer), trainer.callback_metrics, trainer.global_step
@@ -80,40 +77,21 @@ def test_fit_goes_on(lightning):
 @on_ranks
 def test_resume(lightning):
     """Two epochs are two of one, the second from a checkpoint, which is the same for plain and sharded ones."""
-    ddp = lightning.pl.strategies.DDPStrategy
+    ddp, ours = lightning.pl.strategies.DDPStrategy, lightning.Strategy
 
-    def train(first, second, path):
-        strategy = first()
-        model = model_for(lightning, strategy)
-        half = fit(lightning, strategy, model, max_epochs=1)
-        half.save_checkpoint(shared_folder() / path)
-        leave()
-        torch.manual_seed(9)
-        strategy = second()
-        again = model_for(lightning, strategy)
-        trainer = lightning.pl.Trainer(**QUIET, max_epochs=2, strategy=strategy)
-        torch.manual_seed(11)  # of dropout
-        trainer.fit(again, loader(), ckpt_path=shared_folder() / path)
-        assert trainer.global_step == 8
-        left = results(trainer)
-        leave()
-        saved = torch.load(shared_folder() / path, weights_only=True)
+    def train(*kinds):
+        make = functools.partial(model_for, lightning)
+        left, path = lightning_ranks.resumed(lightning, kinds, make, results)
+        saved = torch.load(path, weights_only=True)
         return left, saved["state_dict"], saved["optimizer_states"]
 
-    answers = []
-    ways = [(ddp, ddp), (lightning.Strategy, lightning.Strategy), (ddp, lightning.Strategy), (lightning.Strategy, ddp)]
-    for i, (first, second) in enumerate(ways):
-        torch.manual_seed(7)
-        answers.append(train(first, second, f"{i}.ckpt"))
-    for answer in answers[1:]:
-        same(answers[0], answer)
+    expected = train(ddp, ddp)
+    for kinds in ((ours, ours), (ddp, ours), (ours, ddp)):
+        same(expected, train(*kinds))
 
 
 @on_ranks
 def test_early_stopping_with_the_best_checkpoint(lightning):
-    def validate(self, batch, index):
-        self.log("validation", self.loss(batch) + self.current_epoch, sync_dist=True)  # gets worse
-
     def train(lightning, strategy):
         callbacks = lightning.pl.callbacks
         best = callbacks.ModelCheckpoint(shared_folder() / type(strategy).__module__, monitor="validation")

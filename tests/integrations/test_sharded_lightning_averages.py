@@ -1,21 +1,16 @@
 """Lightning's callbacks that write averages of the weights into the model, over weights that the ranks share."""
 
-from __future__ import annotations
-
+import functools
 from typing import Any
 
 import pytest
 import torch
-from lightning_ranks import both, loader, net, on_ranks, shared_folder, weights
+from lightning_ranks import both, loader, net, on_ranks, shared_folder, validate, weights
 from sharded_training import is_common
 from test_sharded_lightning import fit, is_ours, model_for, optimizer_of
 from torch.optim.swa_utils import get_ema_avg_fn
 
 from syncengine.errors import InvalidUsage
-
-
-def validate(self: Any, batch: Any, index: int) -> None:
-    self.log("validation", self.loss(batch), sync_dist=True)
 
 
 def model_of(lightning: Any, strategy: Any, **overrides: Any) -> Any:
@@ -64,24 +59,18 @@ def test_ema_weight_averaging_from_the_third_step_on(lightning):
     averages(lightning, "EMAWeightAveraging", {"decay": 0.8, "update_starting_at_step": 2}, validation_step=validate)
 
 
-def stochastic(lightning: Any, norm: bool) -> None:
-    def train(lightning, strategy):
+@on_ranks
+def test_stochastic_weight_averaging(lightning):
+    """Without batch norms, and with those, for which there is an epoch more."""
+
+    def train(lightning, strategy, norm):
         model = model_of(lightning, strategy, on_train_batch_end=lambda self, *_: None)  # its last epoch has no step
         model.net = net(norm)
         own = lightning.pl.callbacks.StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1, annealing_epochs=1)
         return weights(fit(lightning, strategy, model, max_epochs=4, callbacks=[own]).lightning_module)
 
-    both(lightning, train)
-
-
-@on_ranks
-def test_stochastic_weight_averaging(lightning):
-    stochastic(lightning, False)
-
-
-@on_ranks
-def test_stochastic_weight_averaging_with_an_epoch_for_batch_norms(lightning):
-    stochastic(lightning, True)
+    for norm in (False, True):
+        both(lightning, functools.partial(train, norm=norm))
 
 
 @on_ranks

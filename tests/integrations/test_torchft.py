@@ -1,7 +1,5 @@
 """torchft: its process group with ours, its Manager with real replica groups, and examples/with_torchft.py."""
 
-from __future__ import annotations
-
 import json
 import sys
 import threading
@@ -131,15 +129,13 @@ def test_the_weights_are_those_of_a_plain_loop_over_the_same_groups(trained: tup
                 took_part.setdefault(line["step"], {})[group] = line["groups"]
         for step in range(len(took_part)):
             (count,) = set(took_part[step].values())
-            groups = (
-                [0, 1, 2] if count == 3 else list(took_part[step])
-            )  # one that is killed may not have written it down
+            # A group that is killed may not have written down its last step.
+            groups = [0, 1, 2] if count == 3 else list(took_part[step])
             assert len(groups) == count
             averages = []
             for group in groups:
-                ranks = [
-                    torch.autograd.grad(example.loss_of(module, step, group, r), module.parameters()) for r in (0, 1)
-                ]
+                losses = (example.loss_of(module, step, group, rank) for rank in (0, 1))
+                ranks = [torch.autograd.grad(loss, module.parameters()) for loss in losses]
                 averages.append([(a + b) / 2 for a, b in zip(*ranks, strict=True)])
             for parameter, gradients in zip(module.parameters(), zip(*averages, strict=True), strict=True):
                 parameter.grad = sum(gradients[1:], gradients[0]) / len(groups)

@@ -4,8 +4,6 @@ Also those of its collectives that it skips for Gloo. Where its tests know an er
 ours has to be a SyncError.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any

@@ -1,8 +1,7 @@
 """The Trainer of Transformers with Parallel in DDP's place, bit for bit as over DDP and Gloo."""
 
-from __future__ import annotations
-
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -13,6 +12,17 @@ from transformers import EarlyStoppingCallback, Trainer, TrainingArguments
 
 import syncengine
 from syncengine.accelerate import log_stragglers
+
+# Options of a training in bfloat16 that keeps its best model; the loss gets worse.
+BEST = {
+    "bf16": True,
+    "num_train_epochs": 9,
+    "learning_rate": 0.2,
+    "eval_strategy": "epoch",
+    "save_strategy": "epoch",
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "loss",
+}
 
 
 def data(count=24):
@@ -50,11 +60,8 @@ def both(train):
         forget()
         if wrapper is syncengine.Parallel:
             dist.init_process_group("syncengine")
-        torch.nn.parallel.DistributedDataParallel = wrapper
-        try:
+        with mock.patch.object(torch.nn.parallel, "DistributedDataParallel", wrapper):
             results.append(train(shared_folder() / wrapper.__name__))
-        finally:
-            torch.nn.parallel.DistributedDataParallel = DistributedDataParallel
         leave()
     forget()
     same(*results)
@@ -66,8 +73,7 @@ def test_accumulation_clipping_and_evaluation():
     def train(folder):
         trainer = trainer_of(folder, gradient_accumulation_steps=2, max_grad_norm=0.5, eval_strategy="epoch")
         trainer.train()
-        wrapped = trainer.model_wrapped
-        assert type(wrapped).__name__ == folder.name
+        assert type(trainer.model_wrapped).__name__ == folder.name
         losses = [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line]
         assert len(losses) == 2
         return weights(trainer.model), losses, trainer.predict(data(7)).predictions.tolist()
@@ -94,17 +100,7 @@ def test_resume():
 @run_alone
 def test_early_stopping_and_bfloat16():
     def train(folder):
-        trainer = trainer_of(
-            folder,
-            bf16=True,
-            num_train_epochs=9,
-            learning_rate=0.2,  # the loss gets worse
-            eval_strategy="epoch",
-            save_strategy="epoch",
-            load_best_model_at_end=True,
-            metric_for_best_model="loss",
-            callbacks=[EarlyStoppingCallback(1)],
-        )
+        trainer = trainer_of(folder, **BEST, callbacks=[EarlyStoppingCallback(1)])
         trainer.train()
         assert trainer.state.epoch < 9
         return weights(trainer.model), trainer.state.best_metric, trainer.state.epoch
@@ -136,17 +132,14 @@ def test_batches_that_are_too_large():
 def test_who_is_late_is_logged():
     """With the callback, as often as the Trainer logs anything. Its own lines are those without the callback."""
     dist.init_process_group("syncengine")
-    torch.nn.parallel.DistributedDataParallel = syncengine.Parallel
     logs = []
-    try:
+    with mock.patch.object(torch.nn.parallel, "DistributedDataParallel", syncengine.Parallel):
         for adds_lines in (False, True):
             trainer = trainer_of(shared_folder() / f"late-{adds_lines}", logging_steps=3)
             if adds_lines:
                 log_stragglers(trainer)
             trainer.train()
             logs.append(trainer.state.log_history)
-    finally:
-        torch.nn.parallel.DistributedDataParallel = DistributedDataParallel
     lines = [line for line in logs[1] if "syncengine/latest_rank" in line]
     plain, own = ([without_times(line) for line in log if line not in lines] for log in logs)
     assert own == plain

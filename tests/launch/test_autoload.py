@@ -1,9 +1,6 @@
 """The entry point that torch calls at the end of its import: the backend without an import. It can't break torch."""
 
-from __future__ import annotations
-
 import importlib.metadata
-import json
 import os
 import shutil
 import subprocess
@@ -19,6 +16,7 @@ from installation import copy_of_packages
 from pool import RankPool
 from programs import run_programs
 from repository import TESTS
+from test_launchers_real import by_rank
 from torch.distributed.distributed_c10d import Backend, BackendConfig
 from torch.nn.parallel import DistributedDataParallel
 
@@ -36,11 +34,6 @@ def run(command: list[str], folder: Path, **environ: str) -> subprocess.Complete
     return told
 
 
-def answers(output: str) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-    return sorted(lines, key=lambda answer: answer["rank"])
-
-
 def expected(model: str) -> list[dict[str, Any]]:
     same = {"imported": False, "backend": "syncengine", "total": [0.0, 3.0, 6.0], "model": model}
     return [{"rank": rank, **same} for rank in range(2)]
@@ -48,14 +41,14 @@ def expected(model: str) -> list[dict[str, Any]]:
 
 def test_the_name_is_enough(programs: RankPool, unused_port: int):
     told = run_programs(programs, [str(SCRIPTS / "autoload.py")], ranks_by_hand([{}, {}], unused_port))
-    assert answers("".join(rank.stdout for rank in told)) == expected("DistributedDataParallel")
+    assert by_rank("".join(rank.stdout for rank in told)) == expected("DistributedDataParallel")
 
 
 @pytest.mark.nightly
 def test_spawned_children_have_the_name_and_the_patch(tmp_path: Path):
     command = [sys.executable, str(SCRIPTS / "autoload.py"), str(tmp_path / "store")]
     told = run(command, tmp_path, SYNCENGINE_PATCH="1")
-    assert answers(told.stdout) == expected("Parallel")
+    assert by_rank(told.stdout) == expected("Parallel")
     assert told.stderr.count("syncengine: ") == 1
     assert "DistributedDataParallel is syncengine.Parallel, since SYNCENGINE_PATCH=1 (2 ranks, " in told.stderr
 

@@ -74,31 +74,22 @@ def test_an_empty_secret_is_not_the_same_as_none(variable):
         Config.read({variable: ""})
 
 
+BAD_VALUES = {
+    ("numerics", "rank_order"): ["RING", ""],
+    ("timeout", "seconds"): ["0", "-1", "nan", "inf", "soon"],
+    ("arena_bytes", "bytes"): ["1.5", "1GiB", "0", str(2**47)],
+    ("log_after", "seconds"): [""],
+    ("interhost", "tcp, mpi, torch"): ["udp"],
+    ("sockets", "from 1 to 16"): ["0", "17", "two"],
+    ("checksum", "1 or 0"): ["yes"],
+    ("silence", "at least 1"): ["0", "0.5"],
+    ("silence", "seconds"): ["nan", "long"],
+}
+
+
 @pytest.mark.parametrize(
     ("name", "value", "allowed"),
-    [
-        ("numerics", "RING", "rank_order"),
-        ("numerics", "", "rank_order"),
-        ("timeout", "0", "seconds"),
-        ("timeout", "-1", "seconds"),
-        ("timeout", "nan", "seconds"),
-        ("timeout", "inf", "seconds"),
-        ("timeout", "soon", "seconds"),
-        ("arena_bytes", "1.5", "bytes"),
-        ("arena_bytes", "1GiB", "bytes"),
-        ("arena_bytes", "0", "bytes"),
-        ("arena_bytes", str(2**47), "bytes"),
-        ("log_after", "", "seconds"),
-        ("interhost", "udp", "tcp, mpi, torch"),
-        ("sockets", "0", "from 1 to 16"),
-        ("sockets", "17", "from 1 to 16"),
-        ("sockets", "two", "from 1 to 16"),
-        ("checksum", "yes", "1 or 0"),
-        ("silence", "0", "at least 1"),
-        ("silence", "0.5", "at least 1"),
-        ("silence", "nan", "seconds"),
-        ("silence", "long", "seconds"),
-    ],
+    [(name, value, allowed) for (name, allowed), values in BAD_VALUES.items() for value in values],
 )
 def test_bad_value_is_refused_by_name(name, value, allowed):
     for read, source in (

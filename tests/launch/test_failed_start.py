@@ -1,12 +1,9 @@
 """A rank that fails between the start of its process and its communicator: who waits for it hears why, at once."""
 
-from __future__ import annotations
-
-import functools
 from pathlib import Path
 
 import pytest
-from command import environ_of, slurm_variables
+from command import environ_of, ranks_by_hand, slurm_variables
 from installation import copy_of_packages
 from marks import mostly_nightly
 from pool import RankPool
@@ -15,6 +12,7 @@ from repository import ROOT, SUPPORT
 from test_launchers_real import command_of, start
 
 LATE = 100.0  # seconds that ranks would wait
+PATHS = f"{ROOT}:{SUPPORT}"
 
 # Rank 1 fails, and the others say what they hear. `COME` is how ranks come; `FAIL` is what goes wrong on rank 1.
 SCRIPT = """
@@ -34,10 +32,12 @@ except BaseException as error:
     os.write(1, f"rank {{rank}} after {{time.monotonic() - begin:.0f}} s: {{heard}}\\n".encode())
     {after}
 """
-IMPORT = "import torch, torch.distributed as dist\nimport syncengine"
+TORCH = "import torch, torch.distributed as dist"
+IMPORT = f"{TORCH}\nimport syncengine"
 GLOO = f"{IMPORT}\ndist.init_process_group('gloo', timeout=timedelta(seconds={LATE}))"
-LATE_GROUP = f"timeout=timedelta(seconds={LATE})"
+BACKEND = f"dist.init_process_group('syncengine', timeout=timedelta(seconds={LATE}))"
 INIT = f"syncengine.init(timeout={LATE})"
+OVER_GROUP = "syncengine.Parallel(torch.nn.Linear(1, 1), process_group=group)"
 BAD = "os.environ['SYNCENGINE_NUMERICS'] = 'none'"
 # An installation whose extension is broken, found first.
 BROKEN = "sys.path.insert(0, os.environ['BROKEN']); __import__('importlib').invalidate_caches()"
@@ -57,9 +57,6 @@ def script(folder: Path, before: str, fail: str, come: str, failing: int = 1, af
     return str(path)
 
 
-environment = functools.partial(environ_of, PYTHONPATH=f"{ROOT}:{SUPPORT}")
-
-
 def said(programs: RankPool, path: str, environs: list[dict[str, str]]) -> dict[int, str]:
     """What each rank of a job says, which nobody but the ranks themselves ends."""
     ended = run_programs(programs, [path], environs, LATE)
@@ -73,12 +70,11 @@ def heard(output: str, errors: str) -> dict[int, str]:
 
 
 def by_hand(port: int, **more: str) -> list[dict[str, str]]:
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "3", **more}
-    return [environment(**common, RANK=str(rank)) for rank in range(3)]
+    return ranks_by_hand([{"PYTHONPATH": PATHS, **more}] * 3, port)
 
 
 def by_slurm(port: int, **more: str) -> list[dict[str, str]]:
-    return [environment(**variables, **more) for variables in slurm_variables(3, port)]
+    return [environ_of(PYTHONPATH=PATHS, **variables, **more) for variables in slurm_variables(3, port)]
 
 
 def check_told(answers: dict[int, str], told: str) -> None:
@@ -123,9 +119,8 @@ def test_an_import_that_fails(programs: RankPool, tmp_path: Path, unused_port: i
     path = script(tmp_path, "import torch", BROKEN, f"import syncengine; {INIT}", failing)
     answers = said(programs, path, by_hand(unused_port, BROKEN=broken, TORCH_DEVICE_BACKEND_AUTOLOAD="0"))
     assert answers.pop(failing).startswith("ImportError: syncengine's extension")
-    check_told(
-        answers, f"Aborted: rank {failing} failed to import syncengine: ImportError: syncengine's extension {broken}"
-    )
+    error = f"ImportError: syncengine's extension {broken}"
+    check_told(answers, f"Aborted: rank {failing} failed to import syncengine: {error}")
 
 
 @pytest.mark.parametrize("failing", mostly_nightly([0, 2], 1))
@@ -136,35 +131,18 @@ def test_an_error_of_the_script_before_init(programs: RankPool, tmp_path: Path, 
     assert list(answers.values()) == [f"Aborted: rank {failing} failed before init: ValueError: the disk is full"] * 2
 
 
+CASES = [
+    (GLOO, BAD, INIT, f"in init: {SETTING}"),
+    (GLOO, "raise ValueError('no data')", INIT, "before init: ValueError: no data"),
+    (f"{GLOO}\ngroup = dist.new_group([0, 1, 2])", BAD, OVER_GROUP, f"in init: {SETTING}"),
+    (IMPORT, BAD, BACKEND, f"in init: {SETTING}"),
+    (TORCH, BROKEN, BACKEND, "in init: ImportError: syncengine's extension"),
+]
+
+
 @pytest.mark.parametrize(
     ("before", "fail", "come", "told"),
-    mostly_nightly(
-        [
-            (GLOO, BAD, INIT, f"Aborted: rank 1 failed in init: {SETTING}"),
-            (GLOO, "raise ValueError('no data')", INIT, "Aborted: rank 1 failed before init: ValueError: no data"),
-            (
-                f"{GLOO}\ngroup = dist.new_group([0, 1, 2])",
-                BAD,
-                "syncengine.Parallel(torch.nn.Linear(1, 1), process_group=group)",
-                f"Aborted: rank 1 failed in init: {SETTING}",
-            ),
-            (
-                IMPORT,
-                BAD,
-                f"dist.init_process_group('syncengine', {LATE_GROUP})",
-                f"Aborted: rank 1 failed in init: {SETTING}",
-            ),
-            (
-                "import torch, torch.distributed as dist",
-                BROKEN,
-                f"dist.init_process_group('syncengine', {LATE_GROUP})",
-                "Aborted: rank 1 failed in init: ImportError: syncengine's extension",
-            ),
-        ],
-        1,
-        2,
-        4,
-    ),
+    mostly_nightly(CASES, 1, 2, 4),
     ids=["torch.distributed", "before init", "a group", "the backend", "the backend's import"],
 )
 def test_with_torch_distributed(
@@ -172,14 +150,14 @@ def test_with_torch_distributed(
 ):
     answers = said(programs, script(tmp_path, before, fail, come), by_hand(unused_port, BROKEN=broken))
     del answers[1]
-    check_told(answers, told)
+    check_told(answers, f"Aborted: rank 1 failed {told}")
 
 
 @pytest.mark.parametrize("late", mostly_nightly([0, 3], 1))
 def test_the_patch(programs: RankPool, tmp_path: Path, unused_port: int, late: int):
     """Without an import of syncengine: the rank ends before it wraps its model. Rank 0, which serves the store, stays
     until a late one has heard, too."""
-    before = f"import torch, torch.distributed as dist\ndist.init_process_group('gloo', {LATE_GROUP})"
+    before = f"{TORCH}\ndist.init_process_group('gloo', timeout=timedelta(seconds={LATE}))"
     come = f"time.sleep({late} if rank == 2 else 0); torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))"
     path = script(tmp_path, before, "raise ValueError('no data')", come)
     answers = said(programs, path, by_hand(unused_port, SYNCENGINE_PATCH="1"))

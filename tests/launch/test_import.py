@@ -1,7 +1,5 @@
 """Importing syncengine: what it says where that can't work, and which version it is."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import importlib.util

@@ -2,7 +2,7 @@
 
 import logging
 import socket
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
@@ -14,32 +14,17 @@ from syncengine.launch import Launch, slurm, store
 from syncengine.launch.arrivals import as_error, failure_notice, wait_for_ranks
 from syncengine.launch.environment import detect
 
-TORCHRUN = {
-    "RANK": "3",
-    "WORLD_SIZE": "4",
-    "MASTER_ADDR": "localhost",
-    "MASTER_PORT": "29500",
-}
-OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "2",
-    "OMPI_COMM_WORLD_SIZE": "4",
-    "PMIX_RANK": "2",
-}
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4", "PMIX_RANK": "2"}
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1"}
 SLURM_JOB = {"SLURM_JOB_ID": "77", "SLURM_PROCID": "0", "SLURM_NODELIST": "n[1-3]"}
-SLURM = {
-    **SLURM_JOB,
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NUM_TASKS": "8",
-    "SLURM_PROCID": "5",
-}
+SLURM = {**SLURM_JOB, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5"}
 LAUNCHES = {
     "torchrun": (TORCHRUN, Launch("torchrun", 3, 4)),
     "open_mpi": (OPEN_MPI, Launch("mpi", 2, 4)),
     "hydra": (HYDRA, Launch("mpi", 1, 4)),
     "slurm": (SLURM, Launch("slurm", 5, 8)),
 }
-LAUNCHERS = pytest.mark.parametrize("launcher", LAUNCHES)
 IDENTITY = [
     *((TORCHRUN, name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")),
     *((OPEN_MPI, name) for name in OPEN_MPI if name != "PMIX_RANK"),
@@ -58,7 +43,7 @@ def test_no_launcher_is_one_process():
     assert detect({"HOME": "/root"}) == Launch("single", 0, 1)
 
 
-@LAUNCHERS
+@pytest.mark.parametrize("launcher", LAUNCHES)
 def test_each_launcher_is_found(launcher):
     environ, launch = LAUNCHES[launcher]
     assert detect(environ) == launch
@@ -164,21 +149,16 @@ def test_slurm_port_is_derived_and_usable(job, step):
 def exchange_all(payloads, shared, timeout=20.0, absent=()):
     """What each rank's exchange of each of its payloads gave; an exception where it raised."""
     size = len(payloads)
-    results = [None] * size
 
     def run(rank):
         exchange = store.StoreExchange(shared, rank, size, timeout, 5.0)
         try:
-            results[rank] = [exchange(payload) for payload in payloads[rank]]
+            return [exchange(payload) for payload in payloads[rank]] if rank not in absent else None
         except Exception as error:
-            results[rank] = error
+            return error
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size) if rank not in absent]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(run, range(size)))
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """The commands and the examples under each launcher: all of them in one launch of two ranks."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, NamedTuple

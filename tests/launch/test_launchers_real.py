@@ -1,16 +1,14 @@
 """One script, really started by each launcher that can run here."""
 
-import contextlib
-import importlib
 import json
 import os
 import subprocess
 import sys
 
-import launched_script
 import pytest
-from command import slurm_variables
+from command import environ_of, ranks_by_hand, slurm_variables
 from marks import mostly_nightly
+from programs import run_programs
 from repository import ROOT, SUPPORT
 
 SCRIPT = str(SUPPORT / "launched_script.py")
@@ -22,8 +20,13 @@ def run(command, **environ):
     """The script's answers by rank, and the output of a run that must succeed."""
     result = start(command, **environ)
     assert result.returncode == 0, result.stdout + result.stderr
-    answers = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
-    return sorted(answers, key=lambda answer: answer["rank"])
+    return by_rank(result.stdout)
+
+
+def by_rank(output):
+    """The answers in the output of ranks."""
+    said = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    return sorted(said, key=lambda answer: answer["rank"])
 
 
 def start(command, **environ):
@@ -117,38 +120,24 @@ def test_mpi4py_of_another_mpi_is_refused():
     assert "mpi4py uses another MPI than the launcher" in result.stderr
 
 
-def script_with(environ, *when):
-    """The script in a new process that has nothing of a launcher but these variables, and its own store."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        del os.environ[name]
-    os.environ.update(environ)
-    importlib.reload(importlib.import_module("syncengine.launch.store"))  # the pool's ranks meet in a file otherwise
-    for job in when:
-        launched_script.main(job)
-
-
-def started(pool, environs, *when):
+def started(programs, environs, when):
     """The script's answers in processes with these environments, which end well."""
-    with contextlib.ExitStack() as stack:
-        ranks = [
-            stack.enter_context(pool.spawn_ranks(script_with, environ, *when, world=1, settings=None))[0]
-            for environ in environs
-        ]
-        assert [rank.exit_code() for rank in ranks] == [0] * len(ranks), [rank.output() for rank in ranks]
-        said = [json.loads(line) for rank in ranks for line in rank.output().splitlines() if line.startswith("{")]
-    return sorted(said, key=lambda answer: answer["rank"])
+    ranks = run_programs(programs, [SCRIPT, when], environs)
+    assert [rank.returncode for rank in ranks] == [0] * len(ranks), [rank.stderr for rank in ranks]
+    return by_rank("".join(rank.stdout for rank in ranks))
 
 
-def test_plain_process(pool):
-    assert started(pool, [{}], "never") == answers(1, "never")
+def test_plain_process(programs):
+    assert started(programs, [environ_of()], "never") == answers(1, "never")
 
 
-def test_ranks_started_by_hand(pool, unused_port):
+def test_ranks_started_by_hand(programs, unused_port):
     """Without a launcher's agent rank 0 serves the store; the user's own env:// group shares its port."""
-    common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(unused_port), "WORLD_SIZE": "2"}
-    assert started(pool, [common | {"RANK": rank} for rank in "10"], "after") == answers(2, "after")
+    environs = ranks_by_hand([{"MASTER_ADDR": "localhost"}] * 2, unused_port)
+    assert started(programs, environs, "after") == answers(2, "after")
 
 
-def test_slurm_variables(pool, unused_port):
+def test_slurm_variables(programs, unused_port):
     """srun's variables, set by hand: rank 0's address comes from the list of nodes."""
-    assert started(pool, slurm_variables(2, unused_port), "never") == answers(2, "never")
+    environs = [environ_of(**variables) for variables in slurm_variables(2, unused_port)]
+    assert started(programs, environs, "never") == answers(2, "never")

@@ -1,20 +1,15 @@
 """SYNCENGINE_PATCH=1: scripts for DDP train with Parallel, unchanged; what it can't serve stays DDP's, and is told."""
 
-from __future__ import annotations
-
-import contextlib
 import copy
 import inspect
-import io
-import logging
 import math
 import os
 import pickle
 import re
 import runpy
 import sys
-import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from marks import mostly_nightly
-from pool import RankPool
+from pool import RankPool, run_on_ranks
 from repository import TESTS
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -56,9 +51,8 @@ def run_script(name: str, arguments: list[str], patched: bool) -> str:
 def weights(pool: RankPool, port: int, folder: Path, script: str, patched: bool) -> tuple[dict, str]:
     """What the script saves, and what its rank 0 says."""
     output = str(folder / f"{patched}.pt")
-    with pool.spawn_ranks(
-        run_script, script, [output], patched, settings=None, environ={"MASTER_PORT": str(port)}
-    ) as ranks:
+    environ = {"MASTER_PORT": str(port)}
+    with pool.spawn_ranks(run_script, script, [output], patched, settings=None, environ=environ) as ranks:
         assert [rank.result(120) for rank in ranks] == ["ends"] * 2
         return torch.load(output), ranks[0].output()
 
@@ -78,11 +72,6 @@ def test_scripts_train_to_the_bits_of_ddp(pool: RankPool, tmp_path: Path, script
 # --- On ranks whose process is patched
 
 
-def on_patched_ranks(function, *args):
-    syncengine_autoload.patch()
-    return function(*args)
-
-
 def is_served(model: nn.Module) -> bool:
     return type(model) is DistributedDataParallel and isinstance(model, syncengine.Parallel)
 
@@ -92,6 +81,7 @@ class Own(DistributedDataParallel):
 
 
 def names_and_instances() -> None:
+    syncengine_autoload.patch()
     for cls in NAMES.values():
         assert is_served(cls(nn.Linear(2, 2)))
         assert is_served(cls(module=nn.Linear(2, 2)))
@@ -116,7 +106,7 @@ def names_and_instances() -> None:
 
 
 def test_every_name_of_ddp_makes_a_parallel(pool: RankPool):
-    with pool.spawn_ranks(on_patched_ranks, names_and_instances, gloo=True, settings=None) as ranks:
+    with pool.spawn_ranks(names_and_instances, gloo=True, settings=None) as ranks:
         for rank in ranks:
             rank.result()
         told = [line for line in ranks[0].output().splitlines() if line.startswith("syncengine: ")]
@@ -129,8 +119,10 @@ class OwnParallel(syncengine.Parallel):
     pass
 
 
-def what_programs_ask() -> None:
+@run_on_ranks(gloo=True, settings=None, spawned=True)
+def test_what_programs_ask_of_a_models_type():
     """One model that Parallel serves and one that stays torch's: what is asked of one is heard of the other."""
+    syncengine_autoload.patch()
     DistributedDataParallel.reset = lambda model, n=1: (model.module.in_features, n)  # as fastai does
     served = DistributedDataParallel(nn.Linear(3, 2))
     stays = DistributedDataParallel(nn.Linear(3, 2), check_reduction="yes")  # of a kind that Parallel refuses
@@ -177,13 +169,9 @@ def what_programs_ask() -> None:
         print(stays.require_backward_grad_sync)
 
 
-def test_what_programs_ask_of_a_models_type(pool: RankPool):
-    with pool.spawn_ranks(on_patched_ranks, what_programs_ask, gloo=True, settings=None) as ranks:
-        for rank in ranks:
-            rank.result()
-
-
-def changed_classes() -> list[str]:
+@run_on_ranks(gloo=True, settings=None, spawned=True)
+def test_a_class_that_a_program_has_changed():
+    syncengine_autoload.patch()
     told: list[str] = []
     ddp.tell = told.append
     theirs = DistributedDataParallel._pre_forward
@@ -203,22 +191,15 @@ def changed_classes() -> list[str]:
     DistributedDataParallel.forward = lambda model, *inputs: either(model, *inputs) * 2
     assert not isinstance(DistributedDataParallel(nn.Linear(2, 2)), syncengine.Parallel)
     assert torch.equal(served(torch.ones(1, 2)), served.module(torch.ones(1, 2)) * 2)
-    return told
+    if dist.get_rank() == 0:
+        changed = "the program has given DistributedDataParallel another"
+        reasons = [f"rank 1: {changed} '_pre_forward'", f"{changed} 'stats'", "", f"{changed} 'forward'"]
+        assert [line.partition("torch's: ")[2] for line in told] == reasons
 
 
-def test_a_class_that_a_program_has_changed(pool: RankPool):
-    with pool.spawn_ranks(on_patched_ranks, changed_classes, gloo=True, settings=None) as ranks:
-        told, _ = (rank.result() for rank in ranks)
-    changed = "the program has given DistributedDataParallel another"
-    assert [line.partition("torch's: ")[2] for line in told] == [
-        f"rank 1: {changed} '_pre_forward'",
-        f"{changed} 'stats'",
-        "",
-        f"{changed} 'forward'",
-    ]
-
-
-def what_stays() -> list[str]:
+@run_on_ranks(gloo=True, settings=None, spawned=True)
+def test_all_ranks_stay_with_ddp_if_one_must():
+    syncengine_autoload.patch()
     told: list[str] = []
     ddp.tell = told.append
     if dist.get_rank() == 1:
@@ -241,13 +222,9 @@ def what_stays() -> list[str]:
         model(torch.ones(1, 8) * dist.get_rank()).sum().backward()
     with pytest.raises(RuntimeError, match="DistributedDataParallel is not needed when a module doesn't have"):
         DistributedDataParallel(nn.ReLU())
-    return told
-
-
-def test_all_ranks_stay_with_ddp_if_one_must(pool: RankPool):
-    with pool.spawn_ranks(on_patched_ranks, what_stays, gloo=True, settings=None) as ranks:
-        told, nothing = (rank.result() for rank in ranks)
-    assert nothing == []
+    if dist.get_rank() == 1:
+        assert told == []
+        return
     unable, able, replicated, trained, needless = told
     assert "does not support training parameter odd of type Opaque" in trained
     assert unable.startswith("SYNCENGINE_PATCH=1 has no effect on the DistributedDataParallel of a Linear, ")
@@ -257,7 +234,10 @@ def test_all_ranks_stay_with_ddp_if_one_must(pool: RankPool):
     assert "is not needed" in needless
 
 
-def one_is_interrupted() -> None:
+@run_on_ranks(gloo=True, settings=None, spawned=True)
+def test_who_waits_is_told_of_an_interrupt():
+    syncengine_autoload.patch()
+
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -272,12 +252,6 @@ def one_is_interrupted() -> None:
             DistributedDataParallel(nn.Linear(2, 2))
     dist.barrier()
     assert is_served(DistributedDataParallel(nn.Linear(2, 2)))
-
-
-def test_who_waits_is_told_of_an_interrupt(pool: RankPool):
-    with pool.spawn_ranks(on_patched_ranks, one_is_interrupted, gloo=True, settings=None) as ranks:
-        for rank in ranks:
-            rank.result()
 
 
 # What each argument may be given by mistake, or as other libraries do.
@@ -327,22 +301,21 @@ def test_odd_arguments_end_as_ddps(pool: RankPool):
     assert {name: (ours[name], theirs[name]) for name in theirs if ours[name] != theirs[name]} == {}
 
 
-def subgroups() -> list[str]:
+@run_on_ranks(world=3, gloo=True, settings=None, spawned=True)
+def test_models_on_subgroups():
+    syncengine_autoload.patch()
     pair, other = dist.new_group([0, 2]), dist.new_group([1])
     group = other if dist.get_rank() == 1 else pair
     model = DistributedDataParallel(nn.Linear(1, 1, bias=False), process_group=group)
     assert is_served(model)
     assert model.process_group is group
     model(torch.full((1, 1), float(dist.get_rank()))).backward()
-    return model.module.weight.grad.item()
+    assert model.module.weight.grad.item() == 1.0
 
 
-def test_models_on_subgroups(pool: RankPool):
-    with pool.spawn_ranks(on_patched_ranks, subgroups, world=3, gloo=True, settings=None) as ranks:
-        assert [rank.result() for rank in ranks] == [1.0, 1.0, 1.0]
-
-
-def without_ranks() -> list[str]:
+@run_on_ranks(world=1, settings=None, spawned=True)
+def test_groups_that_it_cant_adopt():
+    syncengine_autoload.patch()
     told: list[str] = []
     ddp.tell = told.append
     with pytest.raises(ValueError, match="Default process group has not been initialized"):
@@ -350,27 +323,16 @@ def without_ranks() -> list[str]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     assert type(DistributedDataParallel(nn.Linear(2, 2))) is DistributedDataParallel
     dist.destroy_process_group()
-    return told
+    (line,) = told
+    assert line.endswith("its process group's backend is fake, over which syncengine can't find the other ranks")
 
 
-def test_groups_that_it_cant_adopt(pool: RankPool):
-    with pool.spawn_ranks(on_patched_ranks, without_ranks, world=1, settings=None) as ranks:
-        (told,) = ranks[0].result()
-    assert told.endswith("its process group's backend is fake, over which syncengine can't find the other ranks")
-
-
-def over_our_own_backend() -> bool:
-    dist.init_process_group(
-        "syncengine", store=dist.FileStore(os.environ["STORE"]), rank=int(os.environ["RANK"]), world_size=2
-    )
+@run_on_ranks(settings=None, spawned=True)
+def test_a_group_of_syncengine_is_used_itself(tmp_path: Path):
+    syncengine_autoload.patch()
+    dist.init_process_group("syncengine", f"file://{tmp_path}/store", rank=int(os.environ["RANK"]), world_size=2)
     model = DistributedDataParallel(nn.Linear(2, 2))
-    return model.communicator is dist.group.WORLD._get_backend(torch.device("cpu")).communicator
-
-
-def test_a_group_of_syncengine_is_used_itself(pool: RankPool, tmp_path: Path):
-    environ = {"STORE": str(tmp_path / "store")}
-    with pool.spawn_ranks(on_patched_ranks, over_our_own_backend, settings=None, environ=environ) as ranks:
-        assert [rank.result() for rank in ranks] == [True, True]
+    assert model.communicator is dist.group.WORLD._get_backend(torch.device("cpu")).communicator
 
 
 # --- Reasons, one by one
@@ -416,26 +378,6 @@ def test_ranks_that_wrap_nothing_are_named(caplog: pytest.LogCaptureFixture, mon
     assert re.match(r"waiting since \d+ s: ranks 3, 7 did .*; do they have SYNCENGINE_PATCH=1, too\?", line)
     store.set_timeout(timedelta(seconds=60))
     meetings = [Rendezvous(store, "patch", rank, [1, 3, 7]) for rank in range(3)]
-    threads = [threading.Thread(target=ddp._wait_for, args=(meeting, b"", [1, 3, 7])) for meeting in meetings]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(lambda meeting: ddp._wait_for(meeting, b"", [1, 3, 7]), meetings))
     assert [len(meeting.values) for meeting in meetings] == [3] * 3
-
-
-def test_a_stderr_that_is_not_there(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(logging.root, "handlers", [])  # pytest's, which would take the lines
-    monkeypatch.setattr(sys, "stderr", None)
-    syncengine_autoload.tell("nothing")
-    monkeypatch.setattr(sys, "stderr", io.StringIO())
-    syncengine_autoload.tell("something")
-    assert sys.stderr.getvalue() == "syncengine: something\n"
-    sys.stderr.close()
-    syncengine_autoload.tell("nothing, and no error, which would break `import torch`")
-    read, write = os.pipe()
-    os.close(read)
-    monkeypatch.setattr(sys, "stderr", os.fdopen(write, "w"))
-    syncengine_autoload.tell("nothing")
-    with contextlib.suppress(BrokenPipeError):
-        sys.stderr.close()

@@ -1,12 +1,8 @@
 """Ranks meet where others have met before: restarted by torchrun, trying again, or in a group made anew."""
 
-from __future__ import annotations
-
 import errno
 import os
 import random
-import subprocess
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -14,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from faults import wait_for_file
+from faults import my_rank, wait_for_file
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pool import RankPool
+from pool import RankPool, run_on_ranks
+from test_launchers_real import TORCHRUN, start
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -66,63 +63,43 @@ syncengine.shutdown()
 """
 
 
-def restarted(folder: Path) -> list[str]:
-    """What the two ranks of the last attempt write."""
-    (folder / "train.py").write_text(
-        f"import os, sys, time\nFOLDER = {str(folder)!r}\n"
+@pytest.mark.nightly
+def test_attempts_that_fail_in_turn(tmp_path: Path):
+    (tmp_path / "train.py").write_text(
+        f"import os, sys, time\nFOLDER = {str(tmp_path)!r}\n"
         "rank, attempt = int(os.environ['RANK']), int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
         f"{ALL_IN_TURN}\n{MEETS}"
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=3", "--nproc-per-node=2"]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    ended = subprocess.run(
-        [*command, str(folder / "train.py")], env=environ, capture_output=True, text=True, timeout=600
-    )
+    ended = start([*TORCHRUN, "--max-restarts=3", str(tmp_path / "train.py")])
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    return ended.stdout.splitlines()
+    assert ended.stdout.splitlines() == ["3 0.5 2.0"] * 2
 
 
-@pytest.mark.nightly
-def test_attempts_that_fail_in_turn(tmp_path: Path):
-    assert restarted(tmp_path) == ["3 0.5 2.0"] * 2
-
-
-def stay_away_then_come(folder: Path) -> int:
-    rank = int(os.environ["RANK"])
-    if rank == 0:
+@run_on_ranks(settings=None)
+def test_a_rank_that_failed_before_it_came_joins_those_that_try_again(tmp_path: Path):
+    if my_rank() == 0:
         with pytest.raises(Aborted, match=r"rank 1 failed in init: InvalidUsage: numerics='no such'"):
             syncengine.init(timeout=60)
-        (folder / "gave up").touch()
+        (tmp_path / "gave up").touch()
     else:
         with pytest.raises(InvalidUsage, match="numerics"):
             syncengine.init(numerics="no such")
-        wait_for_file(folder / "gave up")
-    return syncengine.init(timeout=60).size
+        wait_for_file(tmp_path / "gave up")
+    assert syncengine.init(timeout=60).size == 2
 
 
-def test_a_rank_that_failed_before_it_came_joins_those_that_try_again(pool: RankPool, tmp_path: Path):
-    assert pool.run(stay_away_then_come, tmp_path, settings=None) == [2, 2]
-
-
-def other_members(shared: str, members: list[list[int]]) -> list[float]:
-    """Groups of the same name over the same store, one after the other."""
-    rank, answers = int(os.environ["RANK"]), []
-    for ranks in members:
-        seconds = timedelta(seconds=60)
+@run_on_ranks(world=3, settings=None)
+def test_groups_of_one_name_with_other_members(tmp_path: Path):
+    """The groups are over the same store, one after the other."""
+    rank, shared, seconds = my_rank(), str(tmp_path / "store"), timedelta(seconds=60)
+    for ranks in ([0, 1], [2, 0, 1]):
         dist.init_process_group("syncengine", store=dist.FileStore(shared), rank=rank, world_size=3, timeout=seconds)
         group = dist.new_group(ranks)
         if rank in ranks:
-            value = torch.tensor([float(rank)])
-            dist.all_reduce(value, group=group)
-            answers.append(value.item())
+            dist.all_reduce(value := torch.tensor([float(rank)]), group=group)
+            assert value.item() == sum(ranks)
         dist.barrier()
         dist.destroy_process_group()
-    return answers
-
-
-def test_groups_of_one_name_with_other_members(pool: RankPool, tmp_path: Path):
-    said = pool.run(other_members, str(tmp_path / "store"), [[0, 1], [2, 0, 1]], world=3, settings=None)
-    assert said == [[1.0, 3.0], [1.0, 3.0], [3.0]]
 
 
 def two_patched_models() -> list[bool | str]:
@@ -162,6 +139,11 @@ class Life:
 
     def step(self) -> bool:
         return self.meeting.gather(self.payload)
+
+
+def check_hears(life: Life, text: str) -> None:
+    with pytest.raises(Failed, match=text):
+        life.step()
 
 
 def attempt(shared: dist.Store, size: int, dice: random.Random, lives: list[int], steps: int, failures: int) -> bool:
@@ -217,16 +199,14 @@ def test_failures_are_heard_once_and_of_this_attempt(monkeypatch: pytest.MonkeyP
     first = Life(shared, 0, 2, 0)
     first.meeting.fail(b"a bad day")
     late = Life(shared, 1, 2, 0)
-    with pytest.raises(Failed, match="a bad day"):
-        late.step()
+    check_hears(late, "a bad day")
     assert not Life(shared, 1, 2, 1).step()  # it has heard that
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # of one of several nodes
     last = Life(shared, 0, 2, 1)
     assert not last.step()
     other = Life(shared, 1, 2, 2)
     last.meeting.fail(b"another")  # while that one is here
-    with pytest.raises(Failed, match="another"):
-        other.step()
+    check_hears(other, "another")
 
 
 def test_who_signs_in_anew_supersedes():
@@ -256,8 +236,7 @@ def test_a_failure_is_heard_though_the_rank_is_there_again(before: str):
     assert not waiting[0].step()
     for rank, life in enumerate(ranks):
         if rank != 1:
-            with pytest.raises(Failed, match="a bad day"):
-                life.step()
+            check_hears(life, "a bad day")
     waiting += [Life(shared, rank, 3, 1) for rank in (0, 2)]
     for _ in range(3):
         waiting = [life for life in waiting if not life.step()]
@@ -269,12 +248,10 @@ def test_of_who_failed_and_is_there_again_the_next_failure_is_heard_too():
     first, other = Life(shared, 0, 2, 0), Life(shared, 1, 2, 0)
     other.meeting.fail(b"a bad day")
     again = Life(shared, 1, 2, 1)
-    with pytest.raises(Failed, match="a bad day"):
-        first.step()
+    check_hears(first, "a bad day")
     first = Life(shared, 0, 2, 1)
     again.meeting.fail(b"another")
-    with pytest.raises(Failed, match="another"):
-        first.step()
+    check_hears(first, "another")
 
 
 def test_who_meets_the_others_last_hears_of_their_next_failure_in_its_next_one():
@@ -284,8 +261,7 @@ def test_who_meets_the_others_last_hears_of_their_next_failure_in_its_next_one()
     assert first.step()
     Life(shared, 1, 2, 1).meeting.fail(b"a bad day")
     assert last.step()
-    with pytest.raises(Failed, match="a bad day"):
-        Life(shared, 0, 2, 1).step()
+    check_hears(Life(shared, 0, 2, 1), "a bad day")
 
 
 def test_a_failure_that_is_counted_first_and_written_later():
@@ -313,12 +289,10 @@ def test_a_failure_after_an_older_one_that_was_heard_late():
     Life(shared, 1, 3, 0).meeting.fail(b"a bad day")
     slow = Life(shared, 0, 3, 0)
     ranks = [Life(shared, rank, 3, 1) for rank in (1, 2)]
-    with pytest.raises(Failed, match="a bad day"):
-        slow.step()
+    check_hears(slow, "a bad day")
     again = Life(shared, 0, 3, 1)
     ranks[1].meeting.fail(b"another")
-    with pytest.raises(Failed, match="another"):
-        again.step()
+    check_hears(again, "another")
 
 
 def test_a_process_that_cannot_be_looked_at_has_not_ended(monkeypatch):

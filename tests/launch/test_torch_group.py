@@ -1,7 +1,5 @@
 """init(torch_group=True): torch.distributed's default group over the engine, for what asks torch for ranks."""
 
-from __future__ import annotations
-
 import copy
 import os
 import pickle
@@ -10,13 +8,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from pool import RankFailure, RankPool, run_on_ranks
+from faults import ended
+from pool import RankPool, run_on_ranks
 from torch import nn
 from torch.utils.data import DistributedSampler
 
 import syncengine
 from syncengine import torch_group
-from syncengine.errors import InvalidUsage
+from syncengine.errors import InvalidUsage, PeerLost
 
 
 def summed(value: float, group: dist.ProcessGroup | None = None) -> float:
@@ -151,54 +150,39 @@ def alone() -> None:
 
 def test_without_a_launchers_variables_it_is_one_rank(pool: RankPool):
     """torch's own error names the variable; init() says what it takes instead."""
-    with pool.spawn_ranks(alone, world=1, settings=None) as ranks:
-        ranks[0].result()
-        assert ranks[0].exit_code() == 0
+    ended(pool, alone, world=1, settings=None)
 
 
-def fails_to_serve() -> None:
+@run_on_ranks(settings=None)
+def test_rank_0_without_a_store_says_so_on_all():
     syncengine.init()
-    if syncengine.rank() == 0:
-        torch_group.launch_store = lambda *_: exec("raise OSError('no more ports')")
-    syncengine.init(torch_group=True)
+    refused = mock.patch.object(torch_group, "launch_store", side_effect=OSError("no more ports"))
+    with refused, pytest.raises(InvalidUsage, match="rank 0 has no store for the ranks of the group: no more ports"):
+        syncengine.init(torch_group=True)
 
 
-def test_rank_0_without_a_store_says_so_on_all(pool: RankPool):
-    with pytest.raises(RankFailure) as failure:
-        pool.run(fails_to_serve, settings=None)
-    assert len(failure.value.texts) == 2
-    for text in failure.value.texts.values():
-        assert "rank 0 has no store for the ranks of the group: no more ports" in text
-
-
-def test_the_address_of_the_store():
-    same, two = [0, 0], [0, 1]
-    assert torch_group.store_address(same, {}) == "127.0.0.1"
-    assert torch_group.store_address(two, {"MASTER_ADDR": "10.1.2.3"}) == "10.1.2.3"
-
-
-def test_a_host_that_knows_no_address_of_its_own(monkeypatch: pytest.MonkeyPatch):
+def test_the_address_of_the_store(monkeypatch: pytest.MonkeyPatch):
+    assert torch_group.store_address([0, 0], {}) == "127.0.0.1"
+    assert torch_group.store_address([0, 1], {"MASTER_ADDR": "10.1.2.3"}) == "10.1.2.3"
     monkeypatch.setattr("socket.gethostname", lambda: "localhost")
     with pytest.raises(InvalidUsage, match="set MASTER_ADDR to an address"):
         torch_group.store_address([0, 1], {})
 
 
-def train(end: str) -> list[str]:
+def train(end: str) -> None:
     syncengine.init(torch_group=True, timeout=30)
     if syncengine.rank() == 1:
         if end == "dies":
             os._exit(3)
-        return []
-    try:
+        return
+    with pytest.raises(PeerLost):
         while True:
             summed(1)
-    except syncengine.errors.SyncError as error:
-        return [type(error).__name__]
 
 
 @pytest.mark.parametrize("end", ["dies", "leaves"])
 def test_a_rank_that_ends_is_named_and_the_others_end_in_order(pool: RankPool, end: str):
     with pool.spawn_ranks(train, end, settings=None) as ranks:
-        assert ranks[0].result() == ["PeerLost"]
+        ranks[0].result()
         assert ranks[0].exit_code() == 0
         assert ranks[1].exit_code() == (3 if end == "dies" else 0)

@@ -3,7 +3,7 @@
 import re
 from collections import defaultdict
 
-from repository import ROOT
+from repository import ROOT, cpp_sources
 
 MOST = 8
 # A definition, at any depth: no declaration, no enumeration, no specialization. `class A::B {` defines B.
@@ -22,11 +22,7 @@ def with_two_homes(texts: dict[str, str]) -> dict[str, set[str]]:
 
 
 def test_the_glossary_has_each_name_with_two_homes():
-    texts = {
-        str(path.relative_to(ROOT)): path.read_text()
-        for path in (ROOT / "csrc").rglob("*")
-        if path.suffix in (".h", ".cpp", ".cu")
-    }
+    texts = {str(path.relative_to(ROOT)): path.read_text() for path in cpp_sources("csrc")}
     table = (ROOT / "docs" / "glossary.md").read_text().partition("## Class names with several homes")[2]
     justified = {name for row in re.findall(r"^\| (`.*?) \|", table, re.M) for name in re.findall(r"`(\w+)`", row)}
     found = with_two_homes(texts)

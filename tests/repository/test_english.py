@@ -11,8 +11,6 @@ Comments behind code may be phrases, and are not checked. `python tests/reposito
 what the rules find there.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import io

@@ -10,6 +10,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -29,24 +31,6 @@ from examples.gpt.engine import ENGINES, adamw
 from examples.gpt.train import load
 
 TINY = ["--steps=24", "--layers=1", "--width=32", "--batch=2"]
-
-
-def run(*command: object, timeout: float = 120) -> None:
-    """A command that must succeed."""
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    }
-    finished = subprocess.run(
-        [str(part) for part in command],
-        cwd=ROOT,
-        env=environment,
-        timeout=timeout,
-        capture_output=True,
-        text=True,
-    )
-    assert finished.returncode == 0, f"{finished.stdout}\n{finished.stderr}"
 
 
 def said_by(*arguments: object) -> str:
@@ -71,12 +55,6 @@ def call_main_alone(module: str, arguments: list[str]) -> None:
     call_main(module, arguments)
 
 
-def mpi_command(launcher: str) -> list[str]:
-    if not (ROOT / f".venv-{launcher}" / "bin" / "mpirun").exists():
-        pytest.skip(f"no .venv-{launcher}: `make test` installs it")
-    return ranks.launch_command(launcher, 2)
-
-
 def same_bits(checkpoint: Path, other: Path) -> bool:
     return difference(load(checkpoint), load(other)) == (0, 0.0)
 
@@ -96,12 +74,10 @@ def compared(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[
             environ = {"MASTER_PORT": str(unused_ports()[0])}
             pool.run(call_main, "examples.train_gpt", train, world=count, settings=None, environ=environ)
 
-    by_torchrun, compare.launch = compare.launch, launch
+    by_torchrun = compare.launch
     out = tmp_path_factory.mktemp("compare")
-    try:
+    with mock.patch.object(compare, "launch", launch):
         return out, said_by("compare", "--out", out, *TINY)
-    finally:
-        compare.launch = by_torchrun
 
 
 @pytest.mark.thorough
@@ -247,8 +223,8 @@ def on_the_pool(pool: RankPool, monkeypatch: pytest.MonkeyPatch, unused_port: in
 @pytest.mark.nightly
 @pytest.mark.parametrize("launcher", ["torchrun", "openmpi", "mpich"])
 def test_all_reduce_benchmark(tmp_path, launcher):
-    if launcher != "torchrun":
-        mpi_command(launcher)
+    if launcher != "torchrun" and not (ROOT / f".venv-{launcher}" / "bin" / "mpirun").exists():
+        pytest.skip(f"no .venv-{launcher}: `make test` installs it")
     options = ["--launcher", launcher, "--sizes", "8", "4Ki", "1Mi", "--rounds", 3, 5, "--seconds", 0.1]
     document = benchmark("all_reduce", tmp_path / "result.json", *options)
     peers = {"floor", "empty", "tensor", "gloo"} | ({"mpi"} if launcher != "torchrun" else set())
@@ -305,11 +281,6 @@ def test_memory_benchmark(tmp_path):
     assert all(len(found) == 1 and found[0] > 2 * result["gradient_bytes"] for found in growth.values())
 
 
-class NoStartLine:
-    def wait(self) -> None:
-        pass
-
-
 def test_all_reduce_benchmark_notices_a_wrong_sum():
     mine, theirs = all_reduce.pattern(1000, 0), all_reduce.pattern(1000, 1)
     tensor = torch.empty(1000)
@@ -321,13 +292,12 @@ def test_all_reduce_benchmark_notices_a_wrong_sum():
         right()
         tensor.copy_(torch.cat([tensor[512:], tensor[:512]]))
 
+    start_line = SimpleNamespace(wait=lambda: None)
+    error = "peer: wrong sum of 4000 bytes in round 1"
     for call in (right, lambda: None, swapped):
         peer = all_reduce.Peer("peer", tensor, call, mine + theirs)
-        if call is right:
-            all_reduce.one_round(1, [peer], mine, NoStartLine())
-            continue
-        with pytest.raises(AssertionError, match="peer: wrong sum of 4000 bytes in round 1"):
-            all_reduce.one_round(1, [peer], mine, NoStartLine())
+        with contextlib.nullcontext() if call is right else pytest.raises(AssertionError, match=error):
+            all_reduce.one_round(1, [peer], mine, start_line)
 
 
 def test_train_step_benchmark_notices_different_models(monkeypatch):
@@ -386,4 +356,5 @@ def test_overlap_of_the_engines_kernels(others: list[tuple[float, float]], hidde
 
 @pytest.mark.nightly
 def test_the_elastic_example_gives_the_same_weights():
-    run(sys.executable, "-m", "examples.elastic", timeout=300)
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-m", "examples.elastic"], cwd=ROOT, env=environ, timeout=300, check=True)

@@ -1,18 +1,11 @@
 """Comments in csrc/ and the pages of docs/ name only C++ files that exist."""
 
-from __future__ import annotations
-
 import re
 
-from repository import ROOT
+from repository import ROOT, cpp_sources
 
-FILES = [
-    path.relative_to(ROOT).as_posix()
-    for folder in ("csrc", "tests")
-    for kind in ("*.h", "*.cpp", "*.cu")
-    for path in (ROOT / folder).rglob(kind)
-]
-TEXTS = [*(ROOT / "docs").glob("*.md"), *(ROOT / path for path in FILES if path.startswith("csrc/"))]
+FILES = [path.relative_to(ROOT).as_posix() for path in cpp_sources("csrc", "tests")]
+TEXTS = [*(ROOT / "docs").glob("*.md"), *cpp_sources("csrc")]
 NAME = re.compile(r"(?<![\w/.<*])((?:[a-z0-9_]+/)*[a-z0-9][a-z0-9_]*\.(?:h|cpp|cu))\b")
 
 
@@ -29,7 +22,5 @@ def test_files_that_comments_and_pages_name_exist():
 
 def test_names_of_no_file_are_found():
     assert unknown_names("as in kernels/half.h\n", comments_only=False) == []
-    assert unknown_names('#include "gone.h"  // see gone/half.h and half.cu', comments_only=True) == [
-        "gone/half.h",
-        "half.cu",
-    ]
+    names = unknown_names('#include "gone.h"  // see gone/half.h and half.cu', comments_only=True)
+    assert names == ["gone/half.h", "half.cu"]

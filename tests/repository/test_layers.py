@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from repository import ROOT
+from repository import ROOT, cpp_sources
 
 # Bottom first. A file may include its own layer and those before it.
 LAYERS = (
@@ -69,7 +69,7 @@ MODULES = {
     ),
 }
 
-SOURCES = sorted(path for kind in ("*.h", "*.cpp", "*.cu") for path in (ROOT / "csrc").rglob(kind))
+SOURCES = cpp_sources("csrc")
 
 
 def height(path: str) -> tuple[int, int]:

@@ -1,7 +1,5 @@
 """CONTRIBUTING.md has the parts of `make nightly`, and their minutes; and what of the tests runs at night alone."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import re
@@ -53,16 +51,6 @@ AT_NIGHT = {
         "faults/test_elastic_joining.py::test_several_join"
     ),
     "faults/test_ends.py::test_launchers_show_the_rank_that_failed": "alone: torchrun, Open MPI, MPICH and Slurm",
-    "faults/test_ends.py::test_run_returns_the_code_each_time": (
-        "faults/test_ends.py::test_run_returns_the_code_of_the_cause"
-    ),
-    "faults/test_ends.py::test_spawn_shows_the_rank_that_raised_each_time": (
-        "faults/test_ends.py::test_spawn_shows_the_rank_that_raised"
-    ),
-    "faults/test_meetings.py::test_a_death_behind_the_sign_in": (
-        "faults/test_meetings.py::test_a_rank_that_has_ended_is_told"
-    ),
-    "faults/test_meetings.py::test_in_every_meeting": "faults/test_meetings.py::test_a_rank_that_has_ended_is_told",
     "horovod/test_horovod_elastic.py::test_ranks_are_killed_and_come_back": (
         "alone: deaths and restarts under Horovod's run"
     ),
@@ -125,9 +113,6 @@ AT_NIGHT = {
     ),
     "sharded/test_sharded_kills.py::test_killed_at_random_instants": (
         "sharded/test_sharded_kills.py::test_killed_at_each_state"
-    ),
-    "torch_backend/test_torch_backend_futures.py::test_a_callback_may_wait_for_another_future": (
-        "torch_backend/test_torch_backend_futures.py::test_eight_callbacks_wait_within_each_other"
     ),
     "torch_backend/test_torch_backend_futures.py::test_a_chain_of_callbacks_that_each_wait": (
         "torch_backend/test_torch_backend_futures.py::test_a_callback_may_wait_for_what_began_before_it"

@@ -3,17 +3,11 @@
 So it does with plain words, to which kernels, streams and other processes store.
 """
 
-from __future__ import annotations
-
 import re
 
-from repository import ROOT
+from repository import ROOT, cpp_sources
 
-SOURCES = {
-    path: re.sub(r"//.*", "", path.read_text())
-    for kind in ("*.h", "*.cpp", "*.cu")
-    for path in sorted((ROOT / "csrc").rglob(kind))
-}
+SOURCES = {path: re.sub(r"//.*", "", path.read_text()) for path in cpp_sources("csrc")}
 DECLARED = re.compile(r"std::atomic<[^;(){}]*>+\s+(\w[^;()]*);")
 NAMES = re.compile(r"(\w+)\s*(?:\[[^\]]*\]\s*)*(?:=[^,]*|\{[^}]*\})?(?:,|$)")
 SCOPE = re.compile(r"(?:class|struct)\s+(?:alignas\(\w+\)\s+)?(\w+)(?:\s+final)?(?:\s*:[^;{}()]*)?\s*$")

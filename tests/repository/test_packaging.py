@@ -1,7 +1,5 @@
 """What an installation needs, and what a wheel holds."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess
@@ -59,10 +57,7 @@ def compiled_for(devices: str, cuda: int = 13000) -> list[str]:
 def test_devices_that_the_cuda_side_is_compiled_for(tmp_path: Path):
     for unset in ("", " ", ";"):
         assert compiled_for(unset, 12060) == ["sm_80", "sm_90", "compute_90"]
-        assert compiled_for(unset, 12080) == [
-            *("sm_80", "sm_90", "compute_90"),
-            *("sm_100", "sm_120", "compute_120"),
-        ]
+        assert compiled_for(unset, 12080) == [*("sm_80", "sm_90", "compute_90"), *("sm_100", "sm_120", "compute_120")]
     assert compiled_for("5.2 6.1+PTX 7.0;8.6; 9.0a+PTX") == ["sm_70", "sm_86", "sm_90a", "compute_90a"]
     assert _build.architecture_flags("8.0", 12050) == ["-gencode=arch=compute_80,code=sm_80"]
     for name in ("Hopper", "native", "8", "9.0+ptx"):

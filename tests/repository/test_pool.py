@@ -38,10 +38,6 @@ def kill_on(rank):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def process_id():
-    return os.getpid()
-
-
 def set_variable():
     os.environ["LEFT_BY_THE_FUNCTION"] = "1"
     return os.environ["LEFT_BY_THE_TEST"]
@@ -49,10 +45,6 @@ def set_variable():
 
 def variables_left():
     return [name for name in os.environ if name.startswith("LEFT_")]
-
-
-def is_initialized():
-    return syncengine.is_initialized()
 
 
 def say_and_raise():
@@ -66,9 +58,9 @@ def test_each_rank_is_a_rank(pool, world):
 
 
 def test_processes_are_kept(pool):
-    first = pool.run(process_id, world=3)
+    first = pool.run(os.getpid, world=3)
     assert len(set(first)) == 3
-    assert pool.run(process_id, world=3) == first
+    assert pool.run(os.getpid, world=3) == first
 
 
 def test_no_variable_stays_for_the_next_test(pool):
@@ -77,7 +69,7 @@ def test_no_variable_stays_for_the_next_test(pool):
 
 
 def test_init_is_left_to_the_function_if_it_wants(pool):
-    assert pool.run(is_initialized, world=2, settings=None) == [False, False]
+    assert pool.run(syncengine.is_initialized, world=2, settings=None) == [False, False]
 
 
 def test_gloo_is_there_on_demand(pool):
@@ -109,7 +101,7 @@ def test_spawned_ranks_end_as_programs_do(pool):
 
 
 def test_leaving_the_block_ends_spawned_ranks(pool):
-    with pool.spawn_ranks(process_id, settings=None) as ranks:
+    with pool.spawn_ranks(os.getpid, settings=None) as ranks:
         assert ranks[1].result() == ranks[1].pid
         assert ranks[1].exit_code() == 0
     with pool.spawn_ranks(time.sleep, 60, settings=None) as ranks:

@@ -1,7 +1,5 @@
 """A private function of the package has a caller, or overrides a function of torch or of a framework."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import Counter

@@ -46,8 +46,7 @@ def test_there_are_tables_with_commits():
 
 
 @pytest.mark.parametrize(
-    ("commit", "why"),
-    [("6c8f53c3e804-dirty", "not committed"), ("cde4d2c6dca9", "none of main"), ("", "no commit")],
+    ("commit", "why"), [("6c8f53c3e804-dirty", "not committed"), ("cde4d2c6dca9", "none of main"), ("", "no commit")]
 )
 def test_a_result_of_no_commit_of_main_is_refused(commit, why, tmp_path, monkeypatch):
     if not (readme.knows_history() or commit.endswith("-dirty")):

@@ -8,6 +8,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from pool import RankPool
@@ -30,9 +31,9 @@ def said(launcher: list[str], script: str, *arguments: str, **variables: object)
 
 
 def said_on_this_rank(script: str, *arguments: str) -> str:
-    sys.argv[1:] = arguments
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        runpy.run_path(str(ROOT / "examples" / "tutorial" / f"{script}.py"), run_name="__main__")
+    path = str(ROOT / "examples" / "tutorial" / f"{script}.py")
+    with mock.patch.object(sys, "argv", [path, *arguments]), contextlib.redirect_stdout(io.StringIO()) as out:
+        runpy.run_path(path, run_name="__main__")
     return out.getvalue()
 
 

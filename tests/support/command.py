@@ -1,7 +1,5 @@
 """Runs the command `syncengine` as users do, and in processes that have torch imported (programs.py)."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

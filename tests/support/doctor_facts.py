@@ -1,7 +1,5 @@
 """What ranks on machines where all is well, or nearly, would say of themselves to `syncengine doctor`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from syncengine.doctor.checks import Finding
@@ -27,13 +25,7 @@ def facts(rank: int, **changes: Any) -> dict[str, Any]:
         "cpus": {"affinity": [0, 1, 2, 3], "of_machine": 4, "threads": 1, "available": 4},
         "memory": {"available": 8192 * MIB, "total": 16384 * MIB},
         "descriptors": {"limit": 1024, "open": 10},
-        "settings": {
-            "numerics": "rank_order",
-            "interhost": "tcp",
-            "sockets": 4,
-            "checksum": False,
-            "has_secret": True,
-        },
+        "settings": {"numerics": "rank_order", "interhost": "tcp", "sockets": 4, "checksum": False, "has_secret": True},
         "cuda": {"version": None, "devices": []},
         "entry_point": {"installed": True, "switched_off": False},
         "variables": {},

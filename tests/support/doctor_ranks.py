@@ -1,7 +1,5 @@
 """`syncengine doctor` on ranks of the pool, which have torch imported: each is broken or slowed as a test wants."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

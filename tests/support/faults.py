@@ -1,7 +1,5 @@
 """What the tests of faults share: how a rank suffers one and tells of it, and what must not be left afterwards."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os
@@ -63,7 +61,7 @@ class Resources:
     threads: set[str]
 
     @classmethod
-    def now(cls) -> Resources:
+    def now(cls) -> "Resources":
         descriptors = set()
         for entry in Path("/proc/self/fd").iterdir():
             try:

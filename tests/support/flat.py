@@ -1,7 +1,5 @@
 """Flat buckets, as on a device, but in host memory: for a rank's body, or for a whole test."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any

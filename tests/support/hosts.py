@@ -4,8 +4,6 @@ Needs the right to make namespaces (root, or unprivileged user namespaces), `ip`
 processes that hold them, which end with the test run however that ends.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools
@@ -47,7 +45,7 @@ def _enter(namespaces: Sequence[int], rank: int) -> None:
 class _Namespace:
     """A network namespace, held by a process that ends when this one does."""
 
-    def __init__(self, within: _Namespace | None = None) -> None:
+    def __init__(self, within: "_Namespace | None" = None) -> None:
         make = ["unshare", "--net"]
         if within is None and os.geteuid() != 0:
             make = ["unshare", "--user", "--map-root-user", "--net"]
@@ -156,7 +154,7 @@ class Hosts:
             namespace.end()
         self._namespaces.clear()
 
-    def __enter__(self) -> Hosts:
+    def __enter__(self) -> "Hosts":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):

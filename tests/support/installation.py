@@ -1,7 +1,5 @@
 """Installations of their own: without an extension, or with one that is broken, or of another build."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

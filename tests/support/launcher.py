@@ -1,7 +1,5 @@
 """What `syncengine run --keep-going` is for its ranks, for ranks of a test that die and join."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import time

@@ -1,7 +1,5 @@
 """Traces that no run has made: what ranks would record whose phases take so long."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -69,15 +67,8 @@ def make(job: Job) -> Trace:
                 add(rank, Kind.REDUCED, begin, free, lane=1, place=i, epoch=step, detail=4 << 20)
         for rank in range(job.ranks):
             end = max(free, computed[rank])
-            add(
-                rank,
-                Kind.PHASE,
-                computed[rank],
-                end,
-                lane=Phase.WAIT,
-                place=step,
-                detail=round((end - computed[rank]) * MS),
-            )
+            waited = round((end - computed[rank]) * MS)
+            add(rank, Kind.PHASE, computed[rank], end, lane=Phase.WAIT, place=step, detail=waited)
             add(rank, Kind.STEP, begun[rank], end, place=step, detail=len(job.reductions) * 4 << 20, text=MODEL)
             for reason, size in job.copies.items():
                 add(rank, Kind.COPY, end, end, place=step, detail=size, text=reason)

@@ -6,8 +6,6 @@ It looks at what passes INTERFACE, a port of the switch BRIDGE, and sends a rese
 the other one, or to both. Attempts to connect pass. It prints a line when it has begun, and runs until it is killed.
 """
 
-from __future__ import annotations
-
 import socket
 import struct
 import sys
@@ -37,13 +35,11 @@ def read(frame: bytes) -> Segment | None:
     (kind,) = struct.unpack("!H", frame[12:14])
     packet = frame[14:]
     if kind == IPV4 and packet[9] == TCP:
-        begin, end, addresses = (
-            (packet[0] & 15) * 4,
-            struct.unpack("!H", packet[2:4])[0],
-            (packet[12:16], packet[16:20]),
-        )
+        begin, end = (packet[0] & 15) * 4, struct.unpack("!H", packet[2:4])[0]
+        addresses = (packet[12:16], packet[16:20])
     elif kind == IPV6 and packet[6] == TCP:
-        begin, end, addresses = 40, 40 + struct.unpack("!H", packet[4:6])[0], (packet[8:24], packet[24:40])
+        begin, end = 40, 40 + struct.unpack("!H", packet[4:6])[0]
+        addresses = (packet[8:24], packet[24:40])
     else:
         return None
     source, destination, seq, ack, offset, flags = struct.unpack("!HHIIBB", packet[begin : begin + 14])

@@ -1,7 +1,5 @@
 """Models and training loops that the tests of Parallel share. Every function here runs inside rank processes."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Functions that run on ranks are module-level functions of a test module; their arguments and results are pickled.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import itertools
@@ -126,7 +124,7 @@ class Rank:
 class Ranks(list[Rank]):
     """The ranks of one `spawn_ranks`; leaving the `with` block ends them all."""
 
-    def __enter__(self) -> Ranks:
+    def __enter__(self) -> "Ranks":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
@@ -144,7 +142,7 @@ class RankPool:
     serves this one, and imports syncengine, too.
     """
 
-    def __init__(self, base: RankPool | None = None) -> None:
+    def __init__(self, base: "RankPool | None" = None) -> None:
         adopt_orphans()
         self._folder = Path(tempfile.mkdtemp(prefix="syncengine-tests-"))
         self._numbers = itertools.count()  # of files: threads may share a pool

@@ -1,7 +1,5 @@
 """TCP ports for the stores of tests, which bind them some time after they were found to be free."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import socket

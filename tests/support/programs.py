@@ -1,7 +1,5 @@
 """Runs Python programs in processes that have imported torch, which takes seconds otherwise, but not syncengine."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import subprocess

@@ -1,7 +1,5 @@
 """What runs in the middle of a backward, and a model that raises where it is told to."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Layers, outputs and optimizers of random programs (tests/parallel/test_random_programs.py): what people train."""
 
-from __future__ import annotations
-
 import time
 import warnings
 from collections.abc import Callable

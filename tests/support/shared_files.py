@@ -1,7 +1,5 @@
 """Files in /dev/shm: those that tests leave there must not be taken for those of other programs, nor the other way."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Slurm of one node in a folder, without systemd, cgroups or a database, as root: for `srun` itself."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil
@@ -47,6 +45,7 @@ def slurm(folder: Path) -> Iterator[dict[str, str]]:
     }
     (folder / "slurm.conf").write_text("".join(f"{name}={value}\n" for name, value in lines.items()))
     environ = {"SLURM_CONF": f"{folder}/slurm.conf", "PATH": _PATH}
+    everything = {**os.environ, **environ}
     munge = {"socket": "munge.socket", "key-file": "key", "pid-file": "munged.pid", "log-file": "munged.log"}
     munge["seed-file"] = "seed"
     daemons = []
@@ -58,17 +57,11 @@ def slurm(folder: Path) -> Iterator[dict[str, str]]:
         ]
         for command in commands:
             with (folder / f"{command[0]}.out").open("w") as said:
-                daemons.append(
-                    subprocess.Popen(command, env={**os.environ, **environ}, stdout=said, stderr=subprocess.STDOUT)
-                )
+                daemons.append(subprocess.Popen(command, env=everything, stdout=said, stderr=subprocess.STDOUT))
             while command[0] == "munged" and not (folder / "munge.socket").exists():
                 time.sleep(0.05)
-        while (
-            "idle"
-            not in subprocess.run(
-                ["sinfo", "-h", "-o", "%T"], env={**os.environ, **environ}, capture_output=True, text=True, check=False
-            ).stdout
-        ):
+        states = ["sinfo", "-h", "-o", "%T"]
+        while b"idle" not in subprocess.run(states, env=everything, capture_output=True, check=False).stdout:
             assert all(daemon.poll() is None for daemon in daemons)
             time.sleep(0.2)
         yield environ

@@ -5,8 +5,6 @@ it. That comes before torch, which looks for CUDA once: ``pytest -p software_tor
 processes, if SYNCENGINE_TEST_CUDA is "software".
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib.machinery
 import importlib.util

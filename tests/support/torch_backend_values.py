@@ -1,12 +1,12 @@
 """What tests of the torch.distributed backend share, inside rank processes: a group, and values with exact sums."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from models.workload import same_bits
 
+equal = same_bits  # for dtypes that torch.equal does not know, too
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 COMPLEX = (torch.complex64, torch.complex128)
@@ -32,17 +32,3 @@ def values(dtype: torch.dtype, *shape: int) -> list[torch.Tensor]:
 
 def mine(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return value(dtype, dist.get_rank(), *shape)
-
-
-def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Also for dtypes that torch.equal does not know."""
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    if a.numel() == 0:
-        return True
-    if a.is_complex():
-        a, b = torch.view_as_real(a), torch.view_as_real(b)
-    if not a.dim():
-        return bool(a == b)
-    ours, theirs = (t.clone(memory_format=torch.contiguous_format).view(torch.uint8) for t in (a, b))
-    return torch.equal(ours, theirs)

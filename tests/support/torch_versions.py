@@ -1,7 +1,5 @@
 """For tests that compare with what older releases of torch lack: with those, the rest of the suite passes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.torch_version import TorchVersion

@@ -1,7 +1,5 @@
 """A model for each of two process groups, wrapped and trained in a thread each, in another order on each rank."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

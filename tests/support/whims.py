@@ -1,7 +1,5 @@
 """Disturbances of a training in which nobody dies: Python's collector at any place, and errors that somebody keeps."""
 
-from __future__ import annotations
-
 import gc
 import random
 from typing import Any

@@ -1,7 +1,5 @@
 """Small subclasses of tensors that stand for those of torchao, bitsandbytes and others."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -18,7 +16,7 @@ class Opaque(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, values: torch.Tensor, scale: torch.Tensor) -> Opaque:
+    def __new__(cls, values: torch.Tensor, scale: torch.Tensor) -> "Opaque":
         return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=torch.float32)
 
     def __init__(self, values: torch.Tensor, scale: torch.Tensor) -> None:
@@ -46,7 +44,7 @@ class Quantized(Opaque):
         return ["values", "scale"], {"bits": 8}
 
     @staticmethod
-    def __tensor_unflatten__(inner: Any, context: Any, size: Any, stride: Any) -> Quantized:
+    def __tensor_unflatten__(inner: Any, context: Any, size: Any, stride: Any) -> "Quantized":
         return Quantized(inner["values"], inner["scale"])
 
 
@@ -64,7 +62,7 @@ class Packed(nn.Parameter):
     """Bytes in memory of its own, and a state beside them, as bitsandbytes'."""
 
     @staticmethod
-    def __new__(cls, data: torch.Tensor, requires_grad: bool = False) -> Packed:
+    def __new__(cls, data: torch.Tensor, requires_grad: bool = False) -> "Packed":
         packed = torch.Tensor._make_subclass(cls, data, requires_grad)
         packed.quant_state = "absmax"
         return packed

@@ -7,8 +7,6 @@ sys.excepthook and the end of the interpreter; torch's libraries alone are left 
 name of a package: a new process imports it, and is a zygote, too, with the descriptor as its control socket.
 """
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import faulthandler

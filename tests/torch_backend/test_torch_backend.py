@@ -1,7 +1,5 @@
 """The torch.distributed backend "syncengine": integers at the limits of their dtypes."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The torch.distributed backend "syncengine": calls that one thread coalesces, beside others' calls."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The torch.distributed backend "syncengine": results that go through copies, and who puts them into their tensors."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import time

@@ -1,7 +1,5 @@
 """The torch.distributed backend "syncengine": groups of some ranks, parts of groups, and the default group."""
 
-from __future__ import annotations
-
 import os
 import time
 from datetime import timedelta
@@ -110,12 +108,6 @@ def test_a_rank_that_the_group_does_not_have_is_refused() -> None:
     assert not dist.is_initialized()
 
 
-def test_backend_is_registered():
-    assert "syncengine" in dist.Backend.backend_list
-    assert dist.Backend.backend_capability["syncengine"] == (["cpu", "cuda"] if _C.has_cuda else ["cpu"])
-    assert issubclass(_C.Backend, torch._C._distributed_c10d.Backend)
-
-
 @run_on_ranks(gloo=True, settings=None)
 def test_messages_to_oneself_are_refused() -> None:
     """As by Gloo, and by torch's own send and recv."""
@@ -124,10 +116,9 @@ def test_messages_to_oneself_are_refused() -> None:
     backend = alone._get_backend(torch.device("cpu"))
     assert backend.communicator.global_ranks == backend.communicator.split([0]).global_ranks == [rank]
     for group, who in ((alone, "no other rank is here"), (ours(), f"rank {rank} is not another one of 0..1")):
+        refused = rf"\(.* tag 2\): {who}; what a rank would send to itself, it can copy"
         for call in (dist.isend, dist.irecv):
-            with pytest.raises(
-                InvalidUsage, match=rf"\(.* tag 2\): {who}; what a rank would send to itself, it can copy"
-            ):
+            with pytest.raises(InvalidUsage, match=refused):
                 call(torch.ones(3), rank, group, tag=2)
         dist.all_to_all_single(same := torch.empty(4), torch.arange(4.0), group=group)
         assert (same.tolist() == [0, 1, 2, 3]) == (group is alone)

@@ -1,7 +1,5 @@
 """The torch.distributed backend "syncengine" over several hosts: one machine split by SYNCENGINE_HOST_ID."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

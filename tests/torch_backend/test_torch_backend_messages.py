@@ -1,7 +1,5 @@
 """The torch.distributed backend "syncengine": point-to-point calls, and the collectives that are made of messages."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -144,12 +142,14 @@ def test_wrong_calls_are_refused_on_the_rank_that_makes_them() -> None:
     dist.barrier(group)
 
 
-def exchange(group: dist.ProcessGroup, how: str, number: float, bad: bool = False) -> list[torch.Tensor]:
+def exchange(
+    group: dist.ProcessGroup, how: str, number: float, bad: bool = False, dtype: torch.dtype = torch.float32
+) -> list[torch.Tensor]:
     """The call of 2 ranks that `how` names, which this rank refuses if it is `bad`; what it got."""
     rank = dist.get_rank()
     size = 5000 if how.endswith("large") else 3
-    parts = [torch.full((size,), number), torch.full((size,), number)]
-    received = [torch.empty(size), torch.empty(size)]
+    parts = list(torch.full((2, size), number, dtype=dtype))
+    received = list(torch.empty(2, size, dtype=dtype))
     if how.startswith("scatter"):
         output = received[0].expand(2, size) if bad else received[0]
         dist.scatter(output, parts if rank == 1 else None, 1, group)
@@ -159,6 +159,9 @@ def exchange(group: dist.ProcessGroup, how: str, number: float, bad: bool = Fals
     if how.startswith("gather"):
         dist.gather(parts[0], received if rank == 0 else None, 0, group)
         return received if rank == 0 else []
+    if how == "all_to_all_single":
+        dist.all_to_all_single(whole := torch.cat(received), torch.cat(parts), group=group)
+        return list(whole.chunk(2))
     dist.all_to_all(received, parts, group)
     return received
 
@@ -166,18 +169,9 @@ def exchange(group: dist.ProcessGroup, how: str, number: float, bad: bool = Fals
 @pytest.mark.parametrize("how", ["gather", "scatter", "all_to_all", "all_to_all_single"])
 @run_on_ranks(gloo=True, settings=None)
 def test_parts_of_another_dtype_are_a_mismatch(how: str):
-    group, rank = ours(), dist.get_rank()
-    dtype = (torch.float32, torch.int32)[rank]  # of one size
-    parts, received = [torch.ones(3, dtype=dtype)] * 2, list(torch.empty(2, 3, dtype=dtype))
+    group = ours()
     with pytest.raises(Mismatch) as error:
-        if how == "gather":
-            dist.gather(parts[0], received if rank == 0 else None, 0, group)
-        elif how == "scatter":
-            dist.scatter(received[0], parts if rank == 0 else None, 0, group)
-        elif how == "all_to_all":
-            dist.all_to_all(received, parts, group)
-        else:
-            dist.all_to_all_single(torch.empty(6, dtype=dtype), torch.cat(parts), group=group)
+        exchange(group, how, 1, dtype=(torch.float32, torch.int32)[dist.get_rank()])  # of one size
         dist.barrier(group)
     text = str(error.value)
     assert f"called {how.removesuffix('_single')}(from rank" in text

@@ -1,7 +1,5 @@
 """The torch.distributed backend "syncengine": calls that differ between ranks, which Gloo and NCCL don't see."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from functools import partial
@@ -59,8 +57,9 @@ def reduce(root: int, op: ReduceOp.RedOpType = ReduceOp.SUM, dtype: torch.dtype 
     return lambda group: dist.reduce(torch.ones(4, dtype=dtype), root, op, group)
 
 
-def reduce_scatter(op: ReduceOp.RedOpType, dtype: torch.dtype) -> Call:
-    return lambda group: dist.reduce_scatter_tensor(torch.ones(2, dtype=dtype), torch.ones(4, dtype=dtype), op, group)
+def reduce_scatter_of_bits(group: dist.ProcessGroup) -> None:
+    ones = torch.ones(4, dtype=torch.int32)
+    dist.reduce_scatter_tensor(ones[:2].clone(), ones, ReduceOp.BOR, group)
 
 
 def by_root(call: Callable[..., object], root: int, size: int = 3) -> Call:
@@ -78,6 +77,7 @@ def all_to_all(group: dist.ProcessGroup) -> None:
     dist.all_to_all_single(torch.empty(4), torch.ones(4), group=group)
 
 
+OR = ReduceOp.BOR, torch.int32
 PREMUL_SUM = dist._make_nccl_premul_sum(2.0)
 # What rank 0 and what rank 1 calls, and what is said of it, whichever of them notices.
 DIFFERENT: dict[str, tuple[Call, Call, str]] = {
@@ -92,24 +92,12 @@ DIFFERENT: dict[str, tuple[Call, Call, str]] = {
     "reduce_scatter, coalesced": (scatter_of_parts(2, 4), coalesced(2, 4), "(2 tensors of 2, 4 elements)"),
     "roots of reduce": (reduce(0), reduce(1), "called reduce(sum, to rank 0 of the group, float32, 4 elements)"),
     "reduce, all_reduce": (reduce(0), all_reduce(), "called reduce(sum, to rank 0 of the group, float32, 4 elements)"),
-    "roots of reduce of bits": (
-        reduce(0, ReduceOp.BOR, torch.int32),
-        reduce(1, ReduceOp.BOR, torch.int32),
-        "called reduce(bitwise, to rank ",
-    ),
-    "reduce of bits, all_reduce": (
-        reduce(1, ReduceOp.BOR, torch.int32),
-        all_reduce(ReduceOp.BOR, torch.int32),
-        "to rank 1 of the group",
-    ),
-    "reduce_scatter of bits, all_reduce": (
-        reduce_scatter(ReduceOp.BOR, torch.int32),
-        all_reduce(ReduceOp.BOR, torch.int32),
-        "(bitwise) where rank ",
-    ),
+    "roots of reduce of bits": (reduce(0, *OR), reduce(1, *OR), "called reduce(bitwise, to rank "),
+    "reduce of bits, all_reduce": (reduce(1, *OR), all_reduce(*OR), "to rank 1 of the group"),
+    "reduce_scatter of bits, all_reduce": (reduce_scatter_of_bits, all_reduce(*OR), "(bitwise) where rank "),
     "factor, none": (all_reduce(PREMUL_SUM), all_reduce(), "all_reduce(sum, float32, 4 elements)"),
     "factor, none, in reduce": (reduce(0, PREMUL_SUM), reduce(0), "reduce(sum, to rank 0 of the group"),
-    "bits": (all_reduce(ReduceOp.BOR, torch.int32), all_reduce(ReduceOp.BAND, torch.int32), "all_reduce(bitwise"),
+    "bits": (all_reduce(*OR), all_reduce(ReduceOp.BAND, torch.int32), "all_reduce(bitwise"),
     "average of integers": (all_reduce(ReduceOp.AVG, torch.int64), all_reduce(dtype=torch.int64), "all_reduce(sum"),
     "extremum of bools": (all_reduce(dtype=torch.bool), all_reduce(ReduceOp.MAX, torch.bool), "all_reduce(max, bool"),
     "all are roots of gather": (gather(0), gather(1), "called gather(to rank 0 of the group)"),

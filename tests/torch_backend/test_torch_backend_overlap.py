@@ -1,9 +1,8 @@
 """The torch.distributed backend "syncengine": tensors of one call that share memory, beside the call on copies."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -42,10 +41,6 @@ def gathers_lists(cut: Cut, size: int, more: int = 0) -> Case:
         lambda group, targets, sources: dist.all_gather(targets, sources[0], group),
         lambda _, sources: [s[0] for s in sources],
     )
-
-
-def gathers_uneven_lists(cut: Cut, size: int) -> Case:
-    return gathers_lists(cut, size, more=1)
 
 
 def gathers_tensors(cut: Cut, size: int) -> Case:
@@ -114,7 +109,7 @@ def scatters_from_one(cut: Cut, size: int) -> Case:
     )
 
 
-CALLS = [reduces_lists, gathers_lists, gathers_uneven_lists, gathers_tensors, scatters_sums_of_lists]
+CALLS = [reduces_lists, gathers_lists, partial(gathers_lists, more=1), gathers_tensors, scatters_sums_of_lists]
 CALLS += [scatters_sums_of_tensors, exchanges_lists, exchanges_tensors, gathers_at_one, scatters_from_one]
 
 

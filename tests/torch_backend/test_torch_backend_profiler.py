@@ -1,7 +1,5 @@
 """Rows of the backend "syncengine" in torch's profiler: one a call, as c10d gives Gloo's."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -5,8 +5,6 @@ any way, on each rank in another. Several are in flight at a time. Each program 
 names.
 """
 
-from __future__ import annotations
-
 import itertools
 import operator
 import os
@@ -84,9 +82,8 @@ class Program:
         self.drawn: set[str] = set()
 
     def shape(self) -> tuple[int, int]:
-        return self.dice.choice([0, 1, 5, 40, 200, 1000, *[150_000] * (self.dice.random() < 0.1)]), self.dice.choice(
-            [1, 5]
-        )
+        rows = self.dice.choice([0, 1, 5, 40, 200, 1000, *[150_000] * (self.dice.random() < 0.1)])
+        return rows, self.dice.choice([1, 5])
 
     def dtype(self) -> torch.dtype:
         return self.dice.choice(DTYPES)

@@ -1,7 +1,5 @@
 """torch.distributed.shrink_group: of the default group and of others, with ranks that live, leave, hang or die."""
 
-from __future__ import annotations
-
 import os
 import signal
 from datetime import timedelta
@@ -21,9 +19,8 @@ from syncengine.launch import store as launch_store
 def begin(timeout: float = 60.0) -> int:
     """Makes the default group; returns this process's rank."""
     store = dist.PrefixStore("test", launch_store.open_store())  # type: ignore[call-arg] # that of tests
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    options = {"store": store, "rank": rank, "world_size": world_size}
-    dist.init_process_group("syncengine", timeout=timedelta(seconds=timeout), **options)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("syncengine", timeout=timedelta(seconds=timeout), store=store, rank=rank, world_size=size)
     return rank
 
 

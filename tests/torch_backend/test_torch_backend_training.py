@@ -1,8 +1,7 @@
 """torch's own DDP, FSDP2, DTensor and distributed checkpoints over the backend "syncengine", beside Gloo."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from parallel_models import Mlp, different_bits
-from pool import RankPool, run_on_ranks
+from pool import run_on_ranks
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch_backend_values import ours
 
@@ -39,9 +40,9 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def over_both(wrap: Callable[[dist.ProcessGroup], Callable[[nn.Module], nn.Module]]) -> None:
+def over_both(wrap: Callable[[dist.ProcessGroup, nn.Module], nn.Module]) -> None:
     """At 2 ranks there is one order of summation, so the bits are the same."""
-    results = [train(wrap(group))[1] for group in (dist.group.WORLD, ours())]
+    results = [train(partial(wrap, group))[1] for group in (dist.group.WORLD, ours())]
     assert not different_bits(*results)
 
 
@@ -49,20 +50,15 @@ def over_both(wrap: Callable[[dist.ProcessGroup], Callable[[nn.Module], nn.Modul
 @run_on_ranks(gloo=True, settings=None)
 def test_ddp_trains_to_the_bits_of_gloo() -> None:
     for options in ({}, {"bucket_cap_mb": 0.001}, {"gradient_as_bucket_view": True}, {"static_graph": True}):
-        over_both(lambda group, options=options: lambda m: DistributedDataParallel(m, process_group=group, **options))
+        over_both(lambda group, m, options=options: DistributedDataParallel(m, process_group=group, **options))
 
 
 @run_on_ranks(gloo=True, settings=None)
 def test_ddp_with_a_communication_hook() -> None:
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-
-    def wrap(group: dist.ProcessGroup) -> Callable[[nn.Module], nn.Module]:
-        def build(module: nn.Module) -> nn.Module:
-            model = DistributedDataParallel(module, process_group=group)
-            model.register_comm_hook(group, fp16_compress_hook)
-            return model
-
-        return build
+    def wrap(group: dist.ProcessGroup, module: nn.Module) -> nn.Module:
+        model = DistributedDataParallel(module, process_group=group)
+        model.register_comm_hook(group, fp16_compress_hook)
+        return model
 
     over_both(wrap)
 
@@ -70,13 +66,7 @@ def test_ddp_with_a_communication_hook() -> None:
 @pytest.mark.thorough
 @run_on_ranks(gloo=True, settings=None)
 def test_fsdp2_trains_to_the_bits_of_gloo() -> None:
-    from torch.distributed.fsdp import fully_shard
-
-    def wrap(group: dist.ProcessGroup) -> Callable[[nn.Module], nn.Module]:
-        mesh = DeviceMesh.from_group(group, "cpu")
-        return lambda module: fully_shard(module, mesh=mesh)
-
-    over_both(wrap)
+    over_both(lambda group, module: fully_shard(module, mesh=DeviceMesh.from_group(group, "cpu")))
 
 
 @run_on_ranks(gloo=True, settings=None)
@@ -95,40 +85,31 @@ def test_dtensor_redistributes_as_over_gloo() -> None:
     assert torch.equal(results[1][2], a)
 
 
-def checkpoint(folder: str) -> None:
+@run_on_ranks(gloo=True, settings=None)
+def test_a_sharded_model_is_saved_and_loaded(tmp_path: Path):
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.fsdp import fully_shard
 
     group = ours()
     mesh = DeviceMesh.from_group(group, "cpu")
     model, saved = train(lambda module: fully_shard(module, mesh=mesh))
-    dcp.save({"model": model.state_dict()}, checkpoint_id=folder, process_group=group)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path, process_group=group)
     torch.manual_seed(7)
     other = fully_shard(Mlp(), mesh=mesh)
     state: dict[str, Any] = {"model": other.state_dict()}
-    dcp.load(state, checkpoint_id=folder, process_group=group)
+    dcp.load(state, checkpoint_id=tmp_path, process_group=group)
     other.load_state_dict(state["model"])
     assert not different_bits([full(p).detach() for p in other.parameters()], saved)
 
 
-def test_a_sharded_model_is_saved_and_loaded(pool: RankPool, tmp_path: Path):
-    pool.run(checkpoint, str(tmp_path), gloo=True, settings=None)
-
-
-def ddp_loses_a_rank() -> str | None:
+@run_on_ranks(gloo=True, settings=None, spawned=True)
+def test_ddp_ends_with_a_named_error() -> None:
     group, rank = ours(), dist.get_rank()
     model = DistributedDataParallel(Mlp(), process_group=group)
     model(data(0)).sum().backward()
     dist.barrier()
     if rank == 1:
         dist.destroy_process_group(group)
-        return None
-    with pytest.raises(RuntimeError) as error:
+        return
+    with pytest.raises(RuntimeError, match="rank 1 has left"):
         for step in range(2):
             model(data(step)).sum().backward()
-    return str(error.value)
-
-
-def test_ddp_ends_with_a_named_error(pool: RankPool):
-    with pool.spawn_ranks(ddp_loses_a_rank, gloo=True, settings=None) as ranks:
-        assert "rank 1 has left" in ranks[0].result()

@@ -1,7 +1,5 @@
 """The torch.distributed backend "syncengine": works, futures, and what becomes of errors."""
 
-from __future__ import annotations
-
 import os
 from datetime import timedelta
 from unittest import mock

@@ -1,8 +1,6 @@
 """torch's own tests of DistributedDataParallel and of collectives, which its package has, over our backend: as they
 are, and with Parallel in DDP's place."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -4,8 +4,6 @@ What is here but not in parallel_models.py: real layers in real numbers, and wha
 data-parallel wrapper.
 """
 
-from __future__ import annotations
-
 from models.workload import Workload
 
 

@@ -1,7 +1,5 @@
 """A mixture of experts with hard routing: in each step a rank uses some parts of the model, and others not at all."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """The example's GPT: its embedding is its output layer too, so one gradient comes from both ends of backward."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

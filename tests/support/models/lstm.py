@@ -1,7 +1,5 @@
 """A bidirectional LSTM over sentences of several lengths: weights used once per time step, packed batches, dropout."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.nn import functional as F

@@ -1,7 +1,5 @@
 """A click predictor as in advertising: nearly all parameters are in tables of which a batch reads a few rows."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.nn import functional as F

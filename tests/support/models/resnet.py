@@ -1,7 +1,5 @@
 """ResNet-18: 11.7 million parameters in 62 tensors, BatchNorm's statistics in buffers."""
 
-from __future__ import annotations
-
 import itertools
 
 import torch

@@ -1,7 +1,5 @@
 """What a real model is trained on, and the training itself."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,7 +36,7 @@ class Trained:
     state: dict[str, torch.Tensor] = field(default_factory=dict)
     first_state: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    def difference(self, other: Trained) -> str:
+    def difference(self, other: "Trained") -> str:
         """Where the two differ first, in bits; "" if nowhere."""
         if list(self.state) != list(other.state):
             return f"state_dict keys: {set(self.state) ^ set(other.state)}"
@@ -62,7 +60,9 @@ def same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     if a.layout is torch.sparse_coo:
         a, b = a.coalesce(), b.coalesce()
         return torch.equal(a.indices(), b.indices()) and same_bits(a.values(), b.values())
-    return torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (a, b)))
+    # contiguous() keeps the gap behind a single element.
+    dense = (t.clone(memory_format=torch.contiguous_format) for t in (a, b))
+    return torch.equal(*(t.view(-1).view(torch.uint8) for t in dense))
 
 
 def train(wrap: Callable[..., nn.Module], workload: Workload) -> Trained:
