@@ -67,11 +67,9 @@ bool Reducer::begin_forward(bool synchronize) {
     }
     case Lifecycle::Begin::Unwatched: return false;
     case Lifecycle::Begin::Local: break;
-    case Lifecycle::Begin::Arm:
-      await_end(*model_, lock);
-      check_not_averaging();
-      break;
+    case Lifecycle::Begin::Arm: await_end(*model_, lock); break;
   }
+  if (synchronize) check_not_averaging();  // once more, since await_end() releases the lock
   if (life().hooks_removed()) {
     give_up_forward(removed_text(names()));
     throw Error(ErrorKind::InvalidUsage, removed_text(names()));
@@ -101,6 +99,7 @@ bool Reducer::follow_parameters() {
 std::vector<at::Tensor> Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs, const NodeNumber& began) {
   std::lock_guard lock(mutex_);
   if (recomputing()) return {};
+  check_not_averaging();
   Forward& forward = model_->coming_forward();
   std::vector<at::Tensor> other_leaves;
   // Replaced parameters would train without ever being synchronized, so replacements are looked for.
@@ -130,7 +129,6 @@ void Reducer::check_not_averaging() const {
 }
 
 void Reducer::expect_backward() {
-  check_not_averaging();
   Forward& forward = model_->coming_forward();
   const bool outputs_hooked = !forward.outputs.empty();
   forward.plan = model_->plan.shared();
@@ -195,8 +193,9 @@ void Reducer::shadow_backward() {
   }
   try {
     finalize();
-  } catch (const StepRefused&) {
-    // A refusal by another rank costs a rank without gradients nothing.
+  } catch (const Error& error) {
+    // A refusal by another rank, or its NaN, costs a rank without gradients nothing.
+    if (!dynamic_cast<const StepRefused*>(&error) && error.kind() != ErrorKind::NotFinite) throw;
   }
 }
 

@@ -41,7 +41,7 @@ class JoinContext:
             for watcher in forward_watchers:  # as the first forward does, to share weights: a rank may have none
                 watcher(self._joinable)
         self._joinable._join_config = self._config
-        self._steps.uneven.join_is_over = False
+        self._steps.uneven.begin_step(synchronizes=False)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -49,31 +49,31 @@ class JoinContext:
         self._joinable._join_config = _JoinConfig.construct_disabled_join_config()
         if not self._config.enable or not self._steps.reducer.reduces:
             return
-        try:
-            if kind is None:
+        if kind is None:
+            try:
                 self._follow()
-        except Exception as raised:
-            error = raised
-            raise
-        finally:
-            if isinstance(error, Exception) and not self._steps.uneven.join_is_over:
-                self._leave(error)
+            except Exception as own:
+                self._leave(own)
+                raise
+        elif isinstance(error, Exception):
+            self._leave(error)
 
     def _leave(self, error: Exception) -> None:
-        """Tells the others that ``error`` has ended this rank's part, so that they don't wait for it."""
+        """Tells the others that ``error`` has ended this rank's part, unless all have raised it."""
+        all_raise = self._steps.uneven.join_is_over
         communicator = self._steps.model.communicator
         text = f"{own_name(communicator)} raised in join() of {self._steps.model}: {error_text(error)}"
         with contextlib.suppress(SyncError):  # the communicator has failed already: they know
-            if self._steps.uneven.is_inside_step():  # they wait for gradients
+            if not all_raise and not self._steps.uneven.is_inside_step():
+                tell(communicator, Intent(trains=0.0, leaves=1.0), text)  # in their next all-gather
+            elif not all_raise or not isinstance(error, SyncError):  # they wait for gradients, or for this rank's part
                 communicator.abort(text)
-            else:  # they learn of it in their next all-gather
-                tell(communicator, Intent(trains=0.0, leaves=1.0), text)
 
     def _follow(self) -> None:
         """Takes part in the other ranks' steps until they have run out of batches, too."""
         communicator = self._steps.model.communicator
         is_last = True
-        self._steps.uneven.join_is_over = True  # what is raised here, all raise, but for errors of a backward
+        self._steps.uneven.join_is_over = True  # SyncErrors that are raised here, all raise
         while (current := tell(communicator, Intent(trains=0.0))).training:
             if self._config.throw_on_early_termination:
                 raise InvalidUsage(f"Rank {communicator.global_ranks[communicator.rank]} exhausted all inputs.")

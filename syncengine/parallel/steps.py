@@ -163,7 +163,7 @@ class Steps:
         self.switches.require_forward_param_sync = current.synchronizes
         if current.synchronizes:
             self.uneven.set_average(current)
-            self.uneven.join_is_over = False
+            self.uneven.begin_step(synchronizes=True)
             self.reducer.shadow_backward()
             self.uneven.join_is_over = True
 

@@ -76,9 +76,13 @@ class UnevenInputs:
             except InvalidUsage as error:  # ranks that have joined can't know the layers of a forward
                 communicator.abort(f"{own_name(communicator)}: {error}")
                 raise
-        self.join_is_over = False
-        self._backwards_before = self.reducer.statistics()["backwards"] if synchronize else None
+        self.begin_step(synchronize)
         return current
+
+    def begin_step(self, synchronizes: bool) -> None:
+        """Notes that the other ranks may wait for this rank's gradients, if the step ``synchronizes``."""
+        self.join_is_over = False
+        self._backwards_before = self.reducer.statistics()["backwards"] if synchronizes else None
 
     def is_inside_step(self) -> bool:
         """Whether the other ranks wait, or will wait, for this rank's gradients."""

@@ -331,6 +331,39 @@ def test_a_hook_may_not_run_a_forward_that_averages():
     assert_averaged(model.module, model.module(data(0)).square().sum())
 
 
+@run_on_ranks()
+def test_a_forward_may_not_end_while_a_backward_waits():
+    began, may_end, errors = threading.Event(), threading.Event(), []
+
+    class Slow(Mlp):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if threading.current_thread() is slow:
+                began.set()
+                may_end.wait()
+            return super().forward(x)
+
+    def forward() -> None:
+        with pytest.raises(InvalidUsage, match="still waits for averages") as caught:
+            model(data(1))
+        errors.append(caught)
+
+    def hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        may_end.set()
+        slow.join()
+        return average(state, bucket)
+
+    slow = threading.Thread(target=forward)
+    model = syncengine.Parallel(Slow(), static_graph=True)
+    model.register_comm_hook(None, hook)
+    loss = model(data(0)).square().sum()
+    slow.start()
+    began.wait()
+    loss.backward()
+    assert len(errors) == 1
+    model.zero_grad()
+    model(data(0)).square().sum().backward()
+
+
 @run_on_ranks(gloo=True)
 def test_a_second_hook_is_refused_as_in_ddp():
     for wrap in (syncengine.Parallel, DistributedDataParallel):
