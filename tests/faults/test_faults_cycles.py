@@ -57,13 +57,14 @@ def test_a_thread_that_has_made_no_call_yet_may_bring_what_is_missing():
         for _ in range(3):
             train()
 
+        begun = threading.Event()
+
         def late():
             begun.set()
             time.sleep(1.2)
             train() if my_rank() == 0 else syncengine.all_reduce(torch.ones(10))
 
         with ThreadPoolExecutor(1) as threads:
-            begun = threading.Event()
             other = threads.submit(late)
             begun.wait()
             syncengine.all_reduce(torch.ones(10)) if my_rank() == 0 else train()

@@ -76,7 +76,7 @@ ROWS: dict[str, tuple[Callable[[], None], str]] = {
     "seals": forbidden("fcntl", "can't seal shared memory", where=(1, "==", 1033)),  # F_ADD_SEALS
     "local bind": forbidden("bind", "can't listen on a local socket", "bind and listen", where=LOCAL_ADDRESS),
     "local listen": forbidden("listen", "can't listen on a local socket", "bind and listen"),
-    # The filter finds the calls that stat() makes.
+    # The filter is for the flags with which stat() makes the call.
     "the network namespace": forbidden("newfstatat", "namespace (/proc/self/ns/net)", where=(3, "==", 0)),
     "addresses": (lambda: addresses_left(16 << 20), "bytes of shared memory: Cannot allocate memory (ulimit -v is "),
     "threads": (

@@ -133,8 +133,8 @@ def test_plain_process(programs):
 
 def test_ranks_started_by_hand(programs, unused_port):
     """Without a launcher's agent rank 0 serves the store; the user's own env:// group shares its port."""
-    environs = ranks_by_hand([{"MASTER_ADDR": "localhost"}] * 2, unused_port)
-    assert started(programs, environs, "after") == answers(2, "after")
+    first, second = ranks_by_hand([{"MASTER_ADDR": "localhost"}] * 2, unused_port)
+    assert started(programs, [second, first], "after") == answers(2, "after")  # who serves the store comes last
 
 
 def test_slurm_variables(programs, unused_port):

@@ -49,6 +49,7 @@ def slurm(folder: Path) -> Iterator[dict[str, str]]:
     munge = {"socket": "munge.socket", "key-file": "key", "pid-file": "munged.pid", "log-file": "munged.log"}
     munge["seed-file"] = "seed"
     daemons = []
+    deadline = time.monotonic() + 120
     try:
         commands = [
             ["munged", "--force", "--foreground", *(f"--{name}={folder / file}" for name, file in munge.items())],
@@ -59,10 +60,12 @@ def slurm(folder: Path) -> Iterator[dict[str, str]]:
             with (folder / f"{command[0]}.out").open("w") as said:
                 daemons.append(subprocess.Popen(command, env=everything, stdout=said, stderr=subprocess.STDOUT))
             while command[0] == "munged" and not (folder / "munge.socket").exists():
+                assert time.monotonic() < deadline, "munged made no socket"
                 time.sleep(0.05)
         states = ["sinfo", "-h", "-o", "%T"]
         while b"idle" not in subprocess.run(states, env=everything, capture_output=True, check=False).stdout:
             assert all(daemon.poll() is None for daemon in daemons)
+            assert time.monotonic() < deadline, "no node became idle"
             time.sleep(0.2)
         yield environ
     finally:

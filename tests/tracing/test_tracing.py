@@ -314,9 +314,10 @@ def misuse(directory: str) -> None:
             pass
     with pytest.raises(InvalidUsage, match="give another directory"), syncengine.trace("/proc/nowhere"):
         pass
-    again = syncengine.trace(directory)
-    with syncengine.trace(directory), pytest.raises(InvalidUsage, match="traced already, into .*rank-0"):
-        again.__enter__()
+    with syncengine.trace(directory):
+        refused = pytest.raises(InvalidUsage, match="traced already, into .*rank-0")
+        with refused, syncengine.trace(directory):
+            pass
 
 
 def test_misuse(pool: RankPool, tmp_path: Path):

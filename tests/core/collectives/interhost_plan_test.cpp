@@ -64,7 +64,7 @@ struct HopsWalk {
   void run_without(int rank, size_t cell, size_t step) {
     for (bool moved = true; moved;) {
       moved = false;
-      for (int at = 0; at < static_cast<int>(cells.size()); ++at)
+      for (int at = 0; at < static_cast<int>(cells.size()); ++at) {
         for (size_t i = 0; i < cells[at].size(); ++i) {
           if (steps[at][i] == cells[at][i].steps.size()) continue;
           const InterhostStep& next = cells[at][i].steps[steps[at][i]];
@@ -77,6 +77,7 @@ struct HopsWalk {
           ++steps[at][i];
           moved = true;
         }
+      }
     }
   }
 };
@@ -85,7 +86,7 @@ struct HopsWalk {
 int check_answers(const std::vector<Placement>& placements, const InterhostChunk& chunk) {
   HopsWalk all(placements, chunk);
   int answers = 0;
-  for (int rank = 0; rank < static_cast<int>(placements.size()); ++rank)
+  for (int rank = 0; rank < static_cast<int>(placements.size()); ++rank) {
     for (size_t cell = 0; cell < all.cells[rank].size(); ++cell) {
       const auto& steps = all.cells[rank][cell].steps;
       for (size_t step = 0; step + 1 < steps.size(); ++step) {
@@ -97,6 +98,7 @@ int check_answers(const std::vector<Placement>& placements, const InterhostChunk
         }
       }
     }
+  }
   return answers;
 }
 
@@ -105,7 +107,7 @@ int check_answers(const std::vector<Placement>& placements, const InterhostChunk
 TEST(stripes_of_a_host_cover_everything_once) {
   for (const char* hosts : kPlacements) {
     auto placements = everybodys(hosts);
-    for (size_t length : {size_t{0}, size_t{1}, size_t{64}, size_t{1000}, size_t{131072}})
+    for (size_t length : {size_t{0}, size_t{1}, size_t{64}, size_t{1000}, size_t{131072}}) {
       for (const auto& ranks : placements[0].members) {
         size_t end = 0;
         for (int rank : ranks) {
@@ -115,6 +117,7 @@ TEST(stripes_of_a_host_cover_everything_once) {
         }
         CHECK_EQ(end, length);
       }
+    }
   }
 }
 

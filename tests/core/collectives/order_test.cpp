@@ -25,8 +25,8 @@ void check_with_every_algorithm(int world, const std::vector<Case>& cases) {
 }  // namespace
 
 TEST(ring_cut_and_order_are_gloos) {
-  for (int world = 1; world <= 9; ++world)
-    for (size_t element : {1, 2, 4, 8})
+  for (int world = 1; world <= 9; ++world) {
+    for (size_t element : {1, 2, 4, 8}) {
       for (size_t count : {1, 2, 3, 17, 18, 19, 100, 1000, 4097, 262143, 262144, 262145, 1310719, 1310721, 6553600}) {
         const size_t bytes = count * element;
         const RingCut cut = ring_cut(bytes, element, world);
@@ -38,6 +38,8 @@ TEST(ring_cut_and_order_are_gloos) {
           CHECK_EQ(cut.chunk_of(segment.end - element), cut.chunk_of(segment.begin));
         }
       }
+    }
+  }
 }
 
 TEST(a_cut_tree_adds_what_the_whole_one_does) {
@@ -48,7 +50,7 @@ TEST(a_cut_tree_adds_what_the_whole_one_does) {
   };
   std::vector<uint32_t> numbers{127, 128, 129, 255, 257, 1000, 1023, 4097};
   for (uint32_t leaves = 1; leaves <= 70; ++leaves) numbers.push_back(leaves);
-  for (uint32_t leaves : numbers)
+  for (uint32_t leaves : numbers) {
     for (int ranks = 1; ranks <= 64 && static_cast<uint32_t>(ranks) <= leaves; ++ranks) {
       const TreeCut cut = cut_tree(leaves, ranks);
       std::vector<std::string> stack;
@@ -65,6 +67,7 @@ TEST(a_cut_tree_adds_what_the_whole_one_does) {
       CHECK_EQ(stack.size(), size_t{1});
       CHECK(stack[0] == whole(whole, 0, leaves));
     }
+  }
   CHECK_THROWS(cut_tree(3, 4), ErrorKind::InvalidUsage);
 }
 
@@ -136,8 +139,8 @@ TEST(reduce_scatter_adds_in_the_same_order) {
     const Case whole{dtype, ReduceOp::Sum, kWorld * kCount};
     const size_t bytes = kCount * element_size(dtype);
     std::vector<Bytes> inputs = contributions(whole, kWorld);
-    for (Numerics numerics : kNumerics)
-      for (Algorithm algorithm : kAlgorithms)
+    for (Numerics numerics : kNumerics) {
+      for (Algorithm algorithm : kAlgorithms) {
         run_job(kWorld, {.numerics = numerics, .algorithm = algorithm}, [&](int rank, Communicator& communicator) {
           const bool ring = numerics == Numerics::Ring;
           std::vector<const void*> sources;
@@ -158,6 +161,8 @@ TEST(reduce_scatter_adds_in_the_same_order) {
             check_bits({dtype, ReduceOp::Sum, kCount}, output, wanted, "reduce_scatter");
           }
         });
+      }
+    }
   }
 }
 

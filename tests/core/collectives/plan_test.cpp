@@ -196,10 +196,10 @@ constexpr int kMaxWorld = 9;
 const std::vector<size_t> kBlocks = {0, 1, 63, 64, 65, 600, 640, 641, 1500};
 
 void walk_all(Collective collective, bool pull_results = false) {
-  for (int world = 1; world <= kMaxWorld; ++world)
+  for (int world = 1; world <= kMaxWorld; ++world) {
     for (Path path : {Path::OneShot, Path::Staged, Path::Direct}) {
       if (pull_results && path == Path::OneShot) continue;
-      for (size_t block : kBlocks)
+      for (size_t block : kBlocks) {
         for (bool stage_all : {false, true}) {
           if (stage_all && path == Path::Direct) continue;  // scaled contributions are never direct
           for (int root = 0; root < (collective == Collective::Broadcast ? world : 1); ++root)
@@ -212,7 +212,9 @@ void walk_all(Collective collective, bool pull_results = false) {
                   .pull_results = pull_results})
                 .run();
         }
+      }
     }
+  }
 }
 
 }  // namespace
@@ -235,7 +237,7 @@ TEST(plan_of_a_barrier_waits_and_moves_nothing) {
 // and neither do its waits, in each of which it reads one line of each peer.
 TEST(bytes_and_waits_of_an_all_reduce_by_ranks) {
   constexpr size_t kBlock = 32 << 20, kSlotBytes = 256 << 10;
-  for (const Path path : {Path::Staged, Path::Direct})
+  for (const Path path : {Path::Staged, Path::Direct}) {
     for (const size_t world : {2, 4, 8, 16}) {
       const size_t step = chunk_bytes(Collective::AllReduce, path, static_cast<int>(world), kSlotBytes, 1 << 20);
       size_t copied = 0, read = 0, written = 0, waits = 0;
@@ -261,10 +263,11 @@ TEST(bytes_and_waits_of_an_all_reduce_by_ranks) {
       CHECK_EQ(written, kBlock);
       CHECK_EQ(waits, 2 * (kBlock / (path == Path::Direct ? std::min(kBlock, world << 20) : kSlotBytes)));
     }
+  }
 }
 
 TEST(slices_partition_the_block_on_cache_lines) {
-  for (int world = 1; world <= 64; ++world)
+  for (int world = 1; world <= 64; ++world) {
     for (size_t length : {0, 1, 63, 64, 65, 4095, 4096, 262144, 262145}) {
       size_t end = 0;
       for (int rank = 0; rank < world; ++rank) {
@@ -275,6 +278,7 @@ TEST(slices_partition_the_block_on_cache_lines) {
       }
       CHECK_EQ(end, length);
     }
+  }
 }
 
 // A plan is refilled for each chunk: nothing of the chunk before may stay.

@@ -52,7 +52,7 @@ void compare(DType dtype, ReduceOp op, kernels::Rounding rounding, int sources, 
 }  // namespace
 
 TEST(cuda_bodies_have_the_bits_of_the_cpu_kernels) {
-  for (DType dtype : testing::kDTypes)
+  for (DType dtype : testing::kDTypes) {
     for (ReduceOp op : testing::kOps) {
       if (!is_supported(dtype, op)) continue;
       for (auto rounding : {kernels::Rounding::Once, kernels::Rounding::EveryHop})
@@ -60,13 +60,14 @@ TEST(cuda_bodies_have_the_bits_of_the_cpu_kernels) {
           for (size_t bytes : {0, 8, 16, 248, 4096})
             for (size_t skew : {0, 1}) compare(dtype, op, rounding, sources, bytes, skew);
     }
+  }
 }
 
 // As the engine does on the CPU, by other code.
 TEST(cuda_bodies_note_what_is_not_finite_as_the_engine_does) {
   std::mt19937_64 random(8);
-  for (DType dtype : testing::kFloatingDTypes)
-    for (int sources : {1, 2, 3, 8})
+  for (DType dtype : testing::kFloatingDTypes) {
+    for (int sources : {1, 2, 3, 8}) {
       for (size_t bytes : {16, 248, 4096}) {
         const size_t count = bytes / element_size(dtype);
         std::vector<std::vector<uint64_t>> inputs;  // random bits: every float16 in 32 is not finite
@@ -91,6 +92,8 @@ TEST(cuda_bodies_note_what_is_not_finite_as_the_engine_does) {
         CHECK(std::equal(noted.begin(), noted.end(), nonfinite.words.get()));
         CHECK(bytes < 4096 || element_size(dtype) > 2 || noted[sources - 1] != Nonfinite::kNothing);
       }
+    }
+  }
 }
 
 TEST(cuda_bodies_convert_every_half_as_the_cpu_does) {
@@ -114,7 +117,7 @@ TEST(cuda_bodies_convert_every_half_as_the_cpu_does) {
 TEST(cuda_copies_any_alignment) {
   std::vector<std::byte> source(5000), destination(5000);
   for (size_t i = 0; i < source.size(); ++i) source[i] = static_cast<std::byte>(i * 7);
-  for (size_t skew : {0, 1, 16})
+  for (size_t skew : {0, 1, 16}) {
     for (size_t bytes : {0, 1, 15, 16, 17, 4097}) {
       std::fill(destination.begin(), destination.end(), std::byte{0});
       for (int thread = 0; thread < 5; ++thread)
@@ -122,6 +125,7 @@ TEST(cuda_copies_any_alignment) {
       CHECK(std::memcmp(destination.data(), source.data() + skew, bytes) == 0);
       CHECK(destination[bytes] == std::byte{0});
     }
+  }
 }
 
 }  // namespace syncengine

@@ -2,6 +2,8 @@
 #include <cmath>
 #include <cstring>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "kernels/half.h"
 #include "kernels/reduce.h"
@@ -85,11 +87,35 @@ TEST(kernels_widen_every_half_exactly) {
   }
 }
 
+// In one call, whose elements differ: each comes out in its place, infinity too.
+TEST(halves_are_widened_exactly_and_narrowed_as_the_kernels_do) {
+  for (auto [dtype, format] : {std::pair{DType::Float16, kFloat16}, {DType::BFloat16, kBFloat16}}) {
+    std::vector<uint16_t> halves(65537), back(halves.size());
+    for (size_t i = 0; i < halves.size(); ++i) halves[i] = static_cast<uint16_t>(i);
+    std::vector<float> wide(halves.size());
+    kernels::widen(dtype, wide.data(), halves.data(), halves.size());
+    kernels::narrow(dtype, back.data(), wide.data(), wide.size());
+    for (size_t i = 0; i < halves.size(); ++i) {
+      const double value = decode(format, halves[i]);
+      if (value != value) {
+        CHECK(wide[i] != wide[i]);
+        continue;
+      }
+      CHECK_EQ(static_cast<double>(wide[i]), value);
+      CHECK_EQ(back[i], halves[i]);
+    }
+    for (size_t i = 0; i + 1 < wide.size(); ++i) wide[i] = wide[i] * 1.0003f + wide[i + 1] * 0.001f;  // to be rounded
+    kernels::narrow(dtype, back.data(), wide.data(), wide.size());
+    for (size_t i = 0; i < wide.size(); ++i)
+      if (wide[i] == wide[i]) CHECK_EQ(back[i], encode(format, static_cast<double>(wide[i])));
+  }
+}
+
 // Every half through each instruction set's own conversions, times factors that take subnormals to normal and back.
 TEST(kernels_scale_every_half) {
   Array all(2 * 65536), result(2 * 65536);
   for (uint32_t half = 0; half < 65536; ++half) reinterpret_cast<uint16_t*>(all.data())[half] = half;
-  for (DType dtype : {DType::Float16, DType::BFloat16})
+  for (DType dtype : {DType::Float16, DType::BFloat16}) {
     for (double scale : {1.0 / 3, 0.5, 1024.0, 1048576.0 / 3, std::ldexp(1.0, -14)}) {
       const auto wanted = expected({.dtype = dtype, .op = ReduceOp::Sum, .scale = scale}, {all.data()}, 65536);
       for (Isa isa : available_isas()) {
@@ -97,6 +123,7 @@ TEST(kernels_scale_every_half) {
         CHECK_EQ(first_difference(dtype, result.data(), wanted.data(), 65536), -1);
       }
     }
+  }
 }
 
 }  // namespace

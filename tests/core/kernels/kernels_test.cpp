@@ -98,8 +98,8 @@ TEST(kernels_add_as_a_tree) {
                                                 {0, 0, 1, 2, 0, 2},
                                                 {0, 1, 0, 2, 0, 1, 0, 3},
                                                 {0, 0, 0, 0, 0, 0, 0, 0, 8}};
-  for (DType dtype : kFloatingDTypes)
-    for (const auto& merges : trees)
+  for (DType dtype : kFloatingDTypes) {
+    for (const auto& merges : trees) {
       for (size_t count : {size_t{1}, size_t{33}, size_t{301}})
         check_everywhere({.dtype = dtype,
                           .op = ReduceOp::Avg,
@@ -107,6 +107,8 @@ TEST(kernels_add_as_a_tree) {
                           .scale = 1.0 / 3,
                           .merges = merges.data()},
                          static_cast<int>(merges.size()), count, random);
+    }
+  }
 }
 
 TEST(kernels_match_the_oracle_for_every_tail) {
@@ -141,9 +143,9 @@ void put(DType dtype, Array& array, size_t i, bool finite) {
 
 TEST(kernels_stop_before_what_is_not_finite) {
   std::mt19937_64 random(6);
-  for (DType dtype : kFloatingDTypes)
-    for (auto rounding : {kernels::Rounding::Once, kernels::Rounding::EveryHop})
-      for (int sources : {1, 2, 3})
+  for (DType dtype : kFloatingDTypes) {
+    for (auto rounding : {kernels::Rounding::Once, kernels::Rounding::EveryHop}) {
+      for (int sources : {1, 2, 3}) {
         for (int round = 0; round < 40; ++round) {
           const size_t count = random() % 400 + 1, bad = random() % (count + 1);  // count: none
           Arrays arrays = make_arrays(sources, count * element_size(dtype));
@@ -163,13 +165,16 @@ TEST(kernels_stop_before_what_is_not_finite) {
             CHECK(std::equal(own[0]->data() + bytes, own[0]->data() + own[0]->bytes(), arrays[0]->data() + bytes));
           }
         }
+      }
+    }
+  }
 }
 
 // Each 16-bit pattern: as it is, where the greatest rounds to infinity, and where twice as much overflows.
 TEST(kernels_stop_before_each_half_that_is_not_finite) {
   for (DType dtype : {DType::Float16, DType::BFloat16}) {
     const uint16_t infinity = dtype == DType::Float16 ? 0x7c00 : 0x7f80;
-    for (double scale : {1.0, 1.003, 2.0})
+    for (double scale : {1.0, 1.003, 2.0}) {
       for (auto rounding : {kernels::Rounding::Once, kernels::Rounding::EveryHop}) {
         const Reduction reduction{dtype, ReduceOp::Sum, rounding, scale, /*stops_at_nonfinite=*/true};
         for (uint32_t bits = 0; bits < 1 << 16; ++bits) {
@@ -186,12 +191,13 @@ TEST(kernels_stop_before_each_half_that_is_not_finite) {
           }
         }
       }
+    }
   }
 }
 
 TEST(kernels_copy_scaled_matches_the_oracle) {
   std::mt19937_64 random(5);
-  for (DType dtype : kDTypes)
+  for (DType dtype : kDTypes) {
     for (double scale : {1.0, 0.5, 1.0 / 3}) {
       if (scale != 1.0 && !is_floating(dtype)) continue;
       for (size_t count : {0, 1, 63, 1001}) {
@@ -208,6 +214,7 @@ TEST(kernels_copy_scaled_matches_the_oracle) {
         }
       }
     }
+  }
 }
 
 TEST(kernels_copy_by_one_keeps_every_bit) {
@@ -260,7 +267,7 @@ TEST(kernels_ignore_the_callers_floating_point_state) {
     const auto wanted = expected(reduction, sources, count);
     Array result(bytes);
     void* destination = result.data();
-    for (Isa isa : available_isas())
+    for (Isa isa : available_isas()) {
       for (auto state : kStrangeStates) {
         bool unchanged;
         {
@@ -271,6 +278,7 @@ TEST(kernels_ignore_the_callers_floating_point_state) {
         CHECK_EQ(first_difference(reduction.dtype, destination, wanted.data(), count), -1);
         CHECK(unchanged);
       }
+    }
   });
 }
 

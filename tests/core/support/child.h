@@ -89,7 +89,7 @@ class Limited {
   rlimit before_{};
 };
 
-// The number of the next descriptor; with none free below the limit, how many are open.
+// The number of the next descriptor; with none free below it, how many are open.
 inline size_t next_descriptor() { return static_cast<size_t>(UniqueFd(dup(0)).get()); }
 
 // Runs `body`, which must not throw, in a child, and returns all that the child writes to stderr.

@@ -57,8 +57,9 @@ class Running {
 
   // Sleeps until `condition`, looking only when the endpoint says that something moved.
   void wait(const std::function<bool()>& condition, const char* what) {
-    for (const Deadline deadline = Deadline::after(limit_);;) {
-      const uint64_t seen = rings_;
+    const Deadline deadline = Deadline::after(limit_);
+    for (;;) {
+      const uint64_t seen = rings_;  // before the look: a ring during it ends the wait at once
       if (condition()) return;
       std::unique_lock lock(mutex_);
       if (!changed_.wait_for(lock, deadline.left(limit_), [&] { return rings_ != seen; }))

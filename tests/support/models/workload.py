@@ -60,7 +60,7 @@ def same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     if a.layout is torch.sparse_coo:
         a, b = a.coalesce(), b.coalesce()
         return torch.equal(a.indices(), b.indices()) and same_bits(a.values(), b.values())
-    # contiguous() keeps the gap behind a single element.
+    # contiguous() would leave a single element its stride, which view(torch.uint8) refuses if it is not 1.
     dense = (t.clone(memory_format=torch.contiguous_format) for t in (a, b))
     return torch.equal(*(t.view(-1).view(torch.uint8) for t in dense))
 

@@ -216,7 +216,7 @@ TEST(a_communicator_closed_with_work_pending) {
 
 // Who has made its last call leaves at once, while slower ranks still look around for it.
 TEST(leaving_after_the_last_call_harms_nobody) {
-  for (int job = 0; job < 12 / testing::kSlowdown; ++job)
+  for (int job = 0; job < 12 / testing::kSlowdown; ++job) {
     run_job(3, {.arena_bytes = 2000 << 20}, [&](int rank, Communicator& communicator) {
       for (int round = 0; round < 20; ++round) {
         auto group = communicator.split({0, 1, 2});
@@ -227,6 +227,7 @@ TEST(leaving_after_the_last_call_harms_nobody) {
         check_all(data, 3);
       }
     });
+  }
 }
 
 // The rank that comes first sleeps once, the last one never: each finds all it needs when it wakes. The best of some

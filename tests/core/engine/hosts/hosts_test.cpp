@@ -28,7 +28,7 @@ template struct InterhostOf<&EngineCommunicator::members_>;
 }  // namespace
 
 TEST(other_collectives_over_hosts) {
-  for (Numerics numerics : {Numerics::RankOrder, Numerics::Fast})
+  for (Numerics numerics : {Numerics::RankOrder, Numerics::Fast}) {
     testing::run_on_each(kPlacements, {.numerics = numerics}, [&](int, Communicator& communicator) {
       for (size_t count : {size_t{0}, size_t{1}, size_t{3}, size_t{1000}, size_t{70001}}) {
         std::vector<float> part(count), whole(count * communicator.size());
@@ -36,6 +36,7 @@ TEST(other_collectives_over_hosts) {
         check_all_reduce(communicator, whole);
       }
     });
+  }
 }
 
 TEST(a_barrier_over_hosts_waits_for_everybody) {

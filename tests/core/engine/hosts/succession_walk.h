@@ -310,7 +310,7 @@ class Walk {
       }
       if (member.place == Member::Fenced || member.place == Member::Few) CHECK(world.suspicions + world.cuts > 0);
     }
-    for (int one = 0; one < size_; ++one)
+    for (int one = 0; one < size_; ++one) {
       for (int other = 0; other < size_; ++other) {
         if (joined[one] == 0 || joined[other] == 0 || joined[one] == joined[other]) continue;
         // Only where somebody was given up who lived: he waits for the others, without whom he can't go on.
@@ -320,6 +320,7 @@ class Walk {
         const int missing = std::popcount(static_cast<unsigned>(more)) - 2 * std::popcount(static_cast<unsigned>(less));
         CHECK(missing < 0 || (missing == 0 && (less & more & -more) != 0));
       }
+    }
   }
 
   // Where nobody has died or was given up early, two of three hosts go on together, whatever connection was cut. Of

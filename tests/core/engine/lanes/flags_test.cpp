@@ -19,7 +19,7 @@ Operation with_flags(float& data, std::vector<uint64_t>& flags) {
 }
 
 TEST(flags_travel_with_an_operation) {
-  for (size_t words : {size_t{1}, size_t{3}, kMaxFlagWords})
+  for (size_t words : {size_t{1}, size_t{3}, kMaxFlagWords}) {
     testing::run_on_each({"aaa", "ab", "aabb", "abbb"}, {}, [&](int rank, Communicator& communicator) {
       auto slots = communicator.reserve_slots(1);
       for (uint64_t round = 0; round < 2 * shm::kRecords; ++round) {  // records and their flags are used again
@@ -36,6 +36,7 @@ TEST(flags_travel_with_an_operation) {
         CHECK_EQ(data, static_cast<float>(communicator.size()));
       }
     });
+  }
 }
 
 TEST(flags_of_different_or_too_large_number_are_refused) {

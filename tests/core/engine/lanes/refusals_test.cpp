@@ -111,7 +111,7 @@ TEST(a_step_has_results_on_all_ranks_or_on_none) {
 
 // They had the results, and lose them: in the end all alike, or the communicator.
 TEST(results_that_are_refused_are_lost_by_all_ranks_or_end_the_communicator) {
-  for (bool all : {true, false})
+  for (bool all : {true, false}) {
     run_on_each(kPlacements, {}, [&](int rank, Communicator& communicator) {
       auto slots = communicator.reserve_slots(kBuckets + 1);
       std::mt19937 random(rank);
@@ -128,6 +128,7 @@ TEST(results_that_are_refused_are_lost_by_all_ranks_or_end_the_communicator) {
       CHECK_EQ(text, reason(1, 1));
       CHECK_THROWS(communicator.throw_if_failed(), ErrorKind::Aborted);
     });
+  }
 }
 
 TEST(a_rank_that_refuses_and_leaves_ends_the_others_with_its_reason) {
@@ -156,7 +157,7 @@ TEST(a_rank_that_refuses_and_leaves_ends_the_others_with_its_reason) {
 TEST(a_rank_that_hears_of_a_refusal_and_leaves_ends_the_others_with_its_reason) {
   constexpr size_t kBytes = 32 << 20;
   std::atomic<int> ended = 0;
-  for (int round = 0; round < 5; ++round)
+  for (int round = 0; round < 5; ++round) {
     run_hosts("aaa", {}, [&ended](int rank, Communicator& communicator) {
       auto memory = communicator.allocate(kBytes);
       try {
@@ -177,6 +178,7 @@ TEST(a_rank_that_hears_of_a_refusal_and_leaves_ends_the_others_with_its_reason) 
         ++ended;
       }
     });
+  }
   CHECK(ended > 0);  // in some rounds the bucket may have been reduced before rank 0 left
 }
 

@@ -53,9 +53,9 @@ Operation barrier() { return {.collective = Collective::Barrier}; }
 }  // namespace
 
 TEST(messages_between_all_ranks_at_once) {
-  for (std::string hosts : {"ab", "aba", "aabbbccd"})
+  for (std::string hosts : {"ab", "aba", "aabbbccd"}) {
     run_placed({hosts}, {}, [size = static_cast<int>(hosts.size())](int rank, Communicator& communicator) {
-      for (bool in_arena : {false, true})
+      for (bool in_arena : {false, true}) {
         for (size_t bytes : kSizes) {
           if (bytes > (size == 8 ? 200000 : size == 3 && testing::kSlowdown > 1 ? 1 << 20 : 4 << 20)) continue;
           std::vector<std::shared_ptr<Work>> works;
@@ -78,7 +78,9 @@ TEST(messages_between_all_ranks_at_once) {
           for (int peer = 0; peer < size; ++peer)
             if (peer != rank) check({received[peer], bytes}, peer, rank, 5);
         }
+      }
     });
+  }
 }
 
 TEST(messages_to_oneself_are_refused) {
@@ -158,7 +160,7 @@ TEST(messages_beside_collectives_and_in_split_groups) {
 }
 
 TEST(messages_of_other_sizes_are_a_mismatch) {
-  for (size_t bytes : {size_t{10}, size_t{5000}})
+  for (size_t bytes : {size_t{10}, size_t{5000}}) {
     run_placed({"ab"}, {}, [bytes](int rank, Communicator& communicator) {
       std::vector<unsigned char> data(bytes + static_cast<size_t>(rank));
       std::string text = CHECK_THROWS(
@@ -171,6 +173,7 @@ TEST(messages_of_other_sizes_are_a_mismatch) {
       if (bytes == 10) return;
       CHECK(contains(text, "rank 1 called receive() for 5001 bytes where rank 0 sent 5000 bytes"));
     });
+  }
 }
 
 TEST(a_message_that_does_not_come_times_out_and_names_the_source) {
@@ -183,7 +186,7 @@ TEST(a_message_that_does_not_come_times_out_and_names_the_source) {
 }
 
 TEST(who_leaves_is_lost_to_those_that_wait_for_its_message_only) {
-  for (size_t bytes : {10, 5 << 20})
+  for (size_t bytes : {10, 5 << 20}) {
     run_placed({"ab", "aab"}, {}, [bytes](int rank, Communicator& communicator) {
       std::vector<unsigned char> data(bytes);
       int last = communicator.size() - 1;
@@ -195,6 +198,7 @@ TEST(who_leaves_is_lost_to_those_that_wait_for_its_message_only) {
       std::string text = CHECK_THROWS(communicator.wait(receive(communicator, last, 2, data)), ErrorKind::PeerLost);
       CHECK(contains(text, "rank " + std::to_string(last) + " has left"));
     });
+  }
 }
 
 TEST(a_message_of_any_source_is_not_awaited_of_ranks_that_have_all_left) {

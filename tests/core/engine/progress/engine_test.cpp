@@ -67,9 +67,9 @@ class FullStderr {
 }  // namespace
 
 TEST(all_reduce_on_every_path_and_size) {
-  for (Algorithm algorithm : kAlgorithms)
-    for (Numerics numerics : {Numerics::RankOrder, Numerics::Ring})
-      for (int size : {2, 3, 5, 8})
+  for (Algorithm algorithm : kAlgorithms) {
+    for (Numerics numerics : {Numerics::RankOrder, Numerics::Ring}) {
+      for (int size : {2, 3, 5, 8}) {
         run_job(size, {.numerics = numerics, .algorithm = algorithm}, [size](int, Communicator& communicator) {
           for (size_t count : counts_for(size)) {
             Memories data(communicator, count);
@@ -77,6 +77,9 @@ TEST(all_reduce_on_every_path_and_size) {
             check_all_reduce(communicator, data.shared);
           }
         });
+      }
+    }
+  }
 }
 
 TEST(tensors_of_which_only_some_lie_in_the_arena) {
@@ -90,8 +93,8 @@ TEST(tensors_of_which_only_some_lie_in_the_arena) {
 }
 
 TEST(other_collectives) {
-  for (Algorithm algorithm : {Algorithm::Auto, Algorithm::Direct, Algorithm::Staged})
-    for (int size : {2, 3, 8})
+  for (Algorithm algorithm : {Algorithm::Auto, Algorithm::Direct, Algorithm::Staged}) {
+    for (int size : {2, 3, 8}) {
       run_job(size, {.algorithm = algorithm}, [size](int, Communicator& communicator) {
         for (size_t count : counts_for(size)) {
           Memories part(communicator, count), whole(communicator, count * size);
@@ -99,6 +102,8 @@ TEST(other_collectives) {
           testing::check_collectives(communicator, part.shared, whole.shared);
         }
       });
+    }
+  }
 }
 
 TEST(announced_operations_complete_in_any_order) {
@@ -127,7 +132,7 @@ TEST(announced_operations_complete_in_any_order) {
 }
 
 TEST(calls_in_flight_on_the_same_memory_have_the_effect_of_their_order) {
-  for (Algorithm algorithm : kAlgorithms)
+  for (Algorithm algorithm : kAlgorithms) {
     run_on_each({"aa", "aaa", "ab", "aab"}, {.algorithm = algorithm}, [](int rank, Communicator& communicator) {
       for (size_t count : {size_t{10}, size_t{1000}, size_t{70001}}) {
         Memories memories(communicator, count);
@@ -147,6 +152,7 @@ TEST(calls_in_flight_on_the_same_memory_have_the_effect_of_their_order) {
         }
       }
     });
+  }
 }
 
 // Members that drop theirs at any time; some results are still to be read by others then.
@@ -186,7 +192,7 @@ TEST(dropped_groups_give_their_memory_back) {
 }
 
 TEST(mismatches_name_both_sides) {
-  for (auto [usual, last] : {std::pair<size_t, size_t>{100, 99}, {100, 100000}, {100000, 100}, {100000, 99999}})
+  for (auto [usual, last] : {std::pair<size_t, size_t>{100, 99}, {100, 100000}, {100000, 100}, {100000, 99999}}) {
     run_on_each({"aaa", "ab", "aabb", "abbb"}, {}, [usual = usual, last = last](int rank, Communicator& communicator) {
       const int other = communicator.size() - 1;
       std::vector<float> data(rank == other ? last : usual), one(1);
@@ -195,6 +201,7 @@ TEST(mismatches_name_both_sides) {
       CHECK(contains(text, "rank " + std::to_string(other)));
       CHECK_THROWS(communicator.run(all_reduce_of(one)), ErrorKind::Mismatch);
     });
+  }
 }
 
 // Where one rank has a longer piece of memory than another, it would read and write beyond the other's.

@@ -45,7 +45,10 @@ struct Pair {
     return steps_until(limit, [&] { return zero->end_of(1) == Interhost::End::Ended; });
   }
   void lose(bool by_reset) {
-    for (auto& fd : connections) by_reset ? reset(fd) : fd.reset();
+    for (auto& fd : connections) {
+      if (by_reset) reset(fd);
+      fd.reset();
+    }
   }
 };
 
