@@ -23,6 +23,10 @@ from gpu_run import ROOT, Step, adopt_orphans, end_all, run
 
 LOGS = ROOT / "build" / "nightly"
 PYTEST = ".venv/bin/python -m pytest -q --numprocesses 2 --dist loadfile --no-loadscope-reorder"
+PROGRAMS = [f"tests/{name}_programs.py" for name in ("parallel/test_random", "sharded/test_sharded")]
+PROGRAMS += ["tests/torch_backend/test_torch_backend_programs.py"]
+CHAOS = "tests/faults/test_chaos.py"
+IN_OTHER_PARTS = " ".join(f"--ignore={file}" for file in [*PROGRAMS, CHAOS])
 # Lines in which pytest, the core's tests and make say how tests ended, and why a part failed.
 SAYS = re.compile(r"(FAILED|ERROR|HUNG) .*|\d+ (passed|failed|skipped).*|make.*\*\*\*.*|.*: skipped; .*|not among .*")
 
@@ -40,15 +44,14 @@ PARTS = {
     "build": Part(5, "make build-for-tests .venv-openmpi/ready .venv-mpich/ready"),
     "docs": Part(1, "make docs"),
     "core": Part(15, "make core-test sanitize pages"),
-    "tests": Part(22, f"{PYTEST} -m 'not alone'"),
+    "tests": Part(22, f"{PYTEST} {IN_OTHER_PARTS} -m 'not alone'"),
     "alone": Part(1, f"{PYTEST} -n 0 -m 'alone and not gpu'"),
-    "programs": Part(12, f"{PYTEST} -k programs tests/parallel tests/sharded tests/torch_backend",
-                     {"SYNCENGINE_TEST_PROGRAMS": "30"}),
+    "programs": Part(12, f"{PYTEST} {' '.join(PROGRAMS)}", {"SYNCENGINE_TEST_PROGRAMS": "30"}),
     "kills": Part(7, f"{PYTEST} -k random tests/sharded/test_sharded_kills.py tests/faults/test_elastic.py",
                   {"SYNCENGINE_TEST_KILLS": "200"}),
     "ends": Part(4, f"{PYTEST} tests/faults/test_ends.py -k 'exit-raises or launchers and raises or spawn_shows'",
                  {"SYNCENGINE_TEST_TRIES": "8"}),
-    "chaos": Part(20, f"{PYTEST} tests/faults/test_chaos.py", {"SYNCENGINE_TEST_CHAOS": "2000"}),
+    "chaos": Part(20, f"{PYTEST} {CHAOS}", {"SYNCENGINE_TEST_CHAOS": "2000"}),
     "garbage": Part(7, "make -C tests/core FLAVORS=asan build && export TEST_DEADLINE=20000 && "
                     "printf '%s\\n' fuzz_messages_to_the_first fuzz_messages_to_the_last scribbles | "
                     "xargs -P 2 -n 1 build/core-asan/core_tests",
