@@ -168,6 +168,7 @@ class Reducer final : public AutogradListener, public std::enable_shared_from_th
   void expect_backward();
   // Refuses a second backward through a forward. `lost` says why the first was given up, if it was.
   [[noreturn]] void refuse_backward(const std::string& lost);
+  // Throws InvalidUsage while a backward waits for averages.
   void check_not_averaging() const;
   void check_between_backwards(const char* what) const;
   void check_hookable() const;

@@ -60,7 +60,7 @@ class JoinContext:
 
     def _leave(self, error: Exception) -> None:
         """Tells the others that ``error`` has ended this rank's part, unless all have raised it."""
-        all_raise = self._steps.uneven.join_is_over
+        all_raise = self._steps.uneven.all_raise
         communicator = self._steps.model.communicator
         text = f"{own_name(communicator)} raised in join() of {self._steps.model}: {error_text(error)}"
         with contextlib.suppress(SyncError):  # the communicator has failed already: they know
@@ -73,7 +73,7 @@ class JoinContext:
         """Takes part in the other ranks' steps until they have run out of batches, too."""
         communicator = self._steps.model.communicator
         is_last = True
-        self._steps.uneven.join_is_over = True  # SyncErrors that are raised here, all raise
+        self._steps.uneven.all_raise = True  # but an error that is no SyncError is this rank's own
         while (current := tell(communicator, Intent(trains=0.0))).training:
             if self._config.throw_on_early_termination:
                 raise InvalidUsage(f"Rank {communicator.global_ranks[communicator.rank]} exhausted all inputs.")

@@ -165,7 +165,7 @@ class Steps:
             self.uneven.set_average(current)
             self.uneven.begin_step(synchronizes=True)
             self.reducer.shadow_backward()
-            self.uneven.join_is_over = True
+            self.uneven.all_raise = True
 
 
 class _Undecided:

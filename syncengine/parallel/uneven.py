@@ -41,7 +41,7 @@ class UnevenInputs:
     reducer: ModelReducer
     buffers: Buffers
     divide_by_initial_world_size: bool = True
-    join_is_over: bool = False  # whether an error has ended it, which all ranks have raised
+    all_raise: bool = False  # in a join context: whether all ranks raise what one raises now
     weight: float | _Weights | None = None  # the weight given last, until a forward synchronizes
     _backwards_before: int | None = None  # the last step that all know of, if it synchronizes
 
@@ -65,7 +65,7 @@ class UnevenInputs:
             given, self.weight = self.weight, None  # exchanged where weight() came before the join context
             weight = given if isinstance(given, float) else given.wait()[communicator.rank]
         intent = Intent(1.0, float(synchronize), float(plans), float(sends_buffers), weight)
-        self.join_is_over = True  # what is raised here, all raise
+        self.all_raise = True
         current = tell(communicator, intent)
         if joinable._join_config.throw_on_early_termination and len(current.training) < communicator.size:
             raise InvalidUsage("Detected at least one rank that exhausted inputs. Throwing across all ranks.")
@@ -81,7 +81,7 @@ class UnevenInputs:
 
     def begin_step(self, synchronizes: bool) -> None:
         """Notes that the other ranks may wait for this rank's gradients, if the step ``synchronizes``."""
-        self.join_is_over = False
+        self.all_raise = False
         self._backwards_before = self.reducer.statistics()["backwards"] if synchronizes else None
 
     def is_inside_step(self) -> bool:

@@ -26,10 +26,10 @@ def announce_step(sharing: Sharing, number: Callable[[Parallel], int], in_torch_
         if model._join_config.is_first_joinable and not in_torch_join:
             raise InvalidUsage("torch's Join needs the ShardedOptimizer as well: Join([model, optimizer])")
         uneven = model._steps.uneven
-        uneven.join_is_over = True  # what is raised here, all raise
+        uneven.all_raise = True
         current = tell(sharing.host.communicator, Intent(1.0, steps=float(number(model))))
         current.check()
-        uneven.join_is_over = False
+        uneven.all_raise = False
         return current
     return None
 

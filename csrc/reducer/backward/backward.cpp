@@ -13,7 +13,7 @@ namespace syncengine {
 void Backward::begin() {
   Usage& usage = model_.usage;
   const auto plan = forwards.plan(model_.plan.shared(), model_.parameters);
-  // Counted before the plan is installed: an error there refuses the step by its number.
+  // The step is counted before its plan is installed, so that an error there refuses this step, not the one before.
   if (!plan->buckets().empty()) model_.life.step_begins();
   if (plan != model_.plan.shared()) model_.install(plan);
   // A backward that observes a static graph collects all gradients at its end: it does not show when they become ready.

@@ -53,7 +53,7 @@ inline void run_hosts(const std::string& hosts, const Options& options, const Ho
   HostsJob(hosts, options).run(body);
 }
 
-// One after the other.
+// Runs body on the ranks of each placement, one placement after the other.
 inline void run_on_each(const std::vector<std::string>& placements, const Options& options,
                         const HostsJob::Body& body) {
   for (const auto& hosts : placements) run_hosts(hosts, options, body);
