@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any
@@ -64,8 +64,10 @@ def run_local_ranks(count: int, arguments: Sequence[str]) -> int:
         raise InvalidUsage(f"--ranks {count}: give 2 to {MOST_RANKS}")
     script = Path(sys.argv[0])  # `python -m syncengine`, or the script that pip made of it
     command = ["-m", "syncengine"] if script.name in ("__main__.py", "-m") else [str(script)]
-    with _ranks(count, [*command, *arguments]) as (running, *_):
-        return _exit_code([process.wait() for process in running.values()])
+    with _ranks(count, [*command, *arguments]) as (running, pause, *_):
+        while any(process.poll() is None for process in running.values()):
+            pause()
+        return _exit_code([process.returncode for process in running.values()])
 
 
 def run_script(
@@ -80,9 +82,9 @@ def run_script(
     """
     codes = []
     places = list(range(count))  # for each process that was started, the rank that it is, or that it replaces
-    with _ranks(count, script, keep_going, log_dir, label) as (running, start, store):
+    with _ranks(count, script, keep_going, log_dir, label) as (running, pause, start, store):
         while running:
-            time.sleep(_LOOK)
+            pause()
             ended = {name: process for name, process in running.items() if process.poll() is not None}
             for name, process in ended.items():
                 _tell_failure(name, process, log_dir)
@@ -105,7 +107,10 @@ def run_script(
 def _ranks(
     count: int, script: Sequence[str], keep_going: bool = False, log_dir: Path | None = None, label: bool = False
 ) -> Iterator[Any]:
-    """A context of ranks, which end with it. Gives processes by rank, a function to start another, and the store."""
+    """A context of ranks, which end with it.
+
+    Gives processes by rank, a function that waits between two looks at them, one to start another, and the store.
+    """
     _check_descriptors(count)
     _check_loopback()
     try:
@@ -156,30 +161,42 @@ def _ranks(
                 throw_not_started(f"a thread for rank {name}'s output")
         return process
 
+    def pause() -> None:
+        time.sleep(_LOOK)
+        if came:
+            sys.exit(128 + came[0])
+
+    # A handler that raised could do so in the middle of Popen.poll(), whose lock would stay taken, or of Popen(), whose
+    # process would be nobody's.
+    came: list[int] = []
+    previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    for number in previous:
+        if previous[number] is not signal.SIG_IGN:
+            signal.signal(number, lambda number, _: came.append(number))
     labelling: list[_Labelling] = []
     running: dict[int, subprocess.Popen[bytes]] = {}
-    previous, in_order = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number)), False
+    in_order = False
     try:
         for rank in range(count):
             running[rank] = start(rank, count)
-        yield running, start, store
+        yield running, pause, start, store
         in_order = True
     finally:
-        try:
-            for process in running.values():
-                process.terminate()
-            deadline = time.monotonic() + _END_WITHIN
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                for process in running.values():
-                    process.wait(max(0.0, deadline - time.monotonic()))
-        finally:  # another signal ends the wait
-            for process in running.values():
-                process.kill()
-            for process in running.values():
-                process.wait()
+        deadline, before = time.monotonic() + _END_WITHIN, min(1, len(came))
+        for process in running.values():
+            process.terminate()
+        while any(process.poll() is None for process in running.values()):
+            if time.monotonic() > deadline or len(came) > before:
+                break
+            time.sleep(_LOOK)
+        for process in running.values():
+            process.kill()
+        for process in running.values():
+            process.wait()
         for thread in labelling:
-            thread.finish(waits_for_reader=in_order)
-        signal.signal(signal.SIGTERM, previous)
+            thread.finish(waits_for_reader=lambda: in_order and not came)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 class _Labelling(threading.Thread):
@@ -199,15 +216,15 @@ class _Labelling(threading.Thread):
                 self._to.flush()
                 self._passed, self._is_writing = self._passed + 1, False
 
-    def finish(self, waits_for_reader: bool) -> None:
+    def finish(self, waits_for_reader: Callable[[], bool]) -> None:
         """Waits until all lines of a rank that has ended are copied, but not for lines of the rank's child processes.
 
-        Waits a second for a reader that has stopped reading, or with `waits_for_reader` until it goes on.
+        Waits a second for a reader that has stopped reading, and for as long as `waits_for_reader()` says so.
         """
         with contextlib.suppress(OSError, ValueError):  # closed already
             os.set_blocking(self._lines.fileno(), False)  # the thread ends once the pipe is empty
         passed = -1
-        while self.is_alive() and ((self._is_writing and waits_for_reader) or passed != self._passed):
+        while self.is_alive() and ((self._is_writing and waits_for_reader()) or passed != self._passed):
             passed = self._passed
             self.join(1.0)
 

@@ -4,7 +4,10 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command import alone, environ_of
@@ -79,6 +82,50 @@ def test_a_second_signal_leaves_no_rank_behind(programs: RankPool, tmp_path: Pat
     script.write_text(READY + ASKED_TWICE)
     assert alone(programs, "run", "-n", "1", str(script), str(tmp_path)).returncode == 128 + signal.SIGTERM
     assert not lives(tmp_path / "0")
+
+
+class SignalledLock:
+    """Popen's own lock; SIGTERM arrives each time that the lock has just been taken."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def acquire(self, blocking: bool = True) -> bool:
+        assert self._lock.acquire(False), "a signal's handler has left the lock taken"
+        signal.raise_signal(signal.SIGTERM)
+        return True
+
+    def release(self, *_: Any) -> None:
+        self._lock.release()
+
+    __enter__, __exit__ = acquire, release
+
+
+@pytest.mark.parametrize("moment", ["rank started", "rank looked at"])
+def test_a_signal_at_a_bad_moment(monkeypatch: pytest.MonkeyPatch, moment: str):
+    class Signalled(subprocess.Popen):
+        def __init__(self, *args: Any, **how: Any) -> None:
+            super().__init__(*args, **how)
+            started.append(self)
+            if moment == "rank started":
+                signal.raise_signal(signal.SIGTERM)
+            else:
+                self._waitpid_lock = SignalledLock()
+
+    started: list[subprocess.Popen[bytes]] = []
+    monkeypatch.setattr(subprocess, "Popen", Signalled)
+    with pytest.raises(SystemExit, match="143"):
+        local.run_script(1, ["-c", "import time\ntime.sleep(60)"], False, False)
+    assert started[0].returncode in (-signal.SIGTERM, -signal.SIGKILL)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_exit_code_is_the_signals(programs: RankPool, tmp_path: Path, number: int):
+    script = tmp_path / "script.py"
+    script.write_text(f"import os\nimport time\nos.kill(os.getppid(), {int(number)})\ntime.sleep(60)\n")
+    done = alone(programs, "run", "-n", "1", str(script))
+    assert (done.returncode, done.stderr) == (128 + number, "")
 
 
 @pytest.mark.parametrize("logs", [False, True])
