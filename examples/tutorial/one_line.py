@@ -8,6 +8,7 @@ import argparse
 import hashlib
 import os
 import sys
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -23,11 +24,17 @@ def digest(model: nn.Module) -> str:
 
 
 def main() -> None:
-    """Trains for 50 steps, and prints a digest of the weights on rank 0."""
+    """Trains with the one wrapper or the other."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--ddp", action="store_true")
     wrap = DistributedDataParallel if parser.parse_args().ddp else syncengine.Parallel
     dist.init_process_group("gloo")
+    train(wrap)
+    dist.destroy_process_group()  # no model is left: torch's DistributedDataParallel may hang if it ends later
+
+
+def train(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    """Trains for 50 steps, and prints a digest of the weights on rank 0."""
     torch.manual_seed(dist.get_rank())  # other data on each rank; the weights are copied from rank 0
     model = nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 1))
     model = wrap(model)  # the line that is another
@@ -42,7 +49,6 @@ def main() -> None:
         print(
             f"{type(model).__name__} on {dist.get_world_size()} ranks: loss {loss.item():.4f}, weights {digest(model)}"
         )
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
