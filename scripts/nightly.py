@@ -47,7 +47,7 @@ PARTS = {
     "build": Part(5, "make build-for-tests .venv-openmpi/ready .venv-mpich/ready"),
     "docs": Part(1, "make docs"),
     "core": Part(15, "make core-test sanitize pages"),
-    "tests": Part(22, f"{PYTEST} {IN_OTHER_PARTS} -m 'not alone'"),
+    "tests": Part(22, f"{PYTEST} -n 4 {IN_OTHER_PARTS} -m 'not alone'"),  # a third of it is waiting
     "alone": Part(1, f"{PYTEST} -n 0 -m 'alone and not gpu'"),
     "programs": Part(12, f"{PYTEST} {' '.join(PROGRAMS)}", {"SYNCENGINE_TEST_PROGRAMS": "30"}),
     "kills": Part(7, f"{PYTEST} -k random tests/sharded/test_sharded_kills.py tests/faults/test_elastic.py",

@@ -22,8 +22,8 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 os.environ["SYNCENGINE_SUMMARY"] = "0"
 
 
-# Files with one test of a minute or more. They come first, so that no worker begins one when the others have ended.
-LONG = ("test_torch_suite.py", "test_chaos.py", "test_torch_backend_programs.py", "test_sharded_programs.py")
+# Files that take a worker minutes. They come first, so that no worker begins one when the others have ended.
+LONG = ("test_torch_suite.py", "test_hosts_split.py", "test_torch_backend_programs.py", "test_sharded_programs.py")
 
 settings.register_profile("syncengine", deadline=None, max_examples=50, derandomize=True)
 settings.load_profile("syncengine")
