@@ -112,7 +112,7 @@ def main(argv: list[str] | None = None) -> int:
         finally:
             for process in processes:
                 process.kill()
-                process.wait()
+                process.wait(10)
 
 
 def unused_port() -> int:

@@ -90,9 +90,10 @@ def run(strategy: str, out: Path) -> None:
         wait_for((out / "log.json").exists, [each for each in processes if each not in killed], "the last version")
     finally:
         for process in processes:
-            with contextlib.suppress(ProcessLookupError):
+            # SIGTERM may have come in the middle of an earlier wait, which then has no end.
+            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                 os.killpg(process.pid, signal.SIGKILL)  # with what it has started
-            process.wait()
+                process.wait(10)
 
 
 def loss_of(weights: Path) -> float:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import math
 import os
 import resource
+import select
 import signal
 import socket
 import subprocess
@@ -14,7 +16,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any
@@ -81,12 +83,16 @@ def run_script(
     Returns 0 with `keep_going` if some rank has ended with 0, else the first exit code other than 0, or 0.
     """
     codes = []
+    stderr = select.poll()
+    stderr.register(2, select.POLLOUT)
     places = list(range(count))  # for each process that was started, the rank that it is, or that it replaces
     with _ranks(count, script, keep_going, log_dir, label) as (running, pause, start, store):
         while running:
             pause()
             ended = {name: process for name, process in running.items() if process.poll() is not None}
             for name, process in ended.items():
+                while process.returncode and not stderr.poll(0):  # a pipe that nobody reads
+                    pause()
                 _tell_failure(name, process, log_dir)
             for name in ended:
                 codes.append(running.pop(name).returncode)
@@ -109,7 +115,7 @@ def _ranks(
 ) -> Iterator[Any]:
     """A context of ranks, which end with it.
 
-    Gives processes by rank, a function that waits between two looks at them, one to start another, and the store.
+    Gives processes by rank, a function to call between two looks at them, one to start another, and the store.
     """
     _check_descriptors(count)
     _check_loopback()
@@ -164,12 +170,21 @@ def _ranks(
     def pause() -> None:
         time.sleep(_LOOK)
         if came:
+            if came[0] == signal.SIGINT:
+                raise KeyboardInterrupt  # of which Python dies, as shells expect
             sys.exit(128 + came[0])
+
+    def wait_for_all(seconds: float, signals: int) -> None:
+        deadline = time.monotonic() + seconds
+        while any(process.poll() is None for process in running.values()):
+            if time.monotonic() > deadline or len(came) > signals:
+                break
+            time.sleep(_LOOK)
 
     # A handler that raised could do so in the middle of Popen.poll(), whose lock would stay taken, or of Popen(), whose
     # process would be nobody's.
     came: list[int] = []
-    previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     for number in previous:
         if previous[number] is not signal.SIG_IGN:
             signal.signal(number, lambda number, _: came.append(number))
@@ -182,21 +197,19 @@ def _ranks(
         yield running, pause, start, store
         in_order = True
     finally:
-        deadline, before = time.monotonic() + _END_WITHIN, min(1, len(came))
+        before = min(1, len(came))
         for process in running.values():
             process.terminate()
-        while any(process.poll() is None for process in running.values()):
-            if time.monotonic() > deadline or len(came) > before:
-                break
-            time.sleep(_LOOK)
+        wait_for_all(_END_WITHIN, before)
         for process in running.values():
             process.kill()
-        for process in running.values():
-            process.wait()
+        wait_for_all(math.inf, len(came))  # a process that waits for a disk dies when the disk has answered
         for thread in labelling:
-            thread.finish(waits_for_reader=lambda: in_order and not came)
+            thread.finish(in_order, came)
         for number, handler in previous.items():
             signal.signal(number, handler)
+    if came:
+        pause()
 
 
 class _Labelling(threading.Thread):
@@ -216,15 +229,18 @@ class _Labelling(threading.Thread):
                 self._to.flush()
                 self._passed, self._is_writing = self._passed + 1, False
 
-    def finish(self, waits_for_reader: Callable[[], bool]) -> None:
+    def finish(self, waits_for_reader: bool, came: Sequence[int]) -> None:
         """Waits until all lines of a rank that has ended are copied, but not for lines of the rank's child processes.
 
-        Waits a second for a reader that has stopped reading, and for as long as `waits_for_reader()` says so.
+        Waits a second for a reader that has stopped reading, or with `waits_for_reader` until it goes on or a signal
+        `came`; a second one ends all waiting.
         """
         with contextlib.suppress(OSError, ValueError):  # closed already
             os.set_blocking(self._lines.fileno(), False)  # the thread ends once the pipe is empty
         passed = -1
-        while self.is_alive() and ((self._is_writing and waits_for_reader()) or passed != self._passed):
+        while self.is_alive() and len(came) < 2:
+            if passed == self._passed and not (self._is_writing and waits_for_reader and not came):
+                break
             passed = self._passed
             self.join(1.0)
 

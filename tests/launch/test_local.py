@@ -60,6 +60,19 @@ ready()
 os.kill(os.getppid(), signal.SIGTERM)
 time.sleep(20)
 """
+# The launcher is asked to end when it has seen the rank's end.
+FAILS = """
+import os, signal, time
+launcher, rank = os.getppid(), os.getpid()
+if os.fork() > 0:
+    os._exit(3)
+try:
+    while True:
+        os.kill(rank, 0)
+        time.sleep(0.01)
+except ProcessLookupError:
+    os.kill(launcher, signal.SIGTERM)
+"""
 
 
 def lives(pid: Path) -> bool:
@@ -85,14 +98,16 @@ def test_a_second_signal_leaves_no_rank_behind(programs: RankPool, tmp_path: Pat
 
 
 class SignalledLock:
-    """Popen's own lock; SIGTERM arrives each time that the lock has just been taken."""
+    """Popen's own lock; SIGTERM arrives the first two times that the lock has just been taken."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock, self._signals = threading.Lock(), 2
 
     def acquire(self, blocking: bool = True) -> bool:
         assert self._lock.acquire(False), "a signal's handler has left the lock taken"
-        signal.raise_signal(signal.SIGTERM)
+        self._signals -= 1
+        if self._signals >= 0:
+            signal.raise_signal(signal.SIGTERM)
         return True
 
     def release(self, *_: Any) -> None:
@@ -113,19 +128,38 @@ def test_a_signal_at_a_bad_moment(monkeypatch: pytest.MonkeyPatch, moment: str):
                 self._waitpid_lock = SignalledLock()
 
     started: list[subprocess.Popen[bytes]] = []
+    before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(subprocess, "Popen", Signalled)
     with pytest.raises(SystemExit, match="143"):
         local.run_script(1, ["-c", "import time\ntime.sleep(60)"], False, False)
     assert started[0].returncode in (-signal.SIGTERM, -signal.SIGKILL)
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_exit_code_is_the_signals(programs: RankPool, tmp_path: Path, number: int):
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGHUP, 128 + signal.SIGHUP)],
+)
+def test_the_exit_code_is_the_signals(programs: RankPool, tmp_path: Path, number: int, code: int):
     script = tmp_path / "script.py"
     script.write_text(f"import os\nimport time\nos.kill(os.getppid(), {int(number)})\ntime.sleep(60)\n")
-    done = alone(programs, "run", "-n", "1", str(script))
-    assert (done.returncode, done.stderr) == (128 + number, "")
+    assert alone(programs, "run", "-n", "1", str(script)).returncode == code
+
+
+def fill_stderr(_: int) -> None:
+    _reader, writer = os.pipe()  # the reader stays open
+    os.set_blocking(writer, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writer, bytes(4096))
+    os.set_blocking(writer, True)
+    os.dup2(writer, 2)
+
+
+def test_a_signal_when_nobody_reads_what_is_told(programs: RankPool, tmp_path: Path):
+    script = tmp_path / "script.py"
+    script.write_text(FAILS)
+    assert alone(programs, "run", "-n", "1", str(script), prepare=fill_stderr).returncode == 128 + signal.SIGTERM
 
 
 @pytest.mark.parametrize("logs", [False, True])
