@@ -60,6 +60,7 @@ CLONE_NEWPID = 0x20000000
 TRIES = int(os.environ.get("SYNCENGINE_TEST_TRIES", "1"))
 PATHS = {"PYTHONPATH": f"{ROOT}:{SUPPORT}"}
 PIECES = [min(20, TRIES - begin) for begin in range(0, TRIES, 20)]  # a piece ends within a test's limit of time
+MORE = PIECES if TRIES > 1 else []
 
 
 def script(folder: Path, how: str, call: str = CALL, main: str = "rank_main(0)", init: str = INIT) -> str:
@@ -68,7 +69,7 @@ def script(folder: Path, how: str, call: str = CALL, main: str = "rank_main(0)",
     return str(path)
 
 
-@pytest.mark.parametrize("tries", mostly_nightly([2, *PIECES], 0))
+@pytest.mark.parametrize("tries", mostly_nightly([2, *MORE], 0))
 @pytest.mark.parametrize("method", mostly_nightly(["fork", "spawn"], 0))
 def test_spawn_shows_the_rank_that_raised(programs: RankPool, tmp_path: Path, method: str, tries: int):
     path = script(tmp_path, f"raise ValueError('{OWN}')", main=SPAWN)
@@ -78,7 +79,7 @@ def test_spawn_shows_the_rank_that_raised(programs: RankPool, tmp_path: Path, me
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("tries", mostly_nightly([1, *PIECES], 0))
+@pytest.mark.parametrize("tries", mostly_nightly([1, *MORE], 0))
 @pytest.mark.parametrize("call", mostly_nightly([CALL, CATCHING], 1), ids=["raises", "catches"])
 @pytest.mark.parametrize(
     ("how", "code"), mostly_nightly([("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 137)], 0), ids=["exit", "kill"]
