@@ -27,12 +27,9 @@ _LEFT = (
 
 def refuse(communicator: Communicator, text: str) -> NoReturn:
     """Raises ``InvalidUsage`` on all ranks, unless the communicator has failed before: then raises its error."""
-    if (failure := communicator.exception()) is not None:
-        raise failure
-    error = InvalidUsage(text)
-    if communicator.size > 1:
-        fail_all(communicator, error, f"{own_name(communicator)}: {text}")
-    raise error
+    if communicator.exception() is None and communicator.size > 1:
+        fail_all(communicator, InvalidUsage(text), f"{own_name(communicator)}: {text}")
+    raise communicator.exception() or InvalidUsage(text)
 
 
 class Step:

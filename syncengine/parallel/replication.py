@@ -140,7 +140,10 @@ def own_name(communicator: Communicator) -> str:
 def fail_all(communicator: Communicator, error: SyncError, text: str | None = None) -> NoReturn:
     """Raises ``error`` here and on all ranks. The others raise it with ``text``, if that is given."""
     communicator.abort(text or str(error), type(error).__name__)
-    raise error
+    try:
+        raise error
+    finally:
+        del error  # else a cycle with this frame keeps what the others hold, shared memory say, until a collection
 
 
 def gather_bytes(communicator: Communicator, data: bytes, size: int) -> list[bytes]:
