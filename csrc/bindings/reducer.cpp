@@ -80,6 +80,7 @@ std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> parameters, Text m
   if (parameters.size() != parameter_names.size() || parameters.size() != sparse.size()) {
     throw Error(ErrorKind::InvalidUsage, "Reducer needs one name and one layout for each parameter");
   }
+  const py::gil_scoped_release no_gil;  // here, since pybind11 registers what it has made with the GIL alone
   auto lane = make_lane(parameters, communicator, options.flat_buckets);
   auto reducer = std::make_shared<Reducer>(
       std::move(parameters), ModelNames{std::move(model_name), {parameter_names.begin(), parameter_names.end()}},
@@ -176,7 +177,7 @@ void bind_reducer(py::module_& module) {
       .def("deliver", &TreeSums::deliver, py::arg("divisor"), NoGil());
   py::class_<Reducer, std::shared_ptr<Reducer>>(module, "Reducer", py::release_gil_before_calling_cpp_dtor())
       .def(py::init(&make_reducer), py::arg("parameters"), py::arg("model_name"), py::arg("parameter_names"),
-           py::arg("communicator"), py::arg("sparse"), py::arg("options"), NoGil())
+           py::arg("communicator"), py::arg("sparse"), py::arg("options"))
       .def("begin_forward", &Reducer::begin_forward, py::arg("synchronize"), NoGil())
       .def("follow_parameters", &Reducer::follow_parameters, NoGil())
       .def("prepare_for_local_backward", &Reducer::prepare_for_local_backward, py::arg("outputs"), py::arg("began"),

@@ -5,6 +5,7 @@
 #include "cuda/device_group.h"
 #include "reducer/torch/python_error.h"
 #include "streams/queue.h"
+#include "streams/without_gil.h"
 
 namespace syncengine {
 
@@ -58,13 +59,19 @@ TorchBackend::TorchBackend(std::shared_ptr<Communicator> communicator)
   open().list.push_back(this);
 }
 
+TorchBackend::~TorchBackend() {
+  const WithoutGil without_gil;  // the last owner of an engine waits for its thread
+  shutdown();
+  left_.reset();
+  communicator_.reset();
+}
+
 void TorchBackend::shutdown() {
   {
     std::lock_guard lock(open().mutex);
     std::erase_if(open().list, [this](const auto* other) { return other->communicator_ == communicator_; });
   }
-  std::optional<pybind11::gil_scoped_release> nogil;  // the completer's thread may wait for the GIL
-  if (PyGILState_Check()) nogil.emplace();
+  const WithoutGil without_gil;  // the completer's thread may wait for the GIL
   close_devices(communicator_.get());
   communicator_->close();
   collectives_->stop();

@@ -96,7 +96,7 @@ class TorchBackend final : public ::c10d::Backend {
   using OpType = ::c10d::OpType;
 
   explicit TorchBackend(std::shared_ptr<Communicator> communicator);
-  ~TorchBackend() override { shutdown(); }
+  ~TorchBackend() override;
 
   const std::shared_ptr<Communicator>& communicator() const { return communicator_; }
   Numerics numerics() const { return communicator_->numerics(); }

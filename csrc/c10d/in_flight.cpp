@@ -1,26 +1,13 @@
 #include "c10d/in_flight.h"
 
-#include <torch/csrc/utils/pybind.h>
-
 #include <algorithm>
-#include <optional>
+#include <utility>
 
 #include "reducer/torch/python_error.h"
 #include "reducer/torch/tensors.h"
+#include "streams/without_gil.h"
 
 namespace syncengine {
-
-namespace {
-
-// Releases the GIL if the caller holds it.
-struct WithoutGil {
-  WithoutGil() {
-    if (PyGILState_Check()) released.emplace();
-  }
-  std::optional<pybind11::gil_scoped_release> released;
-};
-
-}  // namespace
 
 Extent extent_of(const at::Tensor& tensor) {
   if (!why_not_dense(tensor).empty() || !tensor.has_storage() || tensor.numel() == 0) return {};
@@ -98,7 +85,8 @@ void InFlight::await_those_on(const Extent& extent, bool unordered) {
   }
   if (earlier.empty()) return;
   const WithoutGil without_gil;
-  for (const auto& call : earlier) call->await();
+  const auto awaited = std::move(earlier);  // dropped without the GIL, too: a call may be its communicator's last owner
+  for (const auto& call : awaited) call->await();
   drop_ended();
 }
 

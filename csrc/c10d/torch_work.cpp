@@ -10,6 +10,7 @@
 #include "c10d/in_flight.h"
 #include "reducer/torch/python_error.h"
 #include "streams/queue.h"
+#include "streams/without_gil.h"
 
 namespace syncengine {
 
@@ -52,6 +53,7 @@ TorchWork::~TorchWork() {
 
 bool TorchWork::isCompleted() {
   if (!ended()) return false;
+  const WithoutGil without_gil;  // another thread may be delivering
   if (isSuccess()) deliver_this_too();
   return true;
 }
@@ -76,6 +78,7 @@ std::exception_ptr TorchWork::delivery_error() const {
 }
 
 bool TorchWork::wait(std::chrono::milliseconds timeout) {
+  const WithoutGil without_gil;  // torch's synchronize() holds it
   std::optional<Duration> at_most;
   if (timeout > kNoTimeout) at_most = seconds(std::chrono::duration<double>(timeout).count());  // or an int overflows
   wait_for_works(at_most, raise_pending_signal);
@@ -121,6 +124,7 @@ void TorchWork::abort() {
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> TorchWork::getFuture() {
+  const WithoutGil without_gil;  // another thread may be making it
   std::call_once(future_made_, [this] {
     future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
     if (ended())

@@ -176,9 +176,7 @@ def _ranks(
 
     def wait_for_all(seconds: float, signals: int) -> None:
         deadline = time.monotonic() + seconds
-        while any(process.poll() is None for process in running.values()):
-            if time.monotonic() > deadline or len(came) > signals:
-                break
+        while time.monotonic() < deadline and len(came) <= signals and any(p.poll() is None for p in running.values()):
             time.sleep(_LOOK)
 
     # A handler that raised could do so in the middle of Popen.poll(), whose lock would stay taken, or of Popen(), whose

@@ -1,6 +1,7 @@
 """The torch.distributed backend "syncengine": works, futures, and what becomes of errors."""
 
 import os
+import threading
 from datetime import timedelta
 from unittest import mock
 
@@ -39,6 +40,28 @@ def test_works_and_futures() -> None:
     backend._set_sequence_number_for_group()
     assert backend.name() == "syncengine"
     assert (backend.rank(), backend.size()) == (dist.get_rank(), 2)
+
+
+@run_on_ranks(gloo=True, settings=None)
+def test_other_threads_run_while_a_work_is_synchronized() -> None:
+    """Rank 1 calls when it hears from another thread of rank 0."""
+    group, tensor = ours(timeout=timedelta(seconds=20)), torch.ones(1)
+    if dist.get_rank() == 1:
+        dist.recv(torch.empty(1), 0)  # over Gloo
+        dist.all_reduce(tensor, group=group)
+    else:
+        work, begins = dist.all_reduce(tensor, group=group, async_op=True), threading.Event()
+
+        def tell() -> None:
+            begins.wait()
+            dist.send(torch.empty(1), 1)
+
+        thread = threading.Thread(target=tell)
+        thread.start()
+        begins.set()
+        work.synchronize()
+        thread.join()
+    assert tensor.item() == 2
 
 
 @run_on_ranks(gloo=True, settings=None)
