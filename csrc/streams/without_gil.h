@@ -7,7 +7,7 @@
 
 namespace syncengine {
 
-// What waits for another thread is declared behind one: where that thread drops a tensor, torch may wait for the GIL.
+// Code that waits for another thread begins with one: where that thread drops a tensor, torch may wait for the GIL.
 struct WithoutGil {
   WithoutGil() {
     if (Py_IsInitialized() && PyGILState_Check()) released.emplace();
