@@ -23,14 +23,20 @@ os.environ["SYNCENGINE_SUMMARY"] = "0"
 
 
 # Files that take a worker minutes. They come first, so that no worker begins one when the others have ended.
-LONG = ("test_torch_suite.py", "test_hosts_split.py", "test_torch_backend_programs.py", "test_sharded_programs.py")
+LONG = (
+    "test_torch_suite.py",
+    "test_packaging.py",
+    "test_hosts_split.py",
+    "test_torch_backend_programs.py",
+    "test_sharded_programs.py",
+)
 
 settings.register_profile("syncengine", deadline=None, max_examples=50, derandomize=True)
 settings.load_profile("syncengine")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.name not in LONG)
+    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
 
 
 def pytest_collection_finish() -> None:

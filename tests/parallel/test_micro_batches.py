@@ -360,7 +360,7 @@ def memory(field: str) -> int:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("total", mostly_nightly([1, 2, 8], 2))
-@run_on_ranks(world=1)
+@run_on_ranks(world=1, spawned=True)  # what earlier tests have left in a process may be freed meanwhile
 def test_a_rank_keeps_a_gradient_for_each_level_of_the_tree(total: int):
     """How many copies of all gradients there are at the peak of the second step."""
     # Three weights of 36 MiB, each of which the allocator maps and unmaps by itself.

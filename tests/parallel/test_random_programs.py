@@ -463,7 +463,7 @@ def differences(first: int, ddp: bool, loop: bool, fails: bool = True, count: in
                 where = difference(program, reference)
             except Exception as error:
                 raise AssertionError(f"{program} beside {reference or 'a loop'}") from error
-            if where and not (reference and program.is_the_loops and loop and is_no_average(program)):
+            if where and not (reference and program.is_the_loops and is_no_average(program)):
                 wrong.append(f"{where}, beside {reference or 'a loop'}: {program}")
     return wrong
 
