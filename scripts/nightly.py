@@ -23,6 +23,7 @@ from gpu_run import ROOT, Step, adopt_orphans, end_all, run
 
 LOGS = ROOT / "build" / "nightly"
 # Four workers, since a third of what tests do is waiting. A file's cases may run beside each other: some only wait.
+# Stories of chaos compute all the time, and take much longer beside each other.
 PYTEST = ".venv/bin/python -m pytest -q --numprocesses 4 --dist worksteal"
 PROGRAMS = [
     "tests/parallel/test_random_programs.py",
@@ -55,7 +56,7 @@ PARTS = {
                   {"SYNCENGINE_TEST_KILLS": "200"}),
     "ends": Part(4, f"{PYTEST} tests/faults/test_ends.py -k 'exit-raises or launchers and raises or spawn_shows'",
                  {"SYNCENGINE_TEST_TRIES": "8"}),
-    "chaos": Part(20, f"{PYTEST} {CHAOS}", {"SYNCENGINE_TEST_CHAOS": "2000"}),
+    "chaos": Part(20, f".venv/bin/python -m pytest -q {CHAOS}", {"SYNCENGINE_TEST_CHAOS": "2000"}),
     "garbage": Part(7, "make -C tests/core FLAVORS=asan build && export TEST_DEADLINE=20000 && "
                     "printf '%s\\n' fuzz_messages_to_the_first fuzz_messages_to_the_last scribbles | "
                     "xargs -P 2 -n 1 build/core-asan/core_tests",
