@@ -120,7 +120,8 @@ class Actions(Run):
                 scaler.unscale_(self.optimizer)
             scaler.step(self.optimizer)
             scaler.update()
-            if factor == 1.0:
+            # torch's foreach SGD with Nesterov's momentum adds that to the gradients, here to those of a shard alone.
+            if factor == 1.0 and not (self.options.get("foreach") and self.options.get("nesterov")):
                 self.gradients += [p.grad.clone() for p in self.parameters if p.grad is not None]
 
     def call_closure(self) -> None:
@@ -208,9 +209,10 @@ class Actions(Run):
             self.optimizer.state[p] = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in entries.items()}
 
     def forget_state(self) -> None:
-        """Of one parameter, or all. (Adagrad makes it but once.)"""
+        """Of one parameter, or all. (Adagrad makes it but once, and torch's fused SGD for all or none.)"""
         if self.kind != "Adagrad":
-            for p in [self.dice.choice(self.trained)] if self.dice.random() < 0.5 else list(self.optimizer.state):
+            one = self.dice.random() < 0.5 and not (self.kind == "SGD" and self.options.get("fused"))
+            for p in [self.dice.choice(self.trained)] if one else list(self.optimizer.state):
                 self.optimizer.state.pop(p, None)
 
     def read_state(self) -> None:
