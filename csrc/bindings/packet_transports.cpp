@@ -9,6 +9,7 @@
 
 #include "bindings/bindings.h"
 #include "c10d/torch_transports.h"
+#include "streams/without_gil.h"
 #include "transport/packets/endpoint.h"
 
 namespace py = pybind11;
@@ -105,8 +106,8 @@ class RegisteredEndpoint final : public packets::Endpoint {
   // run() may need to end, it releases the GIL and waits here.
   void stop() override {
     Endpoint::stop();
-    if (!Py_IsInitialized() || !PyGILState_Check()) return;
-    py::gil_scoped_release nogil;
+    const WithoutGil without_gil;
+    if (!without_gil.released) return;
     std::unique_lock lock(endpoint_registry().mutex);
     endpoint_registry().changed.wait(lock, [this] { return !endpoint_registry().running.contains(this); });
   }
