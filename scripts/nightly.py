@@ -22,9 +22,10 @@ from typing import NamedTuple
 from gpu_run import ROOT, Step, adopt_orphans, end_all, run
 
 LOGS = ROOT / "build" / "nightly"
+PYTEST = ".venv/bin/python -m pytest -q"
 # Four workers, since a third of what tests do is waiting. A file's cases may run beside each other: some only wait.
 # Stories of chaos compute all the time, and take much longer beside each other.
-PYTEST = ".venv/bin/python -m pytest -q --numprocesses 4 --dist worksteal"
+IN_FOUR = f"{PYTEST} --numprocesses 4 --dist worksteal"
 PROGRAMS = [
     "tests/parallel/test_random_programs.py",
     "tests/sharded/test_sharded_programs.py",
@@ -49,14 +50,14 @@ PARTS = {
     "build": Part(5, "make build-for-tests .venv-openmpi/ready .venv-mpich/ready"),
     "docs": Part(1, "make docs"),
     "core": Part(15, "make core-test sanitize pages"),
-    "tests": Part(22, f"{PYTEST} {IN_OTHER_PARTS} -m 'not alone'"),
-    "alone": Part(1, ".venv/bin/python -m pytest -q -m 'alone and not gpu'"),
-    "programs": Part(12, f"{PYTEST} {' '.join(PROGRAMS)}", {"SYNCENGINE_TEST_PROGRAMS": "30"}),
-    "kills": Part(7, f"{PYTEST} -k random tests/sharded/test_sharded_kills.py tests/faults/test_elastic.py",
+    "tests": Part(22, f"{IN_FOUR} {IN_OTHER_PARTS} -m 'not alone'"),
+    "alone": Part(1, f"{PYTEST} -m 'alone and not gpu'"),
+    "programs": Part(12, f"{IN_FOUR} {' '.join(PROGRAMS)}", {"SYNCENGINE_TEST_PROGRAMS": "30"}),
+    "kills": Part(7, f"{IN_FOUR} -k random tests/sharded/test_sharded_kills.py tests/faults/test_elastic.py",
                   {"SYNCENGINE_TEST_KILLS": "200"}),
-    "ends": Part(4, f"{PYTEST} tests/faults/test_ends.py -k 'exit-raises or launchers and raises or spawn_shows'",
+    "ends": Part(4, f"{IN_FOUR} tests/faults/test_ends.py -k 'exit-raises or launchers and raises or spawn_shows'",
                  {"SYNCENGINE_TEST_TRIES": "8"}),
-    "chaos": Part(20, f".venv/bin/python -m pytest -q {CHAOS}", {"SYNCENGINE_TEST_CHAOS": "2000"}),
+    "chaos": Part(20, f"{PYTEST} {CHAOS}", {"SYNCENGINE_TEST_CHAOS": "2000"}),
     "garbage": Part(7, "make -C tests/core FLAVORS=asan build && export TEST_DEADLINE=20000 && "
                     "printf '%s\\n' fuzz_messages_to_the_first fuzz_messages_to_the_last scribbles | "
                     "xargs -P 2 -n 1 build/core-asan/core_tests",

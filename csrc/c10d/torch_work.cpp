@@ -78,7 +78,7 @@ std::exception_ptr TorchWork::delivery_error() const {
 }
 
 bool TorchWork::wait(std::chrono::milliseconds timeout) {
-  const WithoutGil without_gil;  // torch's synchronize() holds it
+  const WithoutGil without_gil;  // torch calls synchronize() with the GIL
   std::optional<Duration> at_most;
   if (timeout > kNoTimeout) at_most = seconds(std::chrono::duration<double>(timeout).count());  // or an int overflows
   wait_for_works(at_most, raise_pending_signal);
@@ -124,7 +124,7 @@ void TorchWork::abort() {
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> TorchWork::getFuture() {
-  const WithoutGil without_gil;  // another thread may be making it
+  const WithoutGil without_gil;  // another thread may be making the future
   std::call_once(future_made_, [this] {
     future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
     if (ended())

@@ -1,4 +1,4 @@
-// A scope without the GIL, for what may be called with it or without, also where Python has ended.
+// A scope without the GIL, in functions whose callers may hold the GIL or not, also after Python has ended.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
@@ -7,7 +7,8 @@
 
 namespace syncengine {
 
-// Code that waits for another thread begins with one: where that thread drops a tensor, torch may wait for the GIL.
+// A function that waits for another thread begins with this scope: that thread may drop a tensor, for which torch may
+// wait for the GIL.
 struct WithoutGil {
   WithoutGil() {
     if (Py_IsInitialized() && PyGILState_Check()) released.emplace();

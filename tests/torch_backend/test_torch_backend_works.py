@@ -46,7 +46,7 @@ def test_works_and_futures() -> None:
 @run_on_ranks(gloo=True, settings=None)
 def test_other_threads_run_while_a_work_is_synchronized() -> None:
     """Rank 1 calls when it hears from another thread of rank 0."""
-    group, tensor = ours(timeout=timedelta(seconds=10)), torch.ones(1)
+    group, tensor = ours(timeout=timedelta(seconds=25)), torch.ones(1)
     if dist.get_rank() == 1:
         dist.recv(torch.empty(1), 0)  # over Gloo
         dist.all_reduce(tensor, group=group)
@@ -55,7 +55,7 @@ def test_other_threads_run_while_a_work_is_synchronized() -> None:
 
         def tell() -> None:
             begins.wait()
-            for _ in range(400):  # a wait with the GIL lets it go every 50 ms
+            for _ in range(600):  # a wait with the GIL lets it go every 50 ms
                 time.sleep(0.001)
             dist.send(torch.empty(1), 1)
 
