@@ -124,8 +124,8 @@ class CurrentPlan {
     used_ = wanted_ = false;
     covers_.reset();
   }
-  // Notes that a backward goes by this plan. `shows_order`: its gradients come in the order of later backwards, as they
-  // do unless it observes a static graph.
+  // Notes that a backward by this plan has averaged. `shows_order`: its gradients came in the order of later backwards,
+  // as they do unless it observes a static graph.
   void use(bool shows_order) { used_ = shows_order; }
 
   // Whether another plan must be installed before the next backward: the parameters are not those that this plan
@@ -143,7 +143,7 @@ class CurrentPlan {
 
  private:
   std::shared_ptr<const BucketPlan> plan_, before_frozen_;
-  bool used_ = false;           // there was a backward since it was installed
+  bool used_ = false;           // a backward has shown the order since it was installed
   bool wanted_ = false;         // another plan must be installed
   std::optional<bool> covers_;  // the parameters as they are now; none: not known yet
 };

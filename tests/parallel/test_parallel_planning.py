@@ -182,6 +182,23 @@ def test_gradients_of_before_are_scaled_as_by_ddp_with_views():
         both(make, partial(step, before=before, zeroed=zeroed), gradient_as_bucket_view=True)
 
 
+@run_on_ranks(world=3, gloo=True, settings={"timeout": 60.0, "numerics": "ring"})
+def test_what_is_frozen_for_one_forward_is_scaled_as_by_ddp_with_views():
+    """The plan changes twice, but DDP makes no new buckets, into which it would move what was accumulated."""
+
+    def step(model: nn.Module) -> list[torch.Tensor | None]:
+        with model.no_sync():
+            model(data(0)).square().mean().backward()
+        loss = model(data(1)).square().mean()
+        first = next(model.parameters()).requires_grad_(False)
+        model(data(2))
+        first.requires_grad_(True)
+        loss.backward()
+        return gradients(model)
+
+    both(Mlp, step, gradient_as_bucket_view=True)
+
+
 def test_buckets_come_in_the_order_in_which_they_fill():
     """Those too that no cap has closed: torch's order of these depends on the device, and so on the rank."""
     dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float32, torch.bfloat16]
@@ -285,6 +302,25 @@ def test_buckets_follow_the_cap_and_the_order_of_readiness():
         assert model.sync_stats()["buckets"] == len(buckets)
         syncengine.all_gather(orders := torch.empty(2, 6, dtype=torch.int64), torch.tensor(model.reducer.ready_order()))
         assert orders.tolist() == [[1, 0, 3, 2, 5, 4], [5, 4, 3, 2, 1, 0]]
+
+
+@pytest.mark.parametrize("place", ["forward", "backward"])
+@run_on_ranks()
+def test_a_step_that_is_refused_shows_no_order(place: str):
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError("planned")
+
+    model = syncengine.Parallel(Opposite(3), **CAP)
+    last = next(model.parameters())
+    failure = model.module.register_forward_hook(fail) if place == "forward" else last.register_hook(fail)
+    with pytest.raises((ZeroDivisionError, SyncError), match="planned"):
+        backwards(model, 1)
+    failure.remove()
+    model.zero_grad()
+    for is_known in (False, True):
+        backwards(model, 1)
+        assert model._has_rebuilt_buckets == is_known
+    assert model._planning.plan == [[1], [0], [3], [2], [5], [4]]
 
 
 @run_on_ranks()

@@ -16,8 +16,6 @@ void Backward::begin() {
   // The step is counted before its plan is installed, so that an error there refuses this step, not the one before.
   if (!plan->buckets().empty()) model_.life.step_begins();
   if (plan != model_.plan.shared()) model_.install(plan);
-  // A backward that observes a static graph collects all gradients at its end: it does not show when they become ready.
-  model_.plan.use(/*shows_order=*/!usage.observes());
   model_.record.begin_backward(model_.parameters.size(), plan->buckets().size());
   if (usage.observes()) usage.static_graph()->begin_observation();
   if (model_.flat) {
@@ -204,6 +202,8 @@ void Backward::check_skipped() const {
 
 void Backward::deliver(std::vector<size_t>& written) {
   Usage& usage = model_.usage;
+  // A step that was refused shows no order, nor does a backward that collects all gradients at its end.
+  model_.plan.use(/*shows_order=*/!usage.observes());
   if (usage.observes() && !told_.has_shadows) usage.static_graph()->end_of_observation();
   for (Bucket& bucket : begun_->buckets) {
     model_.route->deliver(bucket);

@@ -39,7 +39,7 @@ Backward& Model::coming_backward() {
 bool Model::wants_plan(bool changed) {
   const bool wanted = plan.is_wanted();
   if (!plan.is_outdated(changed, parameters)) return false;
-  if (!wanted && plan) keep_gradients();
+  if (!wanted && plan.knows_order()) keep_gradients();
   return true;
 }
 

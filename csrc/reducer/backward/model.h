@@ -108,7 +108,7 @@ struct Model {
   RouteParts for_route() { return {averaging, parameters.gradients(), life, record, pooled, flat.get()}; }
 
  private:
-  // Notes gradients that DDP would have in buckets now: it moves existing ones there at wrapping, and for new buckets.
+  // Notes gradients that DDP would have in buckets now: it moves them there at wrapping, and for new buckets, once.
   void keep_gradients() {
     if (averaging.scaling != Scaling::DivideViewed) return;
     for (Gradient& gradient : parameters.gradients()) gradient.keep();
