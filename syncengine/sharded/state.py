@@ -249,7 +249,7 @@ class SharedState:
 
     def load(self) -> None:
         """Cuts ``whole``, which the user has filled, into this rank's pieces, for ``give`` to move to common memory."""
-        self._problem = ""
+        self._problem, had_state = "", {index for index, _ in self._entries}
         self._entries.clear()
         self._numbers.clear()
         self._note_whole()  # so nothing of the former entries stays alive
@@ -262,6 +262,8 @@ class SharedState:
             state = {}
             here = self.whole.get(piece.parameter, {})
             if self._is_made_once and not here:
+                if piece.index not in had_state:
+                    continue  # its group was added after the constructor: the shard's class has made the state now
                 self._problem = (
                     f"the state of parameter {self._names[piece.index]} was removed, which this optimizer makes but "
                     "once: put other values in the place of its entries, the same on all ranks, or load_state_dict()"

@@ -248,6 +248,17 @@ def test_edits_of_shared_state_are_refused(how: str, ranks: list[int]):
 
 
 @run_on_ranks()
+def test_state_that_is_made_but_once_of_a_group_that_is_added_before_any_step():
+    nets = [make(), make()]
+    (one, *others), all_of_plain = nets[0].parameters(), list(nets[1].parameters())
+    model, optimizer = sharded(nets[0], torch.optim.Adagrad, [one], initial_accumulator_value=0.1)
+    optimizer.add_param_group({"params": others})
+    train(model, optimizer, 2)
+    train(*plain(nets[1], torch.optim.Adagrad, all_of_plain, initial_accumulator_value=0.1), 2)
+    return different_weights(*nets)
+
+
+@run_on_ranks()
 def test_state_that_is_made_but_once_can_not_be_cleared():
     _, model, optimizer = trained(2, make(), torch.optim.Adagrad)
     saved = snapshot(optimizer)
