@@ -220,6 +220,8 @@ def draw(number: int, world: int = 2, fails: bool = True) -> Program:
             changes["before"] = ""
         if step.before in ("dropped", "grad") or any(each.fails for each in steps):
             changes["uneven"] = False  # of a backward that is due all ranks make the first
+        if finds and "gradient_as_bucket_view" in options and world == 3 and step.zero == "kept":
+            changes["zero"] = "none"  # else DDP divides by 3, and adds up again, an average that no rank has used since
         if any(name.startswith("views") for name in has):  # gradients share memory, and torch adds to it in place
             changes |= {"micro": 0, "uneven": False, "zero": "none", "clips": False}
         steps[place] = replace(step, **changes)
@@ -228,6 +230,8 @@ def draw(number: int, world: int = 2, fails: bool = True) -> Program:
         first = next(name for name in layers if name in REENTRANT)
         layers.remove(first)
         layers.insert(0, first)
+    if tied and layers[0] == "selective":  # autocast casts its weights in the first use alone, which torch refuses
+        steps = [replace(step, calls="" if step.calls == "autocast" else step.calls) for step in steps]
     kind = "sgd" if sparse or "lazy" in has else dice.choice(list(OPTIMIZERS))
     # (DDP's sink, through which gradients of what is not used come, does not look into dataclasses.)
     spares = finds and not (static or hook) and output not in ("tensor", "input", "record") and chance(0.5)
@@ -447,8 +451,13 @@ def difference(program: Program, reference: Callable[..., nn.Module] | None) -> 
 
 
 def signed(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """The tensor, or if it is complex with zeros that are positive: torch multiplies them by a number with a zero."""
-    return tensor + 0 if tensor is not None and tensor.is_complex() else tensor
+    """The tensor with one kind of NaN: which one a sum has depends on its order, also for two summands.
+
+    If it is complex, its zeros are positive, too: torch multiplies them by a number with a zero.
+    """
+    if tensor is None or tensor.is_sparse or not (tensor.is_floating_point() or tensor.is_complex()):
+        return tensor
+    return (tensor + 0 if tensor.is_complex() else tensor).masked_fill(tensor.isnan(), torch.nan)
 
 
 def differences(first: int, ddp: bool, loop: bool, fails: bool = True, count: int = CHUNK) -> list[str]:
