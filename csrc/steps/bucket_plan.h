@@ -124,8 +124,8 @@ class CurrentPlan {
     used_ = wanted_ = false;
     covers_.reset();
   }
-  // Notes that a backward by this plan has averaged. `shows_order`: its gradients came in the order of later backwards,
-  // as they do unless it observes a static graph.
+  // Notes that a backward by this plan has averaged, since one that was refused shows no order. `shows_order`: its
+  // gradients came in the order of later backwards, as they do unless it observes a static graph.
   void use(bool shows_order) { used_ = shows_order; }
 
   // Whether another plan must be installed before the next backward: the parameters are not those that this plan

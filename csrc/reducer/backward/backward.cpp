@@ -202,7 +202,6 @@ void Backward::check_skipped() const {
 
 void Backward::deliver(std::vector<size_t>& written) {
   Usage& usage = model_.usage;
-  // A step that was refused shows no order, nor does a backward that collects all gradients at its end.
   model_.plan.use(/*shows_order=*/!usage.observes());
   if (usage.observes() && !told_.has_shadows) usage.static_graph()->end_of_observation();
   for (Bucket& bucket : begun_->buckets) {

@@ -48,8 +48,9 @@ class FlatBuckets {
   // Whether operations that are queued now are captured into a CUDA graph.
   bool is_captured() const { return lane_->is_captured(); }
 
-  // Called when a backward begins: forgets the streams that made the last one's gradients.
+  // Called when a backward begins, behind what one that was dropped has queued. Forgets the streams of its gradients.
   void begin() {
+    if (dropped_) lane_->finish();
     for (Flat& flat : flats_) flat.streams.clear();
   }
   // Notes that the calling thread's current stream has made a gradient of this bucket.
