@@ -22,6 +22,7 @@ from syncengine.errors import SyncError
 
 pytestmark = pytest.mark.thorough
 
+SHORT = 4.0  # seconds of patience with hosts that stay away, within which the others have to find each other
 LONG = 20.0  # seconds of patience: more than any of this takes, where nobody is to be given up
 ATTEMPTS = [0, *(pytest.param(attempt, marks=pytest.mark.nightly) for attempt in range(1, 20))]
 
@@ -104,7 +105,7 @@ def test_one_part_goes_on_where_connections_are_reset(
     pool: RankPool, tmp_path: Path, places: str, towards: str, left: list[int], v6: bool, attempt: int
 ) -> None:
     draw = random.Random(f"{places} {towards} {attempt}")
-    with Hosts(len(set(places))) as hosts, start(pool, hosts, places, 1.5, tmp_path, v6) as ranks:
+    with Hosts(len(set(places))) as hosts, start(pool, hosts, places, SHORT, tmp_path, v6) as ranks:
         time.sleep(draw.uniform(0, 0.3))
         with hosts.resetting(1, towards):
             check_split(ranks, left)
@@ -119,7 +120,7 @@ def test_one_part_goes_on_where_connections_are_reset_in_a_shrink(
 ) -> None:
     """The resets begin before the shrink, within it, or shortly after it."""
     draw = random.Random(f"{towards} {attempt}")
-    with Hosts(2) as hosts, start(pool, hosts, "aabb", 1.5, tmp_path) as ranks:
+    with Hosts(2) as hosts, start(pool, hosts, "aabb", SHORT, tmp_path) as ranks:
         ranks[3].signal(signal.SIGKILL)
         time.sleep(draw.choice([0.0, draw.uniform(0, 0.1), draw.uniform(0, 0.5)]))
         with hosts.resetting(1, towards):
@@ -136,7 +137,7 @@ def test_one_part_trains_where_connections_are_reset_in_init(
     draw = random.Random(f"{towards} {attempt}")
     with Hosts(2) as hosts, contextlib.ExitStack() as stack:
         with hosts.resetting(1, towards):
-            ranks = stack.enter_context(spawn(pool, hosts, "abb", 1.5, tmp_path, timeout=15.0))
+            ranks = stack.enter_context(spawn(pool, hosts, "abb", SHORT, tmp_path, timeout=15.0))
             time.sleep(draw.uniform(0, 2))
         outcomes = [rank.result(120.0) for rank in ranks]
     left = {tuple(outcome.value) for outcome in outcomes if not outcome.error}

@@ -85,6 +85,7 @@ def _enter_process(log: int, test_run: int) -> None:
     os.dup2(log, 2)
     os.close(log)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with SIGINT ignored
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and nohup's with SIGHUP
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)  # the test run asks where a rank hangs
 
