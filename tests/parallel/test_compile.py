@@ -1,7 +1,7 @@
 """torch.compile over, under and inside the wrapper: the bits of DDP under the same compiler, and the same graphs."""
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from marks import mostly_nightly
 from parallel_models import assert_averaged, both, data, gradients
 from pool import RankPool, run_on_ranks
-from raising_model import Bad, Raising
+from raising_model import Raising
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -44,20 +44,15 @@ def own_processes(pool: RankPool) -> Iterator[None]:
     pool.refresh()
 
 
-def counting(backend: str) -> Any:
-    """Returns a backend that counts its graphs. The import takes seconds, and ranks alone need it."""
-    from torch._dynamo.testing import CompileCounterWithBackend
-
-    return CompileCounterWithBackend(backend)
-
-
 @contextmanager
-def fresh_dynamo(optimize_ddp: bool | str) -> Iterator[Any]:
+def fresh_dynamo(optimize_ddp: bool | str, backend: str = "eager") -> Iterator[Any]:
     """Clears the compiler's caches before and after; yields a backend that counts its graphs."""
+    from torch._dynamo.testing import CompileCounterWithBackend  # an import of seconds, which ranks alone need
+
     torch._dynamo.reset()
     with torch._dynamo.config.patch(optimize_ddp=optimize_ddp), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        yield counting("eager")
+        yield CompileCounterWithBackend(backend)
     torch._dynamo.reset()
 
 
@@ -71,8 +66,7 @@ CASES = [
     ("parts", "eager", True, FINE),
     ("over", "eager", True, {"find_unused_parameters": True}),
     ("under", "aot_eager", True, {"make": Checkpointed}),
-    # One graph: a C++ compiler takes seconds for each.
-    ("over", "inductor", True, {"make": partial(Wide, 40)}),
+    ("over", "inductor", True, {"make": partial(Wide, 40)}),  # one graph: a C++ compiler takes seconds for each
 ]
 
 
@@ -86,9 +80,8 @@ def test_compiled_training_has_the_bits_and_graphs_of_ddp(
     make, modes = options.pop("make", Wide), options.pop("modes", False)
 
     def fresh() -> nn.Module:
-        nonlocal counter
         torch._dynamo.reset()
-        counter = counting(backend)
+        counter.frame_count = 0
         module = make()
         if place == "under":
             return torch.compile(module, backend=counter, fullgraph=True)
@@ -116,10 +109,8 @@ def test_compiled_training_has_the_bits_and_graphs_of_ddp(
                 found.append(model.eval()(data(9)))
         return [*found, torch.tensor(counter.frame_count)]
 
-    counter = None
-    with fresh_dynamo(optimize_ddp):
-        graphs = both(fresh, step, **options)[-1]
-    assert graphs >= (2 if place == "parts" else 1)
+    with fresh_dynamo(optimize_ddp, backend) as counter:
+        assert both(fresh, step, **options)[-1] >= (2 if place == "parts" else 1)
 
 
 @pytest.mark.nightly
@@ -147,18 +138,13 @@ def test_a_compiled_training_step():
 @run_on_ranks()
 def test_the_wrapper_itself_is_not_traced():
     """Only the module is compiled, once: none of the wrapper's own calculations."""
-    with fresh_dynamo(True):
-        graphs = []
-
-        def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
-            graphs.append([str(node.target) for node in graph.graph.nodes if node.op.startswith("call")])
-            return graph.forward
-
-        model = torch.compile(syncengine.Parallel(Wide(), find_unused_parameters=True), backend=backend)
+    with fresh_dynamo(True) as counter:
+        model = torch.compile(syncengine.Parallel(Wide(), find_unused_parameters=True), backend=counter)
         for i in range(3):
             model(data(i)).sum().backward()
-        assert len(graphs) == 2  # cut after DDP's first MiB
-        called = [target for graph in graphs for target in graph]
+        assert counter.frame_count == 2  # cut after DDP's first MiB
+        nodes = [node for graph in counter.graphs for node in graph.graph.nodes]
+        called = [str(node.target) for node in nodes if node.op.startswith("call")]
         assert len(called) == 9, called
         assert sum("linear" in target for target in called) == 4
 
@@ -183,18 +169,15 @@ def test_compiled_autograd_is_refused_by_name():
         model(data()).square().sum().backward()  # without it the option changes nothing
         assert_averaged(model.module, model.module(data()).square().sum())
         loss = model(data()).sum()
-        with (
-            compiled_autograd._enable(lambda graph: torch.compile(graph, backend="eager")),
-            pytest.raises(InvalidUsage, match="does not work with compiled autograd"),
-        ):
+        refused = pytest.raises(InvalidUsage, match="does not work with compiled autograd")
+        with compiled_autograd._enable(partial(torch.compile, backend="eager")), refused:
             loss.backward()
 
 
 @run_on_ranks()
 def test_a_module_that_raises_leaves_the_compiler_as_it_was():
     model = syncengine.Parallel(Raising())
-    model.module.where = "forward"
-    with pytest.raises(Bad), torch.no_grad():
+    with model.module.raising("forward"), torch.no_grad():
         model(data())
     assert DistributedDataParallel._active_ddp_module is None
     with fresh_dynamo(True) as counter:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from flat import flat, flat_buckets
 from marks import mostly_nightly
-from parallel_models import CAP, Run, assert_averages, backwards, data, different_bits, small, train
+from parallel_models import CAP, Run, assert_averages, backwards, data, different_bits, gradients, small, train
 from pool import run_on_ranks
 from test_parallel_weights import errors_against_all_samples
 from test_torch_comm_hooks import TORCH_HOOKS, plain, with_hook
@@ -33,26 +33,17 @@ def check_in_place(run: Callable[[], list[torch.Tensor]]) -> None:
 @pytest.mark.parametrize("world", mostly_nightly([3, 4], 0))
 @run_on_ranks()
 def test_rank_order_has_the_bits_of_buckets_in_place(world: int):
-    for run in (
-        Run(),
-        Run(dtype=torch.float16),
-        Run(dtype=torch.bfloat16, optimizer="adamw", accumulate=3, set_to_none=False),
-        Run(dtype=torch.float64, options=(("bucket_cap_mb", 0.5),)),
-        Run(model="conv"),
-        Run(model="tied", accumulate=2),
-        Run(model="mixed", dtype=None),
-        Run(options=(("find_unused_parameters", True),)),
-        Run(options=(("static_graph", True),)),
-        Run(options=(("gradient_as_bucket_view", True), ("bucket_cap_mb", 0.5))),
-    ):
+    runs = [Run(), Run(dtype=torch.float16), Run(model="conv"), Run(model="tied", accumulate=2)]
+    runs += [Run(model="mixed", dtype=None), Run(dtype=torch.float64, options=(("bucket_cap_mb", 0.5),))]
+    runs += [Run(dtype=torch.bfloat16, optimizer="adamw", accumulate=3, set_to_none=False)]
+    runs += [Run(options=((name, True),)) for name in ("find_unused_parameters", "static_graph")]
+    runs += [Run(options=(("gradient_as_bucket_view", True), ("bucket_cap_mb", 0.5)))]
+    for run in runs:
         check_in_place(lambda run=run: train(syncengine.Parallel, run))
 
 
-HOOKS = {
-    **{name: TORCH_HOOKS[name] for name in ("native all-reduce", "native fp16")},
-    "bf16": plain(syncengine.hooks.bf16_compress),
-    "mixed precision": lambda model: None,
-}
+HOOKS = {name: TORCH_HOOKS[name] for name in ("native all-reduce", "native fp16")}
+HOOKS |= {"bf16": plain(syncengine.hooks.bf16_compress), "mixed precision": lambda model: None}
 
 
 @pytest.mark.thorough
@@ -97,14 +88,10 @@ def test_a_kept_gradient_does_not_change():
         model = syncengine.Parallel(small())
         backwards(model)
         assert model.sync_stats()["copied_bytes"]["bucket"] == model.sync_stats()["reduced_bytes"] > 0
-        kept = [p.grad for p in model.parameters()]
-        values = [grad.clone() for grad in kept]
-        model.zero_grad()
+        kept, values = [p.grad for p in model.parameters()], gradients(model)
         backwards(model, 1)
-        assert all(torch.equal(a, b) for a, b in zip(kept, values, strict=True))
-        for grad in kept:
-            grad.detach_()
-            assert grad.untyped_storage().nbytes() == grad.nbytes
+        assert all(map(torch.equal, kept, values))
+        assert all(grad.detach_().untyped_storage().nbytes() == grad.nbytes for grad in kept)
 
 
 @run_on_ranks(gloo=True)
@@ -115,8 +102,7 @@ def test_a_first_forward_under_a_transform():
         parameters = dict(model.named_parameters())
         torch.func.grad(lambda p: torch.func.functional_call(model, p, (data(),)).sum())(parameters)
         for i in range(3):
-            plain = model.module(data(i)).square().mean()
-            assert_averages(model, plain, lambda out: out.square().mean(), data(i))
+            assert_averages(model, model.module(data(i)).var(), torch.var, data(i))
 
 
 @run_on_ranks(gloo=True, settings={"timeout": 100.0, "arena_bytes": 128 << 20})

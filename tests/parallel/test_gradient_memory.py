@@ -2,8 +2,8 @@
 
 import gc
 import os
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ClassVar
 
@@ -36,8 +36,8 @@ def train_all() -> tuple[list[list[bytes]], dict[str, int]]:
 @pytest.mark.nightly
 @pytest.mark.parametrize("world", mostly_nightly([2, 3, 4], 1))
 def test_bits_are_those_of_the_staged_way(pool: RankPool, world: int):
-    expected = pool.run(train_all, world=world, settings={"gradient_memory": "torch"})
-    found = pool.run(train_all, world=world, settings={"gradient_memory": "arena"})
+    ways = ({"gradient_memory": "torch"}, {"gradient_memory": "arena"})
+    expected, found = (pool.run(train_all, world=world, settings=way) for way in ways)
     assert [bits for bits, _ in found] == [bits for bits, _ in expected]
     for (_, before), (_, after) in zip(expected, found, strict=True):
         assert after["direct_bytes"] - before["direct_bytes"] > 55e6  # of 83e6 that these runs reduce
@@ -45,15 +45,12 @@ def test_bits_are_those_of_the_staged_way(pool: RankPool, world: int):
 
 @run_on_ranks()
 def test_no_large_gradient_is_copied_or_staged():
-    """In a step with all gradients made anew."""
     model = syncengine.Parallel(Mlp())
-    communicator = syncengine.default_communicator()
-    for _ in range(2):
+    for _ in range(3):
+        model.zero_grad()  # all gradients are made anew
+        before = syncengine.default_communicator().counters()
         model(torch.randn(3, 24)).sum().backward()
-        model.zero_grad()
-    before = communicator.counters()
-    model(torch.randn(3, 24)).sum().backward()
-    after = communicator.counters()
+    after = syncengine.default_communicator().counters()
     direct, staged, at_once = (after[n] - before[n] for n in ("direct_bytes", "staged_bytes", "one_shot_bytes"))
     small = sum(p.nbytes for p in model.parameters() if p.nbytes < PAGE)
     assert staged + at_once + model.sync_stats()["copied_bytes"]["small"] <= small
@@ -84,13 +81,11 @@ def test_gradients_outlive_the_communicator(gradient_memory: str):
     del model
     syncengine.shutdown()
     gc.collect()
-    assert all(torch.equal(grad, copy) for grad, copy in kept)
-    for grad, copy in kept:
-        assert torch.equal(grad.add_(1), copy + 1)
+    assert all(torch.equal(grad, copy) and torch.equal(grad.add_(1), copy + 1) for grad, copy in kept)
     assert tensor.sum() == 3000
     syncengine.init(timeout=60.0)
     syncengine.Parallel(Mlp())(x).sum().backward()
-    del kept, grad
+    del kept
     gc.collect()
     assert torch.ones(10000).sum() == 10000
 
@@ -109,14 +104,12 @@ def test_only_gradients_lie_in_the_arena():
     """Neither what the forward makes, nor temporaries of backward, nor anything after it or on another thread."""
     seen: dict[str, torch.Tensor] = {}
     model = syncengine.Parallel(nn.Sequential(nn.Linear(64, 300), nn.Linear(300, 64)))
-    same_size = model.module[0].weight.shape
-    x = torch.randn(50, 64)
+    same_size, x = model.module[0].weight.shape, torch.randn(50, 64)
 
     def look(grad: torch.Tensor) -> None:
         seen["temporary"] = grad  # [50, 300]: no parameter's size
-        thread = threading.Thread(target=lambda: seen.update(other=torch.empty(same_size)))
-        thread.start()
-        thread.join()
+        with ThreadPoolExecutor(1) as thread:
+            seen["other"] = thread.submit(torch.empty, same_size).result()
 
     for _ in range(2):
         seen["forward"] = model.module[0](x)
@@ -144,21 +137,13 @@ def test_a_failed_backward_leaves_the_allocator_as_it_was(tmp_path: Path):
     assert all(p.grad is None for p in model.parameters())
 
 
-@run_on_ranks(settings=None, environ={"SYNCENGINE_GRADIENT_MEMORY": "torch"})
-def test_one_setting_turns_it_off():
-    model = syncengine.Parallel(Mlp())
-    model(torch.randn(3, 24)).sum().backward()
-    assert not any(in_arena(p.grad) for p in model.parameters())
-
-
 @run_on_ranks()
 def test_the_profiler_sees_gradients():
     model = syncengine.Parallel(nn.Linear(512, 512))
     x = torch.ones(1, 512)
     with torch.profiler.profile(profile_memory=True) as profile:
         model(x).sum().backward()
-    allocated = sum(max(0, event.self_cpu_memory_usage) for event in profile.events())
-    assert allocated >= 4 * 512 * 512
+    assert sum(max(0, event.self_cpu_memory_usage) for event in profile.events()) >= 4 * 512 * 512
 
 
 @pytest.mark.parametrize("gradients_outlive_it", [False, True])
@@ -181,9 +166,8 @@ def test_memory_goes_with_the_model(gradients_outlive_it: bool):
     del gradients
     syncengine.barrier()
     deadline = time.monotonic() + 60
-    while memory_of_this_process("Pss_Shmem") - before >= 2**20 and time.monotonic() < deadline:
+    while (after := memory_of_this_process("Pss_Shmem")) - before >= 2**20 and time.monotonic() < deadline:
         time.sleep(0.01)  # the engine's thread may be the one that drops the last reference
-    after = memory_of_this_process("Pss_Shmem")
     syncengine.barrier()  # what a rank shares with one that has ended would count in full
     assert 4 * 2**20 <= during - before < 9 * 2**20  # one gradient, or the two that follow each other
     assert after - before < 2**20
@@ -208,14 +192,8 @@ class Convolving(torch.autograd.Function):
 
         held = scratch() if Convolving.temporaries_first else []
         result = torch.full((512, 512), syncengine.rank() + 1.0)
-        if not Convolving.temporaries_first:
-            scratch()
-        del held
+        held = held or scratch()
         return result
-
-
-def weight() -> nn.Module:
-    return Layer(lambda self: Convolving.apply(self.weight), weight=nn.Parameter(torch.zeros(512, 512)))
 
 
 def step(model: nn.Module, backwards: int = 1) -> tuple[list[bool], bool]:
@@ -229,42 +207,27 @@ def step(model: nn.Module, backwards: int = 1) -> tuple[list[bool], bool]:
     return Convolving.in_arena.copy(), in_arena(grad)
 
 
-TEMPORARIES_OUT, ALL_IN = ([False, False], True), ([True, True], True)
-
-
 @run_on_ranks()
 def test_temporaries_of_a_gradients_size_stay_out_once_they_are_known():
+    temporaries_out, all_in = ([False, False], True), ([True, True], True)
     Convolving.temporaries_first = True
-    model = syncengine.Parallel(weight())
-    assert step(model) == ALL_IN
-    assert [step(model) for _ in range(3)] == [TEMPORARIES_OUT] * 3
-    # Backwards that accumulate make no gradient, only temporaries; each learns for its own kind.
-    for backwards, temporaries in ((2, [True, True]), (3, [False, False])):
-        assert step(model, backwards) == (temporaries, True)
-    assert [step(model) for _ in range(2)] == [TEMPORARIES_OUT] * 2
-    # Another order: a wrong guess costs one staged gradient, and is forgotten.
-    for first in (False, True):
-        Convolving.temporaries_first = first
-        assert not step(model)[1]
-        assert step(model) == ALL_IN
-        assert step(model) == TEMPORARIES_OUT
-    Convolving.temporaries_first = False
-    assert not step(model)[1]
-    assert [step(model) for _ in range(3)] == [ALL_IN] * 3  # the third: nothing is guessed any more
-
-
-@run_on_ranks()
-def test_temporaries_take_no_memory_in_the_arena():
-    Convolving.temporaries_first = True
-    model = syncengine.Parallel(weight())
+    weight = nn.Parameter(torch.zeros(512, 512))
+    model = syncengine.Parallel(Layer(lambda self: Convolving.apply(self.weight), weight=weight))
     syncengine.barrier()
     before = memory_of_this_process("Pss_Shmem")
-    for _ in range(3):
-        step(model)
+    assert [step(model) for _ in range(4)] == [all_in] + [temporaries_out] * 3
     syncengine.barrier()
     growth = memory_of_this_process("Pss_Shmem") - before
     syncengine.barrier()
     assert growth < 1.75 * 2**20  # the gradient is of 1 MiB, each temporary, too
+    # Backwards that accumulate make no gradient, only temporaries; each learns for its own kind.
+    assert [step(model, backwards) for backwards in (2, 3)] == [all_in, temporaries_out]
+    assert [step(model) for _ in range(2)] == [temporaries_out] * 2
+    # Another order: a wrong guess costs one staged gradient, and is forgotten. After the third, nothing is guessed.
+    for first, then in ((False, [all_in, temporaries_out]), (True, [all_in, temporaries_out]), (False, [all_in] * 3)):
+        Convolving.temporaries_first = first
+        assert not step(model)[1]
+        assert [step(model) for _ in then] == then
 
 
 def staged_of_a_step(rows: int, given: bool = False) -> tuple[dict[str, int], str]:
@@ -274,7 +237,9 @@ def staged_of_a_step(rows: int, given: bool = False) -> tuple[dict[str, int], st
     model(torch.ones(1, 1024)).sum().backward()
     statistics = model.sync_stats()
     assert statistics["reduced_bytes"] == 4096 * rows
-    return {reason: size for reason, size in statistics["staged_bytes"].items() if size}, statistics["shortage"]
+    staged = {reason: size for reason, size in statistics["staged_bytes"].items() if size}
+    assert "numerics" in staged or in_arena(model.module.weight.grad) == (not staged)
+    return staged, statistics["shortage"]
 
 
 def test_the_reason_for_staging_is_told(pool: RankPool):
@@ -283,10 +248,11 @@ def test_the_reason_for_staging_is_told(pool: RankPool):
         assert staged == {"shortage": 36 * 2**20}
         assert "SYNCENGINE_ARENA_BYTES" in shortage
         assert str(36 * 2**20) in shortage
-    for staged, settings, given in [
-        ({}, {}, False),
-        ({"setting": 2**22}, {"gradient_memory": "torch"}, False),
-        ({"numerics": 2**22}, {"numerics": "ring"}, False),
-        ({"elsewhere": 2**22}, {}, True),
+    for staged, settings, environ, given in [
+        ({}, {}, {}, False),
+        ({"setting": 2**22}, {"gradient_memory": "torch"}, {}, False),
+        ({"setting": 2**22}, {}, {"SYNCENGINE_GRADIENT_MEMORY": "torch"}, False),
+        ({"numerics": 2**22}, {"numerics": "ring"}, {}, False),
+        ({"elsewhere": 2**22}, {}, {}, True),
     ]:
-        assert pool.run(staged_of_a_step, 1024, given, settings=settings) == [(staged, "")] * 2
+        assert pool.run(staged_of_a_step, 1024, given, settings=settings, environ=environ) == [(staged, "")] * 2

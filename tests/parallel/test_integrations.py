@@ -3,6 +3,7 @@
 import contextlib
 import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from models.workload import same_bits
-from parallel_models import Mlp, both, data, gradients
+from parallel_models import Mlp, Wrap, both, data, different_bits, gradients
 from pool import run_on_ranks
 from torch import nn
 from torch.distributed.checkpoint import state_dict
@@ -20,83 +21,68 @@ from torch.utils._pytree import tree_flatten_with_path
 import syncengine
 
 
-def prepare(wrapper: nn.Module) -> None:
-    """As Lightning does before a backward."""
-    wrapper.require_forward_param_sync = True
-    wrapper.reducer._rebuild_buckets()
-    wrapper.reducer.prepare_for_backward([])
-
-
 class Redirected(nn.Module):
-    """Lightning redirects a forward to its step, which ends with synchronization off. Here backward comes behind it."""
+    """Lightning redirects a forward to its step, which ends with synchronization off."""
 
-    def __init__(self) -> None:
+    def __init__(self, step: Callable[..., torch.Tensor | None]) -> None:
         super().__init__()
-        self.inner = Mlp()
+        self.inner, self.step = Mlp(), step
         self.wrapper: list[nn.Module] = []  # in a list, not to be a submodule
         self.gradients: list[torch.Tensor] = []
 
-    def forward(self, *arguments: Any) -> torch.Tensor:
+    def forward(self, argument: Any) -> torch.Tensor:
         (wrapper,) = self.wrapper
-        out = self.step(wrapper, *arguments)
+        out = self.step(self, wrapper, argument)
         wrapper.require_backward_grad_sync = False
-        return out
+        return torch.zeros(()) if out is None else out
 
-    def step(self, wrapper: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x)
+    def backward(self, loss: torch.Tensor, synchronize: bool = True, **options: Any) -> None:
+        if synchronize:  # as Lightning's manual_backward
+            (wrapper,) = self.wrapper
+            wrapper.require_forward_param_sync = True
+            wrapper.reducer._rebuild_buckets()
+            wrapper.reducer.prepare_for_backward([])
+        loss.backward(**options)
+        self.gradients += gradients(self.inner)
 
 
 @pytest.mark.parametrize("world", [1, 2])  # scripts that are tried with one rank keep these lines
 @run_on_ranks(gloo=True)
 def test_lightnings_manual_optimization(world: int):
+    """Here backward comes behind the forward."""
+
     def step(model: nn.Module) -> list[torch.Tensor]:
         model.module.wrapper = [model]
-        results = []
         for i in range(3):
             model.zero_grad()
             loss = model(data(i)).square().mean()
             model.require_backward_grad_sync = True
             if i == 1:  # a backward without Lightning's manual_backward: stays local
-                loss.backward(retain_graph=True)
-                results += gradients(model)
+                model.module.backward(loss, synchronize=False, retain_graph=True)
                 model.zero_grad()
-            prepare(model)
-            loss.backward()
-            results += gradients(model)
+            model.module.backward(loss)
         model.module.wrapper = []
-        return results
+        return model.module.gradients
 
-    both(Redirected, step)
+    both(partial(Redirected, lambda self, wrapper, x: self.inner(x)), step)
 
 
-class StepsInside(Redirected):
+def several_backwards(self: Redirected, wrapper: nn.Module, step: int) -> None:
     """Manual optimization has several backwards in a step, also under no_sync."""
-
-    def backward(self, loss: torch.Tensor, synchronize: bool = True, **options: Any) -> None:
-        if synchronize:
-            prepare(*self.wrapper)
-        loss.backward(**options)
-        self.gradients += gradients(self.inner)
-
-    def step(self, wrapper: nn.Module, step: int) -> torch.Tensor:
-        for i, order in enumerate([(True, False, True), (False, True), (False, False)]):
-            self.inner.zero_grad()
-            for j, synchronize in enumerate(order):
-                with contextlib.nullcontext() if synchronize else wrapper.no_sync():
-                    self.backward(self.inner(data(100 * step + 10 * i + j)).square().mean(), synchronize)
-        return torch.zeros(())
-
-
-class TwoLossesInside(StepsInside):
-    """Both of one graph: the first is synchronized, the second is this rank's own."""
-
-    def step(self, wrapper: nn.Module, step: int) -> torch.Tensor:
+    for i, order in enumerate([(True, False, True), (False, True), (False, False)]):
         self.inner.zero_grad()
-        output = self.inner(data(step))
-        self.backward(output.square().mean(), retain_graph=True)
-        with wrapper.no_sync():
-            self.backward(output.abs().mean(), synchronize=False)
-        return torch.zeros(())
+        for j, synchronize in enumerate(order):
+            with contextlib.nullcontext() if synchronize else wrapper.no_sync():
+                self.backward(self.inner(data(100 * step + 10 * i + j)).square().mean(), synchronize)
+
+
+def two_losses(self: Redirected, wrapper: nn.Module, step: int) -> None:
+    """Both of one graph: the first is synchronized, the second is this rank's own."""
+    self.inner.zero_grad()
+    output = self.inner(data(step))
+    self.backward(output.square().mean(), retain_graph=True)
+    with wrapper.no_sync():
+        self.backward(output.abs().mean(), synchronize=False)
 
 
 def train_inside(model: nn.Module) -> list[torch.Tensor]:
@@ -111,38 +97,33 @@ def train_inside(model: nn.Module) -> list[torch.Tensor]:
 @pytest.mark.thorough
 @run_on_ranks(gloo=True)
 def test_lightnings_manual_optimization_under_no_sync():
-    both(StepsInside, train_inside)
-    both(TwoLossesInside, train_inside)
+    both(partial(Redirected, several_backwards), train_inside)
+    both(partial(Redirected, two_losses), train_inside)
     model = syncengine.Parallel(Mlp(), bucket_cap_mb=0.1)
     assert model.reducer._rebuild_buckets()
     assert not model.reducer._rebuild_buckets()
 
 
-class FlushesInside(StepsInside):
+@run_on_ranks(gloo=True)
+def test_lightnings_flush_of_a_static_graph():
     """After the first backward over a static graph Lightning averages by DDP's own private method."""
 
-    def step(self, wrapper: nn.Module, step: int) -> torch.Tensor:
+    def step(self: Redirected, wrapper: nn.Module, step: int) -> None:
         self.inner.zero_grad()
         self.backward(self.inner(data(step)).square().mean())
         if step == 0:
             wrapper.reducer._delay_all_reduce()
             self.gradients = gradients(self.inner)
-        return torch.zeros(())
 
-
-@run_on_ranks(gloo=True)
-def test_lightnings_flush_of_a_static_graph():
-    both(FlushesInside, train_inside, static_graph=True)
+    both(partial(Redirected, step), train_inside, static_graph=True)
 
 
 @pytest.mark.parametrize("world", [1, 2])
 @run_on_ranks(gloo=True)
 def test_accelerates_trigger_sync_in_backward(world: int):
-    """Which steps on a forward that ran under no_sync."""
-
     def step(model: nn.Module) -> None:
         for i in range(3):
-            with model.no_sync():
+            with model.no_sync():  # trigger_sync_in_backward steps on a forward that ran here
                 losses = [model(data(10 * i + j)).square().mean() for j in range(3)]
                 losses[0].backward()
             before = model.require_backward_grad_sync, model.require_forward_param_sync
@@ -154,15 +135,13 @@ def test_accelerates_trigger_sync_in_backward(world: int):
     both(Mlp, step)
 
 
-# --- torch.distributed.checkpoint: the files do not say whether DDP or Parallel has written them
-
-WRAPS: dict[str, Callable[..., nn.Module]] = {"ours": syncengine.Parallel, "ddp": DistributedDataParallel}
+OURS, DDPS = syncengine.Parallel, DistributedDataParallel
 
 
 # Without BatchNorm, whose statistics differ between ranks: torch keeps those of one of them.
-def start(wrap: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+def start(wrap: Wrap, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
-    model = WRAPS[wrap](Mlp())
+    model = wrap(Mlp())
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
@@ -178,14 +157,11 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> l
 def test_state_dicts_are_those_of_ddp():
     full = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
     states = []
-    for wrap in WRAPS:
+    for wrap in (OURS, DDPS):
         model, optimizer = start(wrap, seed=0)
         train(model, optimizer, range(3))
-        state = [
-            state_dict.get_model_state_dict(model),
-            state_dict.get_optimizer_state_dict(model, optimizer),
-            state_dict.get_state_dict(model, optimizer, options=full),
-        ]
+        state = [state_dict.get_model_state_dict(model), state_dict.get_optimizer_state_dict(model, optimizer)]
+        state += state_dict.get_state_dict(model, optimizer, options=full)
         states.append(tree_flatten_with_path(state)[0])
     for (path, ours), (expected_path, theirs) in zip(*states, strict=True):
         assert path == expected_path
@@ -193,32 +169,26 @@ def test_state_dicts_are_those_of_ddp():
     assert "head.weight" in state[0]
 
 
+@pytest.mark.parametrize(("writer", "reader"), [(OURS, OURS), (DDPS, OURS), (OURS, DDPS)])
 @run_on_ranks(gloo=True)
-def test_states_are_set_as_in_ddp():
-    model, optimizer = start("ours", seed=0)
-    train(model, optimizer, range(3))
-    saved = copy.deepcopy(state_dict.get_state_dict(model, optimizer))
-    expected = train(model, optimizer, range(3, 5))
-    rank_0_only = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    for options in (None, rank_0_only):
-        model, optimizer = start("ours", seed=1)
-        mine = copy.deepcopy(saved) if options is None or syncengine.rank() == 0 else ({}, {})
-        state_dict.set_model_state_dict(model, mine[0], options=options)
-        state_dict.set_optimizer_state_dict(model, optimizer, mine[1], options=options)
-        assert all(same_bits(a, b) for a, b in zip(train(model, optimizer, range(3, 5)), expected, strict=True))
-
-
-@pytest.mark.parametrize(("writer", "reader"), [("ours", "ours"), ("ddp", "ours"), ("ours", "ddp")])
-@run_on_ranks(gloo=True)
-def test_training_goes_on_from_a_checkpoint(tmp_path: Path, writer: str, reader: str):
+def test_training_goes_on_from_a_checkpoint(tmp_path: Path, writer: Wrap, reader: Wrap):
+    """The checkpoint is a file, or memory: each rank's, or rank 0's."""
+    names = ("model_state_dict", "optim_state_dict")
     model, optimizer = start(writer, seed=0)
     train(model, optimizer, range(3))
-    saved = zip(("model", "optimizer"), state_dict.get_state_dict(model, optimizer), strict=True)
-    dcp.save(dict(saved), checkpoint_id=tmp_path)
+    saved = copy.deepcopy(state_dict.get_state_dict(model, optimizer))
+    dcp.save(dict(zip(names, saved, strict=True)), checkpoint_id=tmp_path)
     expected = train(model, optimizer, range(3, 5))
-    model, optimizer = start(reader, seed=1)
-    model_state, optimizer_state = state_dict.get_state_dict(model, optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state}
-    dcp.load(state, checkpoint_id=tmp_path)
-    state_dict.set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    assert all(same_bits(a, b) for a, b in zip(train(model, optimizer, range(3, 5)), expected, strict=True))
+    for source in ("file", "each rank", "rank 0") if writer is reader else ("file",):
+        model, optimizer = start(reader, seed=1)
+        if source == "file":
+            state = dict(zip(names, state_dict.get_state_dict(model, optimizer), strict=True))
+            dcp.load(state, checkpoint_id=tmp_path)
+            state_dict.set_state_dict(model, optimizer, **state)
+        else:
+            of_rank_0 = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+            options = of_rank_0 if source == "rank 0" else None
+            mine = copy.deepcopy(saved) if options is None or syncengine.rank() == 0 else ({}, {})
+            state_dict.set_model_state_dict(model, mine[0], options=options)
+            state_dict.set_optimizer_state_dict(model, optimizer, mine[1], options=options)
+        assert not different_bits(train(model, optimizer, range(3, 5)), expected), source

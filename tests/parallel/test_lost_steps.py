@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from models.workload import same_bits
 from parallel_models import Mlp, assert_averaged, data, different_bits, gradients, outcome
 from pool import RankPool, run_on_ranks
 from raising_model import Bad, InBackward, Raising
@@ -43,15 +44,13 @@ def raise_bad(*_: Any) -> None:
 @run_on_ranks(gloo=True)
 def test_a_forward_that_is_pending_when_its_step_is_lost_says_so():
     """As contrastive pairs, or two losses: it is no forward that a backward has synchronized."""
-    for container in (list, iter):  # outputs that are found, and that are not
+    for container in (iter, list):  # outputs that are not found, and that are
         model = syncengine.Parallel(Raising())
         model.module.register_forward_hook(lambda module, inputs, out, container=container: container([out]))
         for where, reason in (("forward", "Bad: the batch is bad: forward"), ("middle", "backward aborted")):
             first = sum(model(data()))
-            with pytest.raises(Bad):
-                model.module.where = where
+            with model.module.raising(where):
                 sum(model(data(1))).sum().backward()
-            model.module.where = ""
             with pytest.raises(InvalidUsage, match=rf"given up \(.*{reason}\).*[Rr]un the forward again"):
                 first.sum().backward()
             model.zero_grad()  # a refused backward through outputs that are not found has brought a gradient
@@ -60,17 +59,12 @@ def test_a_forward_that_is_pending_when_its_step_is_lost_says_so():
             assert_averaged(model.module, sum(model.module(data(2))).sum())
             with pytest.raises(InvalidUsage, match="already synchronized"):
                 loss.backward()
-    syncengine.barrier()
-
-
-@run_on_ranks()
-def test_a_forward_that_was_synchronized_before_a_lost_step_says_so():
-    model = syncengine.Parallel(Raising())
-    loss = model(data()).sum()
+    loss = sum(model(data())).sum()
     loss.backward(retain_graph=True)
-    lose_step(model, "forward")
+    lose_step(model, "forward")  # which gives up none that was synchronized before
     with pytest.raises(InvalidUsage, match="already synchronized"):
         loss.backward()
+    syncengine.barrier()
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -78,19 +72,16 @@ def test_a_forward_that_was_synchronized_before_a_lost_step_says_so():
 def test_a_refused_step_disturbs_no_call_of_the_users(world: int):
     """Rank 1 raises in forward; the others hear of that where they wait for this model, and not before."""
     model = syncengine.Parallel(Raising())
-    model.module.where = "forward" if syncengine.rank() == 1 else ""
-    with pytest.raises(Bad) if syncengine.rank() == 1 else contextlib.nullcontext():
+    with model.module.raising("forward" if syncengine.rank() == 1 else ""):
         loss = model(data()).sum()
     for _ in range(3):
-        ones = torch.ones(100)
-        syncengine.all_reduce(ones)
-        assert ones[7] == syncengine.world_size()
+        syncengine.all_reduce(ones := torch.ones(100))
+        assert ones[7] == world
     other = syncengine.Parallel(Mlp())
     other(data()).sum().backward()
     if syncengine.rank() != 1:
         with pytest.raises(Aborted, match="rank 1 raised in forward: Bad"):
             loss.backward()
-    model.module.where = ""
     assert_goes_on(model)
 
 
@@ -102,7 +93,8 @@ def test_sums_outlive_an_error_in_forward_on_all_ranks_or_on_none(raising: list[
     torch.manual_seed(0)
     module = Raising()
     model = syncengine.Parallel(module)
-    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    kept = len(raising) == world
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))] if kept else module.parameters(), 0.1)
     with model.no_sync():
         model(data(0)).square().mean().backward()
     hooks = len(step_hooks)  # those of who looks at steps always
@@ -110,19 +102,14 @@ def test_sums_outlive_an_error_in_forward_on_all_ranks_or_on_none(raising: list[
     raises = syncengine.rank() in raising
     lose_step(model, "forward" if raises else "")
     assert len(step_hooks) == hooks + raises
-    kept = len(raising) == syncengine.world_size()
     assert all((p.grad is not None) == (kept or raises) for p in module.parameters())
     if asks == "step":
-        other = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], 0.1)
-        (other if kept else optimizer).step()
+        optimizer.step()
     else:
         with torch.no_grad():
             model(data())
         assert len(step_hooks) == hooks
-    if kept:
-        assert not different_bits(gradients(module), sums)
-    else:
-        assert all(p.grad is None for p in module.parameters())
+    assert all(map(same_bits, gradients(module), sums if kept else [None] * len(sums)))
     assert not different_bits([p.detach() for p in module.parameters()], weights)
     expected = [torch.autograd.grad(module(data(i)).square().mean(), list(module.parameters())) for i in (0, 2)]
     model(data(2)).square().mean().backward()
@@ -136,8 +123,7 @@ def test_sums_outlive_an_error_in_forward_on_all_ranks_or_on_none(raising: list[
 def test_a_refusal_is_forgotten_with_its_communicator():
     """Other optimizers step, and the module is wrapped anew."""
     module = Raising()
-    module.where = "forward"
-    with pytest.raises(Bad):
+    with module.raising("forward"):
         syncengine.Parallel(module)(data())
     if syncengine.rank() == 1:
         with pytest.raises((Aborted, PeerLost)):  # rank 0's refusal may be read before it leaves, or after
@@ -148,7 +134,6 @@ def test_a_refusal_is_forgotten_with_its_communicator():
     torch.optim.SGD([other], 1.0).step()
     assert other.tolist() == [0.0, 0.0]
     syncengine.init()
-    module.where = ""
     assert_goes_on(syncengine.Parallel(module))
 
 
@@ -164,8 +149,7 @@ def test_all_ranks_find_the_batch_size_that_fits_each(most: dict[int, int]):
             return super().forward(x)
 
     model = syncengine.Parallel(Limited())
-    size = 64
-    while True:
+    for size in (64, 32, 16, 8, 4, 2, 1):
         try:
             model.zero_grad()
             few, many = (torch.full((rows, 24), 1.0 + syncengine.rank()) for rows in (1, size))
@@ -177,24 +161,22 @@ def test_all_ranks_find_the_batch_size_that_fits_each(most: dict[int, int]):
         except RuntimeError as error:
             if len(error.args) != 1 or " out of memory." not in error.args[0]:
                 raise
-        size //= 2
     assert min(most.values()) / 2 < size <= min(most.values())  # one power of two
 
 
 @pytest.mark.parametrize("raising", [[1], [0, 1]], ids=str)
 @run_on_ranks(gloo=True)
 def test_an_error_in_forward_before_buffers_are_synchronized_costs_a_step(raising: list[int]):
-    def add(state: None, buffers: dict[str, torch.Tensor]) -> None:
-        syncengine.all_reduce(buffers["seen"])
-
     module = Raising()
     module.register_buffer("seen", torch.zeros(3))
     model = syncengine.Parallel(module)
-    model._register_buffer_comm_hook(None, add, _BufferCommHookLocation.POST_FORWARD)
+    model._register_buffer_comm_hook(
+        None, lambda _, buffers: syncengine.all_reduce(buffers["seen"]), _BufferCommHookLocation.POST_FORWARD
+    )
     assert_goes_on(model)
-    text = lose_step(model, "forward" if syncengine.rank() in raising else "")
-    told = "" if syncengine.rank() in raising else "rank 1 raised in forward: Bad: "
-    assert text == told + "the batch is bad: forward"
+    raises = syncengine.rank() in raising
+    text = lose_step(model, "forward" if raises else "")
+    assert text == ("" if raises else "rank 1 raised in forward: Bad: ") + "the batch is bad: forward"
     assert_goes_on(model)
     assert syncengine.default_communicator().exception() is None
 
@@ -311,14 +293,13 @@ def test_an_unfinished_reduction_beside_an_error_costs_a_step():
 def test_the_weight_of_a_forward_that_raised_is_not_a_shadows():
     module = Raising()
     model = syncengine.Parallel(module)
-    own = list(torch.autograd.grad(module(data()).sum(), list(module.parameters())))
+    averages = [grad * (1 / 3) for grad in torch.autograd.grad(module(data()).sum(), list(module.parameters()))]
     with model.join():
         model.weight(3 + 2 * syncengine.rank())
         lose_step(model, "forward")
         if syncengine.rank() == 1:
             model(data()).sum().backward()
-            for grad, expected in zip(gradients(module), own, strict=True):
-                assert torch.equal(grad, expected * (1 / 3))  # each shadow counts as a rank does, and adds zeros
+            assert all(map(torch.equal, gradients(module), averages))  # a shadow counts as a rank does, and adds zeros
     syncengine.barrier()
 
 
@@ -334,11 +315,9 @@ def test_an_error_in_forward_of_a_model_that_is_wholly_frozen_costs_nothing():
         model(data(i)).square().mean().backward()
         optimizer.step()
         module.requires_grad_(False)
-        module.where = "forward" if syncengine.rank() in raising else ""
-        with pytest.raises(Bad) if module.where else contextlib.nullcontext():
+        with module.raising("forward" if syncengine.rank() in raising else ""):
             model(data(i).requires_grad_()).sum().backward()
         module.requires_grad_(True)
-        module.where = ""
         module.zero_grad()
         module(data(i)).sum().backward()  # past the wrapper: averaged, as DDP still waits for one
         for parameter in module.parameters():

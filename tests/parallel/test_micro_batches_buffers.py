@@ -1,7 +1,8 @@
 """micro_batches(): what forwards write to buffers, the same at any number of ranks, and in a plain loop."""
 
-import copy
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from marks import mostly_nightly
 from pool import RankFailure, RankPool
 from random_layers import Layer
-from test_micro_batches import loader, plain_batches, tree
+from test_micro_batches import Answer, joined, plain, train
 from test_micro_batches_left import small, train_on
 from torch import nn
 from torch.nn import Buffer
@@ -93,68 +94,28 @@ def loss_of(self: Any, ids: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     return self.head(self.middle(self.stem(noise)).tanh()).square().mean()
 
 
-def bits(net: nn.Module) -> dict[str, bytes]:
-    named = [*net.named_parameters(), *net.named_buffers()]
-    return {name: bytes(t.detach().contiguous().reshape(-1).view(torch.uint8).tolist()) for name, t in named}
+def net_of(kind: str) -> nn.Module:
+    return Layer(loss_of, stem=nn.Linear(8, 8), middle=KINDS[kind](), head=nn.Linear(8, 1))
 
 
-def start(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.set_num_threads(1)
-    torch.manual_seed(7)
-    net = Layer(loss_of, stem=nn.Linear(8, 8), middle=KINDS[kind](), head=nn.Linear(8, 1))
-    return net, torch.optim.AdamW(net.parameters(), lr=1e-2)
+def leave(model: Any, batches: Any) -> None:
+    """Every second step, at another place on each rank."""
+    for at, (_, batch) in enumerate(batches if batches.step % 2 else ()):
+        if at == syncengine.rank() % 2:
+            break
+        model(*batch).backward()
 
 
-def train(leaves: bool) -> dict[str, dict[str, bytes]]:
-    """All kinds on these ranks; their weights and buffers."""
-    found = {}
-    for kind in KINDS:
-        net, optimizer = start(kind)
-        model = syncengine.Parallel(net)
-        batches = syncengine.micro_batches(model, loader(), total=TOTAL, seed=5)
-        for step in range(STEPS):
-            if leaves and step % 2:
-                for at, (_, batch) in enumerate(batches):
-                    if at == syncengine.rank() % 2:
-                        break
-                    model(*batch).backward()
-            for _, batch in batches:
-                model(*batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        found[kind] = bits(net)
-    return found
+def of_all_kinds(training: Callable[..., Answer], options: dict[str, Any]) -> dict[str, Answer]:
+    return {kind: training(partial(net_of, kind), TOTAL, STEPS, **options) for kind in KINDS}
 
 
-def plain() -> dict[str, dict[str, bytes]]:
-    """In torch alone: each micro-batch on a copy of the whole model, of which the last gives it its buffers."""
-    found = {}
-    for kind in KINDS:
-        net, optimizer = start(kind)
-        for step in range(STEPS):
-            copies = []
-            for batch in plain_batches(step, TOTAL):
-                copies.append(copy.deepcopy(net))
-                copies[-1](*batch).backward()
-            grads = tree([[p.grad for p in one.parameters()] for one in copies])
-            for p, grad in zip(net.parameters(), grads, strict=True):
-                p.grad = grad * (1 / TOTAL)
-            for module, last in zip(net.modules(), copies[-1].modules(), strict=True):
-                module._buffers = last._buffers
-            optimizer.step()
-            optimizer.zero_grad()
-        found[kind] = bits(net)
-    return found
-
-
-@pytest.mark.parametrize(
-    ("world", "leaves"), mostly_nightly([(1, False), (2, False), (3, False), (2, True), (3, True)], 0, 4)
-)
+@pytest.mark.parametrize(("world", "leaves"), mostly_nightly([(1, False), *product((2, 3), (False, True))], 0, 4))
 def test_buffers_are_those_of_a_plain_loop(pool: RankPool, world: int, leaves: bool):
-    (expected,) = pool.run(plain, world=1, settings=None)
-    for answer in pool.run(train, leaves, world=world, timeout=200):
-        for kind in KINDS:
-            assert answer[kind] == expected[kind], kind
+    (expected,) = pool.run(of_all_kinds, plain, {}, world=1, settings=None)
+    answers = pool.run(of_all_kinds, train, {"begin": leave} if leaves else {}, world=world, timeout=200)
+    for kind in KINDS:
+        assert joined([answer[kind] for answer in answers]) == expected[kind], kind
 
 
 def large(writes: str) -> float:

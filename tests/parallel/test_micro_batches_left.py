@@ -1,7 +1,6 @@
 """Steps of micro_batches() that are left before their end: nothing but a call acts, wherever the collector runs."""
 
 import contextlib
-import gc
 import itertools
 import multiprocessing
 import os
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from pool import RankPool, run_on_ranks
+from sharded_training import without_gc
 from test_micro_batches import Augmented, clip, digest, loader, make
 from torch import nn
 from torch.utils.data import DataLoader
@@ -68,8 +68,7 @@ def train(seed: int | None) -> str:
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     several = [syncengine.micro_batches(model, loader(), total=8, seed=5) for _ in range(2)]
     together, whim = random.Random(seed), Whim((seed, syncengine.rank()))
-    gc.disable()
-    try:
+    with without_gc():
         for step in range(6):
             while seed is not None and together.random() < 0.6:
                 how = together.choice(["error", "break", "zip", "islice", "tee", "generator", "forward", "backward"])
@@ -93,8 +92,6 @@ def train(seed: int | None) -> str:
             optimizer.step()
             whim()
             optimizer.zero_grad()
-    finally:
-        gc.enable()
     return digest(net, optimizer)
 
 
@@ -109,8 +106,7 @@ def test_the_collector_may_run_at_any_place(pool: RankPool, world: int):
 def small(module: nn.Module | None = None, total: int = 4, **options: Any) -> tuple[Any, torch.optim.Optimizer, Any]:
     torch.manual_seed(0)
     model = syncengine.Parallel(module or nn.Linear(4, 1), **options)
-    data = DataLoader(torch.randn(64, 4), 2, drop_last=True)
-    batches = syncengine.micro_batches(model, data, total=total)
+    batches = syncengine.micro_batches(model, DataLoader(torch.randn(64, 4), 2, drop_last=True), total=total)
     return model, torch.optim.SGD(model.parameters(), lr=0.01), batches
 
 
@@ -123,9 +119,8 @@ class DataSGD(torch.optim.SGD):
     """Writes where torch's versions do not tell."""
 
     def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.data.add_(p.grad if p.grad is not None else 0, alpha=-0.01)
+        for p in self.param_groups[0]["params"]:
+            p.data.add_(p.grad if p.grad is not None else 0, alpha=-0.01)
 
 
 WAYS: dict[str, Callable[[Any, int], Any]] = {
@@ -173,14 +168,8 @@ def test_a_closure_may_hold_the_whole_loop_and_no_less():
         weights.append([p.detach().clone() for p in model.parameters()])
     assert all(map(torch.equal, *weights))
     model, optimizer, batches = small()
-
-    def leaves() -> None:
-        for _, x in batches:
-            model(x).square().mean().backward()
-            break
-
     with pytest.raises(syncengine.errors.InvalidUsage, match="step after the whole loop"):
-        optimizer.step(leaves)
+        optimizer.step(lambda: train_on(model, itertools.islice(batches, 1)))
 
 
 @run_on_ranks()
@@ -227,14 +216,10 @@ def test_a_plain_loop_behind_an_error_is_refused(at: int, world: int, by_hand: b
 @pytest.mark.parametrize("how", ["drop", "another wrapper", "another model", "another step"])
 @run_on_ranks()
 def test_a_step_that_was_dropped_leaves_nothing(how: str):
-    model, _, _ = small()
-    expected = plain_loop(model)
+    expected = plain_loop(small()[0])
     model, _, batches = small()
     iterator = iter(batches)
-    with contextlib.suppress(Leaving):
-        for _, x in iterator:
-            model(x).square().mean().backward()
-            raise Leaving
+    train_on(model, itertools.islice(iterator, 1))
     if how == "drop":
         batches.drop()
     elif how == "another wrapper":
@@ -270,11 +255,8 @@ def test_a_forward_before_the_step_has_no_part_in_it():
 @run_on_ranks()
 def test_a_second_model_that_trains_is_refused(world: int):
     refused = pytest.raises(syncengine.errors.InvalidUsage, match="a forward of Parallel.Linear. within a step")
-    for context, trains, ends in (
-        (contextlib.nullcontext(), False, contextlib.nullcontext()),
-        (torch.no_grad(), True, contextlib.nullcontext()),
-        (contextlib.nullcontext(), True, refused),
-    ):
+    null = contextlib.nullcontext()
+    for context, trains, ends in ((null, False, null), (torch.no_grad(), True, null), (null, True, refused)):
         other = small()[0].requires_grad_(trains)
         model, optimizer, batches = small()
         with ends:
@@ -311,16 +293,13 @@ def test_workers_go_with_the_step():
         iterator = iter(batches)
         next(iterator)
         batches.drop()
-        gc.disable()
-        try:
+        with without_gc():
             for _ in batches:
                 break
             batches.drop()
             batches.step = 1
             del batches
             assert not multiprocessing.active_children()
-        finally:
-            gc.enable()
 
 
 @run_on_ranks()

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import copy
 import gc
+import itertools
 import pickle
 from collections.abc import Callable
 from functools import partial
@@ -20,6 +21,7 @@ from models.lstm import Sentences
 from models.workload import same_bits
 from parallel_models import CAP, Conv, Mlp, Tied, data, gradients
 from pool import run_on_ranks
+from random_layers import Layer
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
@@ -32,7 +34,6 @@ pytestmark = pytest.mark.usefixtures("kinds_of_buckets")
 
 BF16 = _MixedPrecision(param_dtype=torch.bfloat16)
 BF16_REDUCED_IN_FP32 = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-BUFFERS_TOO = _MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16)
 FP16 = _MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float16)
 
 # What a model makes of a step's batch of one rank. `dtype`: of floating-point inputs; None leaves the cast to Parallel.
@@ -88,13 +89,9 @@ def expected(module: nn.Module, call: Call, precision: _MixedPrecision, count: i
     return losses + gradients(module)
 
 
-class Checkpointed(Mlp):
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.reentrant = reentrant
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(checkpoint(self.layers, x.requires_grad_(), use_reentrant=self.reentrant))
+def checkpointed(reentrant: bool) -> nn.Module:
+    mlp, call = Mlp(), partial(checkpoint, use_reentrant=reentrant)
+    return Layer(lambda self, x: self.head(call(self.layers, x.requires_grad_())), layers=mlp.layers, head=mlp.head)
 
 
 def shared() -> nn.Module:
@@ -119,33 +116,25 @@ class Partly(nn.Module):
     def forward(self, inputs: dict[str, Any], dtype: str) -> torch.Tensor:
         assert inputs["x"].dtype == self.head.weight.dtype == torch.bfloat16
         assert (self.ignored.weight.dtype, self.counts.dtype) == (torch.float64, torch.float32)
-        hidden = self.ignored(self.frozen(inputs["x"]).double())
-        return self.head(hidden.bfloat16()) * inputs["scale"]
-
-
-CASES: list[tuple[Callable[[], nn.Module], Call, _MixedPrecision, dict[str, Any]]] = [
-    (Mlp, on_data, BF16, {}),
-    (Mlp, on_data, BF16, CAP),
-    (Mlp, on_data, BF16, {"static_graph": True}),
-    (Mlp, on_data, BF16, {"find_unused_parameters": True}),
-    (Mlp, on_data, BF16_REDUCED_IN_FP32, {}),
-    (Mlp, on_data, FP16, {}),
-    (Tied, on_data, BF16, {}),
-    (Tied, on_data, FP16, {"gradient_as_bucket_view": True}),
-    (shared, on_data, BF16_REDUCED_IN_FP32, {}),
-    (partial(Checkpointed, True), on_data, BF16, {}),
-    (partial(Checkpointed, False), on_data, BF16, {}),
-    (Partly, on_dict, BF16, {}),
-    (Partly, on_dict, BUFFERS_TOO, {}),
-    (Sentences().model, on_sentences, BF16, {}),
-]
+        return self.head(self.ignored(self.frozen(inputs["x"]).double()).bfloat16()) * inputs["scale"]
 
 
 @pytest.mark.thorough
 @flat_at_night
 @run_on_ranks()
 def test_the_bits_are_those_of_modules_in_the_small_dtype():
-    for make, call, precision, options in CASES:
+    for make, call, precision, options in (
+        *((Mlp, on_data, precision, {}) for precision in (BF16, BF16_REDUCED_IN_FP32, FP16)),
+        (Mlp, on_data, BF16, CAP),
+        *((Mlp, on_data, BF16, {option: True}) for option in ("static_graph", "find_unused_parameters")),
+        (Tied, on_data, BF16, {}),
+        (Tied, on_data, FP16, {"gradient_as_bucket_view": True}),
+        (shared, on_data, BF16_REDUCED_IN_FP32, {}),
+        *((partial(checkpointed, reentrant), on_data, BF16, {}) for reentrant in (True, False)),
+        (Partly, on_dict, BF16, {}),
+        (Partly, on_dict, _MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16), {}),
+        (Sentences().model, on_sentences, BF16, {}),
+    ):
         torch.manual_seed(0)
         module = make()
         count = 1 if make is Partly else 3  # the ranks' ignored parameters go their own ways
@@ -160,8 +149,7 @@ def test_gradients_may_travel_in_the_small_dtype_alone():
     """Averages of plain float32 backwards, each contribution rounded."""
     torch.manual_seed(0)
     module = nn.Linear(24, 7)
-    precision = _MixedPrecision(reduce_dtype=torch.bfloat16)
-    model = syncengine.Parallel(copy.deepcopy(module), mixed_precision=precision)
+    model = syncengine.Parallel(copy.deepcopy(module), mixed_precision=_MixedPrecision(reduce_dtype=torch.bfloat16))
     assert model(data(0, 0)).dtype == torch.float32
     model(data()).square().sum().backward()
     of_ranks = (torch.autograd.grad(module(data(0, r)).square().sum(), list(module.parameters())) for r in range(3))
@@ -173,8 +161,7 @@ def test_gradients_may_travel_in_the_small_dtype_alone():
 @run_on_ranks()
 def test_buffers_are_cast_for_good():
     """DDP casts counters, too."""
-    precision = _MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16)
-    model = syncengine.Parallel(Conv(), mixed_precision=precision)
+    model = syncengine.Parallel(Conv(), mixed_precision=_MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16))
     steps(model, on_data, 2)
     assert {str(b.dtype) for b in model.buffers()} == {"torch.bfloat16", "torch.int64"}
     assert all(p.dtype == p.grad.dtype == torch.float32 for p in model.parameters())
@@ -202,88 +189,38 @@ def test_gradients_accumulate_in_the_parameters_dtype():
 def test_nothing_stays_behind_a_forward():
     model = syncengine.Parallel(Mlp(), mixed_precision=BF16)
     before = dict(model.named_parameters())
-
-    def check() -> None:
+    for forward in (
+        lambda: model(data(0, 0)),
+        torch.no_grad()(lambda: model(data(0, 0))),
+        lambda: model.module.head(torch.ones(1, 500, dtype=torch.bfloat16)),  # one part alone
+    ):
+        assert forward().dtype == torch.bfloat16
         assert all(value is before[name] for name, value in model.named_parameters())
         assert {value.dtype for value in model.state_dict().values()} == {torch.float32}
-
-    assert model(data(0, 0)).dtype == torch.bfloat16
-    check()
-    with torch.no_grad():
-        model(data(0, 0))
-    check()
-    assert model.module.head(torch.ones(1, 500, dtype=torch.bfloat16)).dtype == torch.bfloat16  # one part alone
-    check()
     copied = pickle.loads(pickle.dumps(model))
     assert [str(hook) for hook, _ in copied._comm_hooks] == ["syncengine.hooks.mixed_precision"]
     assert copied(data(0, 0)).dtype == torch.bfloat16
-
-
-@run_on_ranks()
-def test_nothing_stays_behind_a_forward_of_a_recurrent_layer():
-    """It keeps its parameters in a list as well."""
-    lstm = nn.LSTM(24, 8)
+    model.module.head.register_forward_pre_hook(lambda *_: 1 // 0)
+    with pytest.raises(ZeroDivisionError), torch.no_grad():
+        model(data(0, 0))
+    assert all(value is before[name] for name, value in model.named_parameters())
+    lstm = nn.LSTM(24, 8)  # keeps its parameters in a list as well
     syncengine.Parallel(lstm, mixed_precision=BF16)(data(0, 0).unsqueeze(0))
     assert all(map(lambda a, b: a is b, lstm._flat_weights, lstm.parameters()))
 
 
-@run_on_ranks(world=1)
-def test_an_exception_in_forward_leaves_the_parameters_in_place():
-    model = syncengine.Parallel(Mlp(), mixed_precision=BF16)
-    before = list(model.parameters())
-    model.module.head.register_forward_pre_hook(lambda *_: 1 // 0)
-    with pytest.raises(ZeroDivisionError):
-        model(data(0, 0))
-    assert all(map(lambda a, b: a is b, before, model.parameters()))
-
-
-@pytest.mark.parametrize(
-    ("precision", "text"),
-    [
+@run_on_ranks()
+def test_what_can_not_work_is_refused_by_name():
+    for precision, text in (
         (torch.bfloat16, "not a torch.nn.parallel.distributed._MixedPrecision"),
         (_MixedPrecision(param_dtype=torch.int8), "param_dtype=torch.int8 is not a floating-point dtype"),
         (_MixedPrecision(param_dtype=torch.float64), "can't be reduced in torch.float64"),
-    ],
-)
-@run_on_ranks()
-def test_what_can_not_work_is_refused_by_name(precision: Any, text: str):
-    with pytest.raises(InvalidUsage, match=text):
-        syncengine.Parallel(nn.Linear(1, 1), mixed_precision=precision)
-
-
-@run_on_ranks()
-def test_a_second_hook_is_refused():
-    model = syncengine.Parallel(nn.Linear(1, 1), mixed_precision=BF16)
+    ):
+        with pytest.raises(InvalidUsage, match=text):
+            syncengine.Parallel(nn.Linear(1, 1), mixed_precision=precision)
+    model = syncengine.Parallel(nn.Linear(1, 1), mixed_precision=BF16)  # which has a hook of its own
     with pytest.raises(RuntimeError, match="comm_hook"):
         model.register_comm_hook(None, syncengine.hooks.fp16_compress)
-
-
-@run_on_ranks()
-def test_a_wrapper_in_a_cycle_casts_for_no_later_one():
-    """The collector has taken the wrapper on one rank alone."""
-    module = Mlp()
-    gc.disable()
-    try:
-        model: Any = syncengine.Parallel(module, mixed_precision=BF16)
-        model.itself = [model]
-        del model
-        if syncengine.rank() == 0:
-            gc.collect()
-        assert syncengine.Parallel(module)(data(0, 0)).dtype == torch.float32
-    finally:
-        gc.enable()
-
-
-@run_on_ranks()
-def test_the_module_of_a_wrapper_that_was_not_made_casts_nothing():
-    """The error keeps the wrapper, as a notebook's last error does."""
-    module = nn.Linear(4, 3 + syncengine.rank())
-    with pytest.raises(Mismatch) as kept:
-        syncengine.Parallel(module, mixed_precision=BF16)
-    assert module(torch.ones(1, 4)).dtype == torch.float32
-    del kept
-    gc.collect()
-    assert not module._forward_pre_hooks and not module._forward_hooks
 
 
 @run_on_ranks()
@@ -303,41 +240,46 @@ def test_casts_go_with_the_wrapper():
         del model
         assert module(data(0, 0)).dtype == torch.float32
         assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
-
-
-# --- Ctrl-C, or whatever else is no `Exception`: casts do not stay in the module
+    gc.disable()
+    try:
+        model = syncengine.Parallel(module, mixed_precision=BF16)
+        model.itself = [model]
+        del model
+        if syncengine.rank() == 0:  # the collector takes a wrapper in a cycle on one rank alone
+            gc.collect()
+        assert syncengine.Parallel(module)(data(0, 0)).dtype == torch.float32
+    finally:
+        gc.enable()
+    module = nn.Linear(4, 3 + syncengine.rank())
+    with pytest.raises(Mismatch) as kept:  # the error keeps the wrapper, as a notebook's last error does
+        syncengine.Parallel(module, mixed_precision=BF16)
+    assert module(torch.ones(1, 4)).dtype == torch.float32
+    del kept
+    gc.collect()
+    assert not module._forward_pre_hooks and not module._forward_hooks
 
 
 def interrupt(module: nn.Module, error: type[BaseException], after: int) -> None:
     """The module's next calls but `after` of them raise `error`, once."""
-    calls = 0
+    calls = itertools.count()
 
     def hook(*_: Any) -> None:
-        nonlocal calls
-        calls += 1
-        if calls > after:
-            handle.remove()
+        if next(calls) == after:
             raise error
 
-    handle = module.register_forward_pre_hook(hook)
-
-
-INTERRUPTIONS = [  # torch calls hooks after an `Exception` alone
-    (Mlp, KeyboardInterrupt, 0),  # in forward
-    (Mlp, asyncio.CancelledError, 0),
-    (Mlp, ZeroDivisionError, 0),
-    (partial(Checkpointed, False), SystemExit, 0),
-    (partial(Checkpointed, False), KeyboardInterrupt, 1),  # in backward, which recomputes a part
-    (partial(Checkpointed, True), KeyboardInterrupt, 1),
-    (partial(Checkpointed, True), ZeroDivisionError, 1),
-]
+    module.register_forward_pre_hook(hook)
 
 
 @pytest.mark.thorough
 @flat_at_night
 @run_on_ranks()
 def test_an_interrupt_costs_a_step_and_leaves_the_parameters_in_place():
-    for make, error, after in INTERRUPTIONS:
+    for make, error, after in (  # torch calls hooks after an `Exception` alone
+        *((Mlp, error, 0) for error in (KeyboardInterrupt, asyncio.CancelledError, ZeroDivisionError)),  # in forward
+        (partial(checkpointed, False), SystemExit, 0),
+        (partial(checkpointed, False), KeyboardInterrupt, 1),  # in backward, which recomputes a part
+        *((partial(checkpointed, True), error, 1) for error in (KeyboardInterrupt, ZeroDivisionError)),
+    ):
         torch.manual_seed(0)
         model = syncengine.Parallel(make(), mixed_precision=BF16)
         reference = syncengine.Parallel(copy.deepcopy(model.module), mixed_precision=BF16)
@@ -348,8 +290,7 @@ def test_an_interrupt_costs_a_step_and_leaves_the_parameters_in_place():
         assert all(value is before[name] for name, value in model.named_parameters())
         assert {value.dtype for value in model.state_dict().values()} == {torch.float32}
         model.zero_grad()
-        results = steps(model, on_data, 3)
-        assert all(map(same_bits, results, steps(reference, on_data, 3))), (make, error, after)
+        assert all(map(same_bits, steps(model, on_data, 3), steps(reference, on_data, 3))), (make, error, after)
 
 
 @flat_at_night

@@ -1,16 +1,16 @@
 """`Parallel(nonfinite=...)`: which rank has brought NaN or Inf into which parameter, in which step."""
 
 import functools
-import itertools
 import warnings
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from flat import flat
 from marks import mostly_nightly
-from parallel_models import CAP, average
+from parallel_models import CAP, average, outcome
 from pool import RankPool, run_on_ranks
 from random_layers import Layer
 from test_torch_comm_hooks import TORCH_HOOKS, plain, with_hook
@@ -39,15 +39,14 @@ class Given(nn.Module):
 
 
 @functools.cache
-def finite(rank: int, shapes: Sequence[torch.Size], dtype: torch.dtype) -> list[torch.Tensor]:
+def finite(rank: int, sizes: Sequence[int], dtype: torch.dtype) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(rank)
-    return [torch.rand(shape, generator=generator).to(dtype) for shape in shapes]
+    return [torch.rand(size, generator=generator).to(dtype) for size in sizes]
 
 
-def gradients(module: nn.Module, brought: Brought) -> list[torch.Tensor]:
-    """This rank's."""
-    shapes = tuple(w.shape for w in module.parameters())
-    given = [g.clone() for g in finite(syncengine.rank(), shapes, next(module.parameters()).dtype)]
+def gradients(module: Given, brought: Brought) -> list[torch.Tensor]:
+    """Gradients that this rank brings."""
+    given = [g.clone() for g in finite(syncengine.rank(), tuple(map(len, module.weights)), module.weights[0].dtype)]
     for rank, parameter, element, kind in brought:
         if rank == syncengine.rank():
             given[parameter][element] = VALUES[kind]
@@ -55,16 +54,14 @@ def gradients(module: nn.Module, brought: Brought) -> list[torch.Tensor]:
 
 
 def said_by(backward: Callable[[], Any]) -> str:
-    """What it raises; empty if it does not."""
-    try:
-        backward()
-    except NotFinite as error:
-        return str(error)
-    return ""
+    """The text of its NotFinite; empty if it raises nothing."""
+    kind, text = outcome(backward)
+    assert kind in ("NotFinite", "returned"), (kind, text)
+    return text if kind == "NotFinite" else ""
 
 
 def said_of(model: syncengine.Parallel, plans: Sequence[Brought]) -> list[str]:
-    """What each step's backward raises."""
+    """The text of each step's NotFinite."""
     said = []
     for brought in plans:
         model.zero_grad()
@@ -73,14 +70,13 @@ def said_of(model: syncengine.Parallel, plans: Sequence[Brought]) -> list[str]:
 
 
 def steps(plans: Sequence[Brought], dtype: torch.dtype = torch.float32, sizes: Sequence[int] = SIZES) -> list[str]:
-    """What each step's backward raises; the averages are those of a model that does not look."""
+    """The text of each step's NotFinite; the averages are those of a model that does not look."""
     model = syncengine.Parallel(Given(sizes, dtype), nonfinite="raise")
     plain = syncengine.Parallel(Given(sizes, dtype))
     said = []
     for brought in plans:
         said += said_of(model, [brought])
-        plain.zero_grad()
-        plain(gradients(plain.module, brought)).backward()
+        assert said_of(plain, [brought]) == [""]
         for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             assert ((ours.grad == theirs.grad) | (ours.grad.isnan() & theirs.grad.isnan())).all()
     return said
@@ -102,14 +98,11 @@ def check(plans: Sequence[Brought], said: Sequence[Sequence[str]]) -> None:
         for step, (brought, text) in enumerate(zip(plans, texts, strict=True), 1):
             who = [f"rank {rank} brought {kind} into weights.{parameter}" for rank, parameter, _, kind in brought]
             expected = f"{', '.join(who)} in step {step} of Parallel(Given): look at " if brought else ""
-            assert text.startswith(expected), (brought, text)
-            assert bool(text) == bool(brought), (brought, text)
+            assert text.startswith(expected) and bool(text) == bool(brought), (brought, text)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("numerics", "world"), mostly_nightly(itertools.product(["rank_order", "ring"], [1, 2, 3, 4]), 2)
-)
+@pytest.mark.parametrize(("numerics", "world"), mostly_nightly(product(["rank_order", "ring"], [1, 2, 3, 4]), 2))
 @pytest.mark.parametrize("memory", mostly_nightly(["arena", "torch"], 0))
 def test_rank_parameter_and_step_are_named(pool: RankPool, world: int, numerics: str, memory: str):
     settings = {"numerics": numerics, "gradient_memory": memory}
@@ -127,9 +120,7 @@ def test_small_models(pool: RankPool, algorithm: str):
 
 
 def test_flat_buckets(pool: RankPool):
-    """As on devices."""
-    plans = cases(3)
-    check(plans, pool.run(flat, steps, plans, world=3))
+    check(cases(3), pool.run(flat, steps, cases(3), world=3))
 
 
 @pytest.mark.thorough
@@ -144,18 +135,13 @@ def test_between_hosts(pool: RankPool, hosts: str, algorithm: str):
 @pytest.mark.thorough
 @pytest.mark.parametrize("numerics", mostly_nightly(["ring", "fast"], 0))
 def test_other_sums_between_hosts(pool: RankPool, numerics: str):
-    """The averages, too, are those of a model that does not look."""
-    plans = cases(3)
-    check(plans, pool.run(steps, plans, hosts="aab", settings={"numerics": numerics}))
+    check(cases(3), pool.run(steps, cases(3), hosts="aab", settings={"numerics": numerics}))
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_several_ranks_and_opposite_infinities(pool: RankPool, world: int):
     """Inf - Inf is NaN, which nobody has brought."""
-    plans: list[Brought] = [
-        [(0, 1, 5, "Inf"), (1, 1, 5, "-Inf")],
-        [(0, 3, 5, "Inf"), (world - 1, 0, 1, "NaN")],
-    ]
+    plans: list[Brought] = [[(0, 1, 5, "Inf"), (1, 1, 5, "-Inf")], [(0, 3, 5, "Inf"), (world - 1, 0, 1, "NaN")]]
     check(plans, pool.run(steps, plans, world=world))
 
 
@@ -165,9 +151,8 @@ def test_a_sum_that_overflows_is_nobodys(dtype: torch.dtype):
     model = syncengine.Parallel(Given([5, 60_000], dtype), nonfinite="raise")
     given = gradients(model.module, [])
     given[1][40_000] = -torch.finfo(dtype).max
-    assert said_by(model(given).backward).startswith(
-        "all ranks brought finite gradients, but their sum is -Inf in weights.1 in step 1 of Parallel(Given): "
-    )
+    text = "all ranks brought finite gradients, but their sum is -Inf in weights.1 in step 1 of Parallel(Given): "
+    assert said_by(model(given).backward).startswith(text)
 
 
 @run_on_ranks()
@@ -196,10 +181,8 @@ def test_micro_batches(world: int):
 
     def backwards() -> None:
         for _, (place,) in batches:
-            given = gradients(model.module, [])
-            if place:
-                given[place - 1][-1] = float("nan")
-            model(given).backward()
+            brought = [(syncengine.rank(), place - 1, -1, "NaN")] if place else []
+            model(gradients(model.module, brought)).backward()
 
     said = []
     for _ in range(5):
@@ -207,11 +190,7 @@ def test_micro_batches(world: int):
         if said[-1]:
             batches.step += 1  # which has not happened: without its gradients
         model.zero_grad()
-    assert [bool(text) for text in said] == [False, True, True, False, True], said
-    assert said[1].startswith(f"rank {world - 1} brought NaN into weights.1 in step 2 of Parallel(Given): ")
-    assert said[2].startswith("rank 0 brought NaN into weights.2 in step 3 of Parallel(Given): ")
-    rank = {1: 0, 2: 0, 3: 1}[world]
-    assert said[4].startswith(f"rank {rank} brought NaN into weights.0 in step 5 of Parallel(Given): ")
+    check([[], [(world - 1, 1, -1, "NaN")], [(0, 2, -1, "NaN")], [], [([0, 0, 1][world - 1], 0, -1, "NaN")]], [said])
 
 
 @pytest.mark.parametrize("kind", VALUES)
@@ -236,17 +215,11 @@ def test_sparse_gradients(kind: str, numerics: str):
     assert said[1].startswith(f"rank 2 brought {kind} into tags.weight in step 2 of Parallel(Layer): ")
 
 
-HOOKS = {
-    "plain": plain(average),
-    "ours": plain(syncengine.hooks.bf16_compress),
-    **{name: TORCH_HOOKS[name] for name in ("all-reduce", "fp16", "native fp16")},
-}
-
-
-@pytest.mark.parametrize("name", HOOKS)
+@pytest.mark.parametrize("name", ["plain", "ours", "all-reduce", "fp16", "native fp16"])
 @run_on_ranks(gloo=True)
 def test_communication_hooks(name: str):
-    model = with_hook(syncengine.Parallel, HOOKS[name], Given(), nonfinite="raise")
+    hooks = {**TORCH_HOOKS, "plain": plain(average), "ours": plain(syncengine.hooks.bf16_compress)}
+    model = with_hook(syncengine.Parallel, hooks[name], Given(), nonfinite="raise")
     check(cases(2), [said_of(model, cases(2))])
 
 
@@ -298,24 +271,24 @@ def test_a_filter_may_make_an_error_of_the_warning():
             model(gradients(model.module, [(1, 0, 1, "Inf")])).backward()
 
 
-def raise_in_backward(who: Sequence[int], late: bool) -> list[str]:
-    """Some ranks' own code fails in the second backward: in its middle, or when all gradients are on their way."""
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(("who", "world"), [([0, 1], 2), ([1], 3)])
+@run_on_ranks()
+def test_a_backward_that_fails_on_all_ranks_or_on_one(who: list[int], late: bool, world: int):
+    """Nobody waits for ever, nor has averages that another rank lacks, when a rank's own code fails in a backward."""
     model = syncengine.Parallel(Given(), nonfinite="raise", **CAP)
-    one = torch.ones((), requires_grad=True)
-    fails = False
+    said: list[str] = []
 
     def hook(gradient: torch.Tensor) -> None:
-        if fails and syncengine.rank() in who:
+        if len(said) == 1 and syncengine.rank() in who:
             raise KeyError("my own")
 
-    said = []
-    for i, brought in enumerate(([], [], [(1, 1, 0, "NaN")])):
-        fails = i == 1
+    if not late:
+        model.module.weights[0].register_hook(hook)
+    for brought in ([], [], [(1, 1, 0, "NaN")]):
         model.zero_grad()
-        given = [g * one for g in gradients(model.module, brought)]
-        given[0 if late else -1].register_hook(hook)
-        if not late:
-            model.module.weights[0].register_hook(hook)
+        given = [g.requires_grad_() * 1 for g in gradients(model.module, brought)]
+        given[0 if late else -1].register_hook(hook)  # late: when all gradients are on their way
         try:
             model(given).backward()
             said.append("")
@@ -323,31 +296,21 @@ def raise_in_backward(who: Sequence[int], late: bool) -> list[str]:
             said.append(f"{type(error).__name__}: {error}")
             if type(error) not in (NotFinite, KeyError):
                 break
-    return said
+    assert not said[0]
+    assert ("my own" if syncengine.rank() in who else "Aborted: rank 1: backward aborted") in said[1]
+    if world == len(who):
+        assert said[2].startswith("NotFinite: rank 1 brought NaN into weights.1 in step ")
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_a_backward_that_fails_everywhere(pool: RankPool, late: bool):
-    for first, second, third in pool.run(raise_in_backward, [0, 1], late):
-        assert not first
-        assert "my own" in second
-        assert third.startswith("NotFinite: rank 1 brought NaN into weights.1 in step ")
-
-
-@pytest.mark.parametrize("late", [False, True])
-def test_a_backward_that_fails_on_one_rank(pool: RankPool, late: bool):
-    """Nobody waits for ever, nor has averages that another rank lacks."""
-    for rank, said in enumerate(pool.run(raise_in_backward, [1], late, world=3)):
-        assert ("my own" if rank == 1 else "Aborted: rank 1: backward aborted") in said[1]
-
-
+@pytest.mark.parametrize("batches", [0, 2])
 @run_on_ranks()
-def test_in_a_join_context():
-    plans: list[Brought] = [[], [(1, 4, 499, "NaN")], [], []][: 2 + 2 * syncengine.rank()]
+def test_in_a_join_context(batches: int):
+    """Rank 0 has so many batches; NaN costs a rank without a batch nothing."""
+    plans: list[Brought] = [[], [(1, 4, 499, "NaN")], [], []][: batches + 4 * syncengine.rank()]
     model = syncengine.Parallel(Given(), nonfinite="raise")
     with model.join():
-        said = said_of(model, plans)
-    check(plans, [said])
+        check(plans, [said_of(model, plans)])
+    syncengine.barrier()
 
 
 @run_on_ranks()
@@ -380,5 +343,4 @@ def test_finite_gradients_cost_no_operation(pool: RankPool, memory: str, sizes: 
     """On one host: each rank sees with a bucket whether any other has noted something."""
     plans: list[Brought] = [[], [(2, 1, 3, "NaN")], [], [(0, 0, 1, "Inf")], []]
     settings = {"timeout": 60.0, "gradient_memory": memory}
-    for counted in pool.run(operations_of, plans, sizes, world=3, settings=settings):
-        assert counted == [0, 1, 0, 1, 0]
+    assert pool.run(operations_of, plans, sizes, world=3, settings=settings) == [[0, 1, 0, 1, 0]] * 3

@@ -1,6 +1,5 @@
 """Optimizers and hooks that run in backward: when they step, and on which gradients, beside DDP."""
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -38,54 +37,44 @@ def steps_applied(module: nn.Module, model: nn.Module) -> None:
     _apply_optimizer_in_backward(SGD, module.parameters(), {"lr": RATE})
 
 
-def trained_in_backward(
-    arrange: Callable[..., None] | None, branch: Callable[[int], bool], accumulates: bool = False, **options: Any
-) -> list:
-    """Weights after some steps; without `arrange` by DDP and an ordinary optimizer."""
-    torch.manual_seed(0)
-    module = Branches()
-    if arrange is None:
-        model = DistributedDataParallel(module, **options)
+def train_as_ddp(
+    *arrangements: Callable[..., None], branch: Callable[[int], bool], accumulates: bool = False, **options: Any
+) -> None:
+    """After some steps the weights are those that DDP and an ordinary optimizer make."""
+
+    def trained(arrange: Callable[..., None] | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        module = Branches()
+        model = (syncengine.Parallel if arrange else DistributedDataParallel)(module, **options)
         optimizer = SGD(module.parameters(), RATE)
-    else:
-        model = syncengine.Parallel(module, **options)
-        arrange(module, model)
-    for i in range(3):
-        if accumulates:
-            with model.no_sync():
-                model(data(10 + i), branch(i)).square().mean().backward()  # no step
-        model(data(i), branch(i)).square().mean().backward()
-        if arrange is None:
-            optimizer.step()
-        module.zero_grad()
-    return [p.detach().clone() for p in module.parameters()]
+        if arrange:
+            arrange(module, model)
+        for i in range(3):
+            if accumulates:
+                with model.no_sync():
+                    model(data(10 + i), branch(i)).square().mean().backward()  # no step
+            model(data(i), branch(i)).square().mean().backward()
+            if not arrange:
+                optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach().clone() for p in module.parameters()]
 
-
-def train_as_ddp(arrangements: tuple[Callable[..., None], ...], branch: Callable[[int], bool], **options: Any) -> None:
-    expected = trained_in_backward(None, branch, **options)
+    expected = trained(None)
     for arrange in arrangements:
-        ours = trained_in_backward(arrange, branch, **options)
-        assert not different_bits(ours, expected), arrange.__name__
-
-
-IN_BACKWARD = (steps_by_hook, steps_fused, steps_applied)
+        assert not different_bits(trained(arrange), expected), arrange.__name__
 
 
 @run_on_ranks(gloo=True)
 def test_optimizers_in_backward_step_parameters_that_only_others_have_used():
-    train_as_ddp(IN_BACKWARD, lambda i: syncengine.rank() == i % 2, find_unused_parameters=True)
-
-
-@run_on_ranks(gloo=True)
-def test_optimizers_in_backward_of_a_static_graph():
-    train_as_ddp(IN_BACKWARD, lambda i: syncengine.rank() == 0, static_graph=True)
+    arrangements = (steps_by_hook, steps_fused, steps_applied)
+    train_as_ddp(*arrangements, branch=lambda i: syncengine.rank() == i % 2, find_unused_parameters=True)
+    train_as_ddp(*arrangements, branch=lambda i: syncengine.rank() == 0, static_graph=True)
 
 
 @pytest.mark.usefixtures("kinds_of_buckets")
 @run_on_ranks(gloo=True)
 def test_optimizers_in_backward_make_no_step_under_no_sync():
-    arrangements = (steps_fused, steps_applied)
-    train_as_ddp(arrangements, lambda i: True, accumulates=True, find_unused_parameters=True)
+    train_as_ddp(steps_fused, steps_applied, branch=lambda i: True, accumulates=True, find_unused_parameters=True)
 
 
 @run_on_ranks()
@@ -128,8 +117,7 @@ def test_hooks_wait_for_the_wrapper_that_averages(last: str):
 def test_each_of_two_wrappers_takes_the_optimizers_that_are_applied_later():
     for part in (lambda module: module, lambda module: module[0]):
         module = nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 24))
-        whole = syncengine.Parallel(module)
-        wrappers = [whole, syncengine.Parallel(part(module))]
+        wrappers = [syncengine.Parallel(module), syncengine.Parallel(part(module))]
         for model in wrappers:
             with torch.no_grad():
                 model(data())
@@ -139,81 +127,43 @@ def test_each_of_two_wrappers_takes_the_optimizers_that_are_applied_later():
             slopes = averages(model.module, model.module(data(i)).square().mean())
             expected = [p.detach() - RATE * slope for p, slope in zip(parameters, slopes, strict=True)]
             model(data(i)).square().mean().backward()
-            for parameter, value in zip(parameters, expected, strict=True):
-                torch.testing.assert_close(parameter.detach(), value)
-                assert parameter.grad is None
+            torch.testing.assert_close([p.detach() for p in parameters], expected)
+            assert all(p.grad is None for p in parameters)
 
 
+@pytest.mark.parametrize("evaluates", [False, True])
 @run_on_ranks(gloo=True)
-def test_optimizers_applied_after_forwards_have_run():
-    def after_evaluation(module: nn.Module, model: nn.Module) -> None:
-        with torch.no_grad():
+def test_optimizers_applied_after_forwards_have_run(evaluates: bool):
+    def applied_later(module: nn.Module, model: nn.Module) -> None:
+        with torch.no_grad() if evaluates else model.no_sync():
             model(data(), True)
         steps_applied(module, model)
 
-    def after_a_step(module: nn.Module, model: nn.Module) -> None:
-        with model.no_sync():
-            model(data(), True)
-        steps_applied(module, model)
-
-    train_as_ddp((after_evaluation, after_a_step), lambda i: True, find_unused_parameters=True)
-
-
-def listens(module: nn.Module, model: nn.Module) -> None:
-    module.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    train_as_ddp(applied_later, branch=lambda i: True, find_unused_parameters=True)
 
 
 @run_on_ranks()
 def test_a_hook_or_an_optimizer_that_comes_between_forward_and_backward_is_an_error():
+    def listens(module: nn.Module, model: nn.Module) -> None:
+        module.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+
     for arrange in (listens, steps_applied):
         module = nn.Linear(24, 2)
         model = syncengine.Parallel(module)
-        before = copy.deepcopy(module.state_dict())
+        before = [p.detach().clone() for p in module.parameters()]
         out = model(data())
         arrange(module, model)
         with pytest.raises(InvalidUsage, match=r"parameter (weight|bias) of Parallel\(Linear\).*before the forward"):
             out.sum().backward()
         syncengine.barrier()
-        assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
-
-
-def part_of_a_whole(module: nn.Sequential, wrap: Callable[[nn.Module], nn.Module]) -> Callable[[], torch.Tensor]:
-    module[0] = wrap(module[0])
-    whole = wrap(module)
-    return lambda: whole(data())
-
-
-def sum_over_two(module: nn.Sequential, wrap: Callable[[nn.Module], nn.Module]) -> Callable[[], torch.Tensor]:
-    one, other = wrap(module), wrap(nn.Sequential(nn.Linear(24, 24), module[0]))
-    return lambda: one(data()) + other(data())
-
-
-def one_of_two_is_local(module: nn.Sequential, wrap: Callable[[nn.Module], nn.Module]) -> Callable[[], torch.Tensor]:
-    whole, part = wrap(module), wrap(module[0])
-
-    def forward() -> torch.Tensor:
-        outputs = whole(data())
-        with part.no_sync():
-            part(data())
-        return outputs
-
-    return forward
-
-
-def part_that_is_not_used(module: nn.Sequential, wrap: Callable[[nn.Module], nn.Module]) -> Callable[[], torch.Tensor]:
-    whole = wrap(module)
-    other = wrap(nn.ModuleList([module[0], nn.Linear(24, 24)]), find_unused_parameters=True)
-    other.module.forward = lambda x: other.module[1](x)
-    return lambda: whole(data()) + other(data())
+        assert all(map(torch.equal, module.parameters(), before))
 
 
 def with_hooks(arrange: Callable[..., Any], hooks: Callable[..., None] | None) -> tuple[list, list, Callable]:
     """Parameters, how often a hook on each has run, and the forward."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 24))
-    parameters = list(module.parameters())
-    forward = arrange(module, syncengine.Parallel)
-    counts = [0] * len(parameters)
+    forward, parameters, counts = arrange(module), list(module.parameters()), [0] * 4
     if hooks:
         for i, parameter in enumerate(parameters):
             parameter.register_post_accumulate_grad_hook(lambda _, i=i: counts.__setitem__(i, counts[i] + 1))
@@ -225,16 +175,26 @@ def with_hooks(arrange: Callable[..., Any], hooks: Callable[..., None] | None) -
 def test_hooks_run_once_where_one_of_two_wrappers_averages():
     """The weights are those that an optimizer behind the backward makes."""
 
+    def one_of_two_is_local(module: nn.Sequential) -> Callable[[], torch.Tensor]:
+        whole, part = syncengine.Parallel(module), syncengine.Parallel(module[0])
+
+        def forward() -> torch.Tensor:
+            outputs = whole(data())
+            with part.no_sync():
+                part(data())
+            return outputs
+
+        return forward
+
     def trained(hooks: Callable[..., None] | None) -> list[torch.Tensor]:
         parameters, counts, forward = with_hooks(one_of_two_is_local, hooks)
+        optimizer = SGD(parameters, RATE)
         for step in range(1, 4):
             forward().square().mean().backward()
-            if hooks:
-                assert counts == [step] * len(parameters), counts
-            else:
-                SGD(parameters, RATE).step()
-            for parameter in parameters:
-                parameter.grad = None
+            assert counts == [step if hooks else 0] * len(parameters), counts
+            if not hooks:
+                optimizer.step()
+            optimizer.zero_grad()
         return [p.detach().clone() for p in parameters]
 
     for hooks in (steps_by_hook, steps_applied):
@@ -243,6 +203,20 @@ def test_hooks_run_once_where_one_of_two_wrappers_averages():
 
 @run_on_ranks(gloo=True)
 def test_hooks_of_a_parameter_that_two_wrappers_average_are_refused():
+    def part_of_a_whole(module: nn.Sequential) -> Callable[[], torch.Tensor]:
+        whole = syncengine.Parallel(nn.Sequential(syncengine.Parallel(module[0]), module[1]))
+        return lambda: whole(data())
+
+    def sum_over_two(module: nn.Sequential) -> Callable[[], torch.Tensor]:
+        one, other = syncengine.Parallel(module), syncengine.Parallel(nn.Sequential(nn.Linear(24, 24), module[0]))
+        return lambda: one(data()) + other(data())
+
+    def part_that_is_not_used(module: nn.Sequential) -> Callable[[], torch.Tensor]:
+        whole = syncengine.Parallel(module)
+        other = syncengine.Parallel(nn.ModuleList([module[0], nn.Linear(24, 24)]), find_unused_parameters=True)
+        other.module.forward = lambda x: other.module[1](x)
+        return lambda: whole(data()) + other(data())
+
     for arrange in (part_of_a_whole, sum_over_two, part_that_is_not_used):
         for hooks in (steps_by_hook, steps_applied):
             _, counts, forward = with_hooks(arrange, hooks)
@@ -283,8 +257,7 @@ def test_a_fused_optimizer_without_torch_distributed():
         torch.manual_seed(0)
         model, plain_model = syncengine.Parallel(Mlp()), syncengine.Parallel(Mlp())
         plain_model.load_state_dict(model.state_dict())
-        head = list(model.module.head.parameters())
-        model._register_fused_optim(optimizer, 0.01, optim_params=head)
+        model._register_fused_optim(optimizer, 0.01, optim_params=list(model.module.head.parameters()))
         reference = optimizer(plain_model.module.head.parameters(), 0.01)
         for i in range(3):
             with model.no_sync():
@@ -293,5 +266,4 @@ def test_a_fused_optimizer_without_torch_distributed():
                 m.zero_grad()
                 m(data(i)).square().mean().backward()
             reference.step()
-        for ours, expected in zip(model.parameters(), plain_model.parameters(), strict=True):
-            torch.testing.assert_close(ours, expected)
+        torch.testing.assert_close(list(model.parameters()), list(plain_model.parameters()))

@@ -22,29 +22,20 @@ import syncengine
 
 pytestmark = pytest.mark.usefixtures("kinds_of_buckets")
 
-State = Callable[[], contextlib.AbstractContextManager[Any]]
-
 
 class Counted(nn.Module):
-    """Buffers that travel in one message and one that does not, one of them new in each forward."""
+    """Buffers that travel in one message and one that does not, one of them new in each forward unless `steady`."""
 
-    def __init__(self) -> None:
+    def __init__(self, steady: bool = False) -> None:
         super().__init__()
+        self.steady = steady
         self.layers = nn.Sequential(nn.Linear(24, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 4))
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
         self.register_buffer("seen", torch.zeros(20_000))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.steps = self.steps + 1
+        self.steps = self.steps.add_(1) if self.steady else self.steps + 1
         self.seen += 1 + syncengine.rank()
-        return self.layers(x)
-
-
-class Steady(Counted):
-    """Its buffers stay the same tensors."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.steps += 1
         return self.layers(x)
 
 
@@ -86,9 +77,15 @@ def test_the_first_forward_may_be_one_for_inference():
             model.module.steps = model.module.steps.clone()
         return left + train(model)
 
-    for make in (Counted, Steady):
-        for train_before in (0, 3):
-            assert_same(*of_both(partial(step, train_before=train_before), make))
+    for make, train_before in itertools.product((Counted, partial(Counted, steady=True)), (0, 3)):
+        assert_same(*of_both(partial(step, train_before=train_before), make))
+    model = syncengine.Parallel(Counted())
+    model.module.steps = torch.zeros(1)
+    with torch.inference_mode(), torch.enable_grad():  # in which autograd records nothing
+        for _ in range(2):
+            assert not model(batch()).requires_grad
+    model.module.steps = model.module.steps.clone()
+    train(model)
 
 
 @run_on_ranks()
@@ -103,25 +100,11 @@ def test_buffers_may_come_from_inference():
     assert_same(train(model), train(other))
 
 
-@run_on_ranks()
-def test_gradients_that_inference_allows_are_none():
-    """Autograd records nothing there."""
-    model = syncengine.Parallel(Counted())
-    model.module.steps = torch.zeros(1)
-    with torch.inference_mode(), torch.enable_grad():
-        for _ in range(2):
-            assert not model(batch()).requires_grad
-    model.module.steps = model.module.steps.clone()
-    train(model)
-
-
 @contextlib.contextmanager
 def changed(change: Callable[[Any], None], value: Any, back: Any) -> Iterator[None]:
     change(value)
-    try:
-        yield
-    finally:
-        change(back)
+    yield
+    change(back)  # if nothing was raised: with an error the process ends
 
 
 class Everywhere(TorchFunctionMode):
@@ -134,7 +117,7 @@ class Everywhere(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-STATES: dict[str, State] = {
+STATES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "default device meta": partial(changed, torch.set_default_device, "meta", None),
     "default device cpu": partial(changed, torch.set_default_device, "cpu", None),
     "device meta around": lambda: torch.device("meta"),
@@ -156,27 +139,20 @@ def train_joined(model: nn.Module) -> list[torch.Tensor]:
     return [*gradients(model), *(t.clone() for t in model.state_dict().values())]
 
 
-# The wrapper's options in each way to train, and the communication hook.
-WAYS: dict[str, tuple[dict[str, bool], Callable[..., Any] | None]] = {
-    "plain": ({}, None),
-    "unused": ({"find_unused_parameters": True}, None),
-    "static": ({"static_graph": True}, None),
-    "joined": ({}, None),
-    "hooked": ({}, default_hooks.allreduce_hook),
-    "compressed": ({}, default_hooks.fp16_compress_hook),
-}
+OPTIONS = {"unused": {"find_unused_parameters": True}, "static": {"static_graph": True}}
+HOOKS = {"hooked": default_hooks.allreduce_hook, "compressed": default_hooks.fp16_compress_hook}
+WAYS = ["plain", *OPTIONS, "joined", *HOOKS]
 
 
 def run(wrap: Any, way: str, state: str | None = None) -> list[torch.Tensor]:
     """What training leaves that runs in a state: at construction, or all the time."""
     enter = STATES[state] if state else contextlib.nullcontext
-    options, hook = WAYS[way]
     torch.manual_seed(0)
     module = Counted()
     with enter():
-        model = wrap(module, **options)
-    if hook:
-        model.register_comm_hook(None, hook)
+        model = wrap(module, **OPTIONS.get(way, {}))
+    if way in HOOKS:
+        model.register_comm_hook(None, HOOKS[way])
     with contextlib.nullcontext() if state and state.endswith("at construction") else enter():
         return train_joined(model) if way == "joined" else train(model)
 
@@ -191,11 +167,9 @@ def run(wrap: Any, way: str, state: str | None = None) -> list[torch.Tensor]:
 def test_what_is_set_outside_is_for_the_model(way: str):
     expected = run(syncengine.Parallel, way)
     for state in STATES:
-        ours = run(syncengine.Parallel, way, state)
-        if state == "autocast":  # the one that is for what the model computes
-            assert_same(ours, run(DistributedDataParallel, way, state))
-        else:
-            assert_same(ours, expected)
+        # Autocast is the one that is for what the model computes.
+        theirs = run(DistributedDataParallel, way, state) if state == "autocast" else expected
+        assert_same(run(syncengine.Parallel, way, state), theirs)
 
 
 @run_on_ranks(gloo=True)
@@ -205,31 +179,28 @@ def test_ddp_does_the_same_where_it_can():
         assert_same(run(DistributedDataParallel, "plain", state), expected)
 
 
-def own_modules() -> list[nn.Module]:
+def own_ways(state: str | None = None) -> list[torch.Tensor]:
+    """Training in ways that DDP has not, of modules that were made outside of the state."""
     torch.manual_seed(0)
-    batch_norm = nn.Sequential(nn.Linear(24, 4), nn.SyncBatchNorm(4))
-    return [Counted(), Counted(), batch_norm, nn.EmbeddingBag(7, 4, sparse=True, mode="sum")]
-
-
-def own_ways(modules: list[nn.Module]) -> list[torch.Tensor]:
-    """What DDP has not."""
-    *modules, table = modules
-    weighted, half, batch_norm = (syncengine.Parallel(module) for module in modules)
-    half.register_comm_hook(None, syncengine.hooks.bf16_compress)
-    left = train(half) + train(batch_norm)
-    for i in range(3):
-        weighted.weight(1 + syncengine.rank())
-        weighted(batch(i)).square().mean().backward()
-    with weighted.join(divide_by_initial_world_size=False):
-        for i in range(2 + syncengine.rank()):
-            weighted.weight(3.0)
+    modules = [Counted(), Counted(), nn.Sequential(nn.Linear(24, 4), nn.SyncBatchNorm(4))]
+    table = nn.EmbeddingBag(7, 4, sparse=True, mode="sum")
+    with STATES[state]() if state else contextlib.nullcontext():
+        weighted, half, batch_norm = (syncengine.Parallel(module) for module in modules)
+        half.register_comm_hook(None, syncengine.hooks.bf16_compress)
+        left = train(half) + train(batch_norm)
+        for i in range(3):
+            weighted.weight(1 + syncengine.rank())
             weighted(batch(i)).square().mean().backward()
-    left += train(copy.deepcopy(weighted))
-    sparse = syncengine.Parallel(table)
-    for i in range(3):
-        sparse.zero_grad()
-        sparse(torch.tensor([[syncengine.rank(), 2, i]], device="cpu")).square().sum().backward()
-        left.append(table.weight.grad.to_dense().clone())
+        with weighted.join(divide_by_initial_world_size=False):
+            for i in range(2 + syncengine.rank()):
+                weighted.weight(3.0)
+                weighted(batch(i)).square().mean().backward()
+        left += train(copy.deepcopy(weighted))
+        sparse = syncengine.Parallel(table)
+        for i in range(3):
+            sparse.zero_grad()
+            sparse(torch.tensor([[syncengine.rank(), 2, i]], device="cpu")).square().sum().backward()
+            left.append(table.weight.grad.to_dense().clone())
     return left
 
 
@@ -237,8 +208,6 @@ def own_ways(modules: list[nn.Module]) -> list[torch.Tensor]:
 @flat_at_night
 @run_on_ranks()
 def test_what_is_set_outside_is_not_for_weights_batch_norms_and_tables():
-    expected = own_ways(own_modules())
+    expected = own_ways()
     for state in ("default device meta", "a mode of functions", "default dtype bfloat16", "deterministic"):
-        modules = own_modules()
-        with STATES[state]():
-            assert_same(own_ways(modules), expected)
+        assert_same(own_ways(state), expected)

@@ -5,11 +5,12 @@ import math
 import re
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from parallel_models import both, data, outcome
+from parallel_models import both, data, outcome, trained
 from pool import RankPool, run_on_ranks
 from random_layers import Layer
 from torch import nn
@@ -36,8 +37,7 @@ def test_a_buffer_that_nothing_can_be_copied_into_is_named():
         syncengine.Parallel(module)
     module.mask = torch.arange(5).expand(1, -1)  # shares nothing
     syncengine.Parallel(module)
-    model = syncengine.Parallel(kept())
-    model(data()).backward()
+    model = trained(kept(), 1)
     if syncengine.rank() == 1:
         model.module.b.data = torch.ones(1).expand(SMALL)
     with pytest.raises(SyncError, match=r"b of shape \(6,\) and strides \(0,\)"):
@@ -80,6 +80,8 @@ def test_one_rank_may_have_more_micro_batches(copied: bool):
 
 
 Change = Callable[[nn.Module], Any]
+RING = {"timeout": 60.0, "numerics": "ring"}  # DDP's bits with any number of ranks
+SMALL, LARGE = (6,), (2, 8, 40, 40)  # the second is more than travels with others
 
 
 class Kept(nn.Module):
@@ -95,11 +97,6 @@ class Kept(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.change(self)
         return self.weight * x.sum()
-
-
-RING = {"timeout": 60.0, "numerics": "ring"}  # DDP's bits with any number of ranks
-
-SMALL, LARGE = (6,), (2, 8, 40, 40)  # the second is more than travels with others
 
 
 def kept(shape: tuple[int, ...] = SMALL) -> Kept:
@@ -121,8 +118,6 @@ transposed = becomes(lambda b: own(b.T).T)
 cast = becomes(lambda b: own(b).to(torch.float64 if b.dtype == torch.float32 else torch.float32))
 last_format = becomes(lambda b: own(b).contiguous(memory_format=torch.channels_last))
 sliced = becomes(lambda b: torch.stack([own(b)] * 2, -1)[..., 0])
-turned = becomes(lambda b: b.T.contiguous())
-flattened = becomes(torch.flatten)
 
 
 def resized(module: nn.Module) -> None:
@@ -156,13 +151,9 @@ def buffers_after(model: nn.Module, change: Change) -> list[torch.Tensor]:
 def test_buffers_may_change_their_memory():
     """As moving averages do, by `.data`, and torch's observers of quantization, by resize_()."""
     for make, change in (
-        (kept, moved),
+        *((kept, change) for change in (moved, resized, grown, cast)),
+        *((partial(kept, shape), transposed) for shape in ((5, 3), (200, 300))),
         (partial(kept, LARGE), moved),
-        (kept, resized),
-        (kept, grown),
-        (partial(kept, (5, 3)), transposed),
-        (partial(kept, (200, 300)), transposed),
-        (kept, cast),
         (partial(make_two, c=70), swapped),
     ):
         torch.manual_seed(syncengine.rank())
@@ -174,19 +165,12 @@ def test_buffers_may_change_their_memory():
 @run_on_ranks(world=3, gloo=True, settings=RING)
 def test_the_memory_of_buffers_may_change_on_one_rank_alone():
     """Whichever that is: nothing of what it does then concerns the others."""
-    for alone in range(3):
-        for shape, change in (
-            (SMALL, moved),
-            (SMALL, resized),
-            (LARGE, moved),
-            (LARGE, last_format),
-            ((2, 3, 4, 5), last_format),
-            (LARGE, sliced),
-            (SMALL, sliced),
-        ):
-            own_change = change if syncengine.rank() == alone else lambda module: module.b.copy_(own(module.b))
-            torch.manual_seed(syncengine.rank())
-            both(partial(kept, shape), partial(buffers_after, change=own_change))
+    changes = [(SMALL, resized), (LARGE, last_format), ((2, 3, 4, 5), last_format)]
+    changes += [(shape, change) for shape in (SMALL, LARGE) for change in (moved, sliced)]
+    for alone, (shape, change) in product(range(3), changes):
+        own_change = change if syncengine.rank() == alone else lambda module: module.b.copy_(own(module.b))
+        torch.manual_seed(syncengine.rank())
+        both(partial(kept, shape), partial(buffers_after, change=own_change))
 
 
 def make_two(b: int = 3, c: int = 4) -> Kept:
@@ -194,8 +178,7 @@ def make_two(b: int = 3, c: int = 4) -> Kept:
 
 
 def one_rank_changes(alone: int, module: Kept, change: Change) -> tuple[str, str]:
-    model = syncengine.Parallel(module)
-    model(data()).backward()
+    model = trained(module, 1)
     module.change = change if syncengine.rank() == alone else module.change
     model(data()).backward()
     return outcome(lambda: [model(data()).backward() for _ in range(2)])
@@ -206,8 +189,8 @@ DIFFERENCES: dict[str, tuple[Callable[[], Kept], Change, str, str]] = {
     "grown": (kept, grown, "b: float32 (6,)", "b: float32 (7,)"),
     "swapped": (make_two, swapped, "b: float32 (3,)", "b: float32 (4,)"),
     "cast": (kept, cast, "b: float32 ", "b: float64 "),
-    "turned": (partial(kept, (5, 3)), turned, "b: float32 (5, 3)", "b: float32 (3, 5)"),
-    "flattened": (partial(kept, LARGE), flattened, "b: float32 (2, 8, 40, 40)", "b: float32 (25600,)"),
+    "turned": (partial(kept, (5, 3)), becomes(lambda b: b.T.contiguous()), "b: float32 (5, 3)", "b: float32 (3, 5)"),
+    "flattened": (partial(kept, LARGE), becomes(torch.flatten), "b: float32 (2, 8, 40, 40)", "b: float32 (25600,)"),
     "dropped": (make_two, lambda module: setattr(module, "c", None), "c: float32 (4,)", "b: float32 (3,), digest"),
 }
 
@@ -238,31 +221,23 @@ def test_all_ranks_may_give_their_buffers_other_sizes():
         model.module.change = lambda module: None
         model(data()).backward()
         for mine, b in zip(before, model.module.buffers(), strict=True):
-            agreed = b.clone()
-            syncengine.broadcast(agreed, 0)
-            assert torch.equal(agreed, b)
-            if syncengine.rank() == 0:
-                assert torch.equal(mine, b)
-
-
-def overlapping(first: slice, second: slice, size: int = 40) -> Kept:
-    memory = own(torch.empty(size))
-    return Kept(b=memory[first], c=memory[second])
+            syncengine.broadcast(mine, 0)
+            assert torch.equal(mine, b)
 
 
 @since_2_13
 @run_on_ranks(gloo=True)
 def test_buffers_may_share_memory():
+    def overlapping(first: slice, second: slice, size: int = 40) -> Kept:
+        memory = own(torch.empty(size))
+        return Kept(b=memory[first], c=memory[second])
+
     def change(module: nn.Module) -> None:
         module.b.copy_(own(module.b))
         module.c.mul_(2)
 
-    for slices in (
-        (slice(0, 20), slice(0, 20)),
-        (slice(0, 20), slice(10, 40)),
-        (slice(0, 40, 2), slice(1, 40, 2)),
-        (slice(0, 30_000), slice(10, 30_010), 40_000),
-    ):
+    small = [(slice(0, 20), slice(0, 20)), (slice(0, 20), slice(10, 40)), (slice(0, 40, 2), slice(1, 40, 2))]
+    for slices in [*small, (slice(0, 30_000), slice(10, 30_010), 40_000)]:
         torch.manual_seed(syncengine.rank())
         both(partial(overlapping, *slices), partial(buffers_after, change=change))
 
@@ -291,14 +266,6 @@ def test_buffers_that_share_memory_on_one_rank_alone_are_named(pool: RankPool, a
     assert all(named) if at_construction else any(named)
 
 
-@run_on_ranks()
-def test_without_a_common_start_buffers_are_compared_in_the_first_forward():
-    model = syncengine.Parallel(kept((3 + syncengine.rank(),)), init_sync=False)
-    for _ in range(2):  # they are compared again, since they were not the same
-        with pytest.raises(Mismatch, match=r"the buffers of Parallel\(Kept\).*b: float32 \(3,\).*b: float32 \(4,\)"):
-            model(data())
-
-
 @since_2_13
 @pytest.mark.parametrize("last", [0, 1, 2])
 @run_on_ranks(world=3, gloo=True, settings=RING)
@@ -317,7 +284,11 @@ def test_in_a_join_context_the_last_ranks_buffers_may_be_anywhere(last: int):
 
 
 @run_on_ranks()
-def test_final_models_that_differ_are_named():
+def test_buffers_that_differ_in_the_first_forward_or_in_final_models_are_named():
+    model = syncengine.Parallel(kept((3 + syncengine.rank(),)), init_sync=False)  # without a common start
+    for _ in range(2):  # they are compared again, since they were not the same
+        with pytest.raises(Mismatch, match=r"the buffers of Parallel\(Kept\).*b: float32 \(3,\).*b: float32 \(4,\)"):
+            model(data())
     model = syncengine.Parallel(kept())
     with pytest.raises(Mismatch, match=r"the final models differ.*b: float32 \(6,\).*b: float32 \(7,\)"), model.join():
         model(data()).backward()

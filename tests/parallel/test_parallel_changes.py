@@ -1,7 +1,7 @@
 """Changes after wrapping, of which DDP's reducer hears nothing: its ranks go on with gradients of their own."""
 
 import copy
-import warnings
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from flat import Parallel as FlatParallel
-from parallel_models import CAP, Mlp, assert_averages, backwards, both, data, gradients, outcome, small
+from parallel_models import Mlp, assert_averages, backwards, both, data, gradients, outcome, small, trained, warned_of
 from pool import run_on_ranks
 from random_layers import Layer, linear
 from torch import nn
@@ -23,9 +23,7 @@ from syncengine.errors import Aborted, InvalidUsage, SyncError
 @run_on_ranks(gloo=True)
 def test_dtype_may_change_after_wrapping():
     for dtype in (torch.float64, torch.bfloat16):
-        model = syncengine.Parallel(Mlp(), **CAP)
-        backwards(model, 2)
-        model.to(dtype)
+        model = trained(Mlp(), 2, bucket_cap_mb=1e-6).to(dtype)
         with model.no_sync():
             model(data().to(dtype)).sum().backward()
         for i in range(3):
@@ -43,49 +41,40 @@ def transposed(module: nn.Module) -> None:
         parameter.data = parameter.data.transpose(0, -1).contiguous().transpose(0, -1)
 
 
-def average_beside(model: nn.Module, inputs: torch.Tensor) -> None:
-    """One backward; the averages are those of the plain module's gradients, by a communicator's all-reduce."""
-    model.zero_grad()
-    model.module(inputs).square().sum().backward()
-    expected = [grad.contiguous().double() for grad in gradients(model)]
-    for grad in expected:
-        syncengine.all_reduce(grad, "avg")
-    model.zero_grad()
-    model(inputs).square().sum().backward()
-    torch.testing.assert_close([grad.double() for grad in gradients(model)], expected, rtol=1e-4, atol=1e-4)
-
-
-@run_on_ranks()
-def test_strides_may_change_after_wrapping():
-    """Under DDP the averages are permuted from then on."""
-    for change in (in_last_format, transposed):
-        model = syncengine.Parallel(unusual())
-        backwards(model)
-        change(model)
-        for i in range(3):
-            average_beside(model, data(i))
-
-
 def unusual() -> nn.Module:
     torch.manual_seed(7)
     body = [nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 6, (3, 2)), nn.Flatten(), nn.Linear(24, 5)]
     return nn.Sequential(nn.Linear(24, 144), nn.Unflatten(1, (3, 8, 6)), *body[:3], nn.AdaptiveAvgPool2d(2), *body[3:])
 
 
-def change_strides(model: nn.Module, after: int, alone: int = 1) -> None:
-    """The strides change on one rank, after that many steps."""
+def change_strides(model: nn.Module, after: int = 3, ranks: Any = (1,), change: Callable = in_last_format) -> None:
+    """After so many steps strides change on these ranks; averages stay those of the plain module's gradients."""
     backwards(model, after)
-    if syncengine.rank() == alone:
-        in_last_format(model)
+    if syncengine.rank() in ranks:
+        change(model)
     for i in range(3):
-        average_beside(model, data(i))
+        model.zero_grad()
+        model.module(data(i)).square().sum().backward()
+        expected = [grad.contiguous().double() for grad in gradients(model)]
+        for grad in expected:
+            syncengine.all_reduce(grad, "avg")
+        model.zero_grad()
+        model(data(i)).square().sum().backward()
+        torch.testing.assert_close([grad.double() for grad in gradients(model)], expected, rtol=1e-4, atol=1e-4)
+
+
+@run_on_ranks()
+def test_strides_may_change_after_wrapping():
+    """Under DDP the averages are permuted from then on."""
+    for change in (in_last_format, transposed):
+        change_strides(syncengine.Parallel(unusual()), ranks=(0, 1), change=change)
 
 
 @pytest.mark.parametrize("after", [0, 1, 3])
 @pytest.mark.parametrize("alone", [0, 1])
 @run_on_ranks()
 def test_strides_that_change_on_one_rank_alone_are_named(alone: int, after: int):
-    text = ": ".join(outcome(lambda: change_strides(syncengine.Parallel(unusual()), after, alone)))
+    text = ": ".join(outcome(lambda: change_strides(syncengine.Parallel(unusual()), after, (alone,))))
     assert "Mismatch: " in text, text
     assert "of Parallel(Sequential) (" in text, text
     assert "with another layout" in text or "strides of " in text, text  # as this rank's own are usual or not
@@ -101,17 +90,16 @@ def test_strides_may_change_on_one_rank_alone_where_gradients_are_copied(after: 
 def test_strides_may_change_on_one_rank_alone_under_a_hook():
     model = syncengine.Parallel(unusual())
     model.register_comm_hook(None, default_hooks.allreduce_hook)
-    change_strides(model, 3)
+    change_strides(model)
 
 
-REPLACED = r"parameter 2\.weight of Parallel\(Sequential\) was replaced after wrapping"
+REPLACED = r"\.weight of Parallel\(Sequential\) was replaced after wrapping"
 
 
 @run_on_ranks()
 def test_replaced_parameters_are_an_error():
     model = syncengine.Parallel(small())
-    text = r"parameter 0.weight of Parallel\(Sequential\) was replaced after wrapping"
-    with pytest.raises(SyncError, match=text):  # this rank's own, or the other's, who may be one backward ahead
+    with pytest.raises(SyncError, match="parameter 0" + REPLACED):  # its own, or the other's, who may be ahead
         backwards(model)
         model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
         backwards(model)
@@ -121,8 +109,8 @@ def test_replaced_parameters_are_an_error():
     ("options", "after", "text"),
     [
         ({}, 2, r"Parameters which did not receive grad for rank.*: 2\.weight$"),
-        ({"find_unused_parameters": True}, 2, REPLACED),
-        ({"static_graph": True}, 0, REPLACED),
+        ({"find_unused_parameters": True}, 2, "parameter 2" + REPLACED),
+        ({"static_graph": True}, 0, "parameter 2" + REPLACED),
     ],
     ids=["plain", "unused parameters", "static graph"],
 )
@@ -142,13 +130,12 @@ def test_a_replaced_parameter_is_named(options: dict[str, bool], after: int, tex
 @pytest.mark.parametrize("on_all", [True, False])
 @run_on_ranks()
 def test_replaced_parameters_end_that_model_alone(on_all: bool):
-    other, model = syncengine.Parallel(small()), syncengine.Parallel(small(), find_unused_parameters=True)
-    backwards(model)
+    other, model = syncengine.Parallel(small()), trained(small(), find_unused_parameters=True)
     if on_all or syncengine.rank() == 1:
         model.module[2].weight = nn.Parameter(model.module[2].weight.detach().clone())
     raised = InvalidUsage if on_all or syncengine.rank() == 1 else Aborted
     for _ in range(2):
-        with pytest.raises(raised, match=REPLACED):
+        with pytest.raises(raised, match="parameter 2" + REPLACED):
             backwards(model, 1)
     backwards(other)
     if on_all:
@@ -183,10 +170,7 @@ def with_adapter(layer: nn.Module) -> nn.Module:
 
 def added(call: Callable[[], Any]) -> list[str]:
     """Names of the parameters that are warned of."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        call()
-    texts = [str(warning.message) for warning in caught if "after wrapping" in str(warning.message)]
+    texts = warned_of("after wrapping", call)
     assert all("was added to Parallel(Sequential) after wrapping, or replaces another" in text for text in texts)
     return sorted(text.split()[1] for text in texts)
 
@@ -194,8 +178,7 @@ def added(call: Callable[[], Any]) -> list[str]:
 @run_on_ranks()
 def test_parameters_that_are_added_and_trained_are_warned_of_once():
     """Under DDP ranks train them apart without a word."""
-    model = syncengine.Parallel(small())
-    backwards(model)
+    model = trained(small())
     model.module[2] = with_adapter(model.module[2])
     assert added(lambda: backwards(model)) == ["2.down.weight", "2.up.weight"]
 
@@ -219,55 +202,40 @@ def test_parameters_that_are_added_on_purpose_or_not_trained_are_not_warned_of()
     model = syncengine.Parallel(small())
     model.module[0].average = copy.deepcopy(model.module[0])  # kept there, as moving averages are
     assert not added(lambda: backwards(model))
-    model.module[0] = with_adapter(model.module[0])
-    for parameter in (model.module[0].down.weight, model.module[0].up.weight):
-        parameter._ddp_ignored = True
+    adapter = model.module[0] = with_adapter(model.module[0])
+    adapter.down.weight._ddp_ignored = adapter.up.weight._ddp_ignored = True
     assert not added(lambda: backwards(model))
-    del model.module[0].layer.average
+    del adapter.layer.average
     model.module[2] = with_adapter(model.module[2])
     model(data())
     assert not added(lambda: backwards(syncengine.Parallel(model.module), 2))
 
 
-def new_head(net: nn.Module) -> None:
-    net[2] = nn.Linear(24, 3)
-
-
-def loaded_head(net: nn.Module) -> None:
-    net[2].load_state_dict(copy.deepcopy(net[2].state_dict()), assign=True)
-    net[2].requires_grad_(True)
-
-
 @run_on_ranks()
 def test_what_replaces_a_frozen_parameter_is_warned_of():
     """Linear probing, then another head: the old one was in no bucket, so nobody misses it."""
-    for replace in (new_head, loaded_head):
-        for unused in (False, True):
-            net = small()
-            net[2].requires_grad_(False)
-            model = syncengine.Parallel(net, find_unused_parameters=unused)
-            backwards(model)
-            replace(net)
-            assert added(partial(backwards, model)) == ["2.bias", "2.weight"], (replace, unused)
+    for loaded, unused in itertools.product((False, True), repeat=2):
+        net = small()
+        net[2].requires_grad_(False)
+        model = trained(net, find_unused_parameters=unused)
+        if loaded:
+            net[2].load_state_dict(copy.deepcopy(net[2].state_dict()), assign=True)
+            net[2].requires_grad_(True)
+        else:
+            net[2] = nn.Linear(24, 3)
+        assert added(partial(backwards, model)) == ["2.bias", "2.weight"], (loaded, unused)
 
 
 @run_on_ranks()
 def test_what_takes_one_of_two_names_is_warned_of():
-    """The old parameter still gets its gradient, by its other name."""
+    """The old parameter still gets its gradient, by its other name, or by the one that it is moved to."""
     net = nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 24))
     net[1].weight = net[0].weight
-    model = syncengine.Parallel(net)
-    backwards(model)
+    model = trained(net)
     net[0].weight = nn.Parameter(net[0].weight.detach().clone())
     assert added(lambda: backwards(model)) == ["0.weight"]
-
-
-@run_on_ranks()
-def test_what_takes_a_name_that_another_keeps_is_warned_of():
-    net = nn.Sequential(nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 3)))
-    model = syncengine.Parallel(net)
-    backwards(model)
-    net[0] = nn.Sequential(nn.Linear(24, 24), *net[0])
+    model = trained(nn.Sequential(nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 3))))
+    model.module[0] = nn.Sequential(nn.Linear(24, 24), *model.module[0])
     assert added(lambda: backwards(model)) == ["0.0.bias", "0.0.weight"]
 
 
@@ -280,8 +248,7 @@ def test_what_is_put_past_registration_is_warned_of_within_some_steps():
     }.items():
         net = nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 24), nn.Linear(24, 3))
         net[0].requires_grad_(False)
-        model = syncengine.Parallel(net)
-        backwards(model)
+        model = trained(net)
         put(net)
         assert "0.weight" in added(partial(backwards, model, 20)), what
 
@@ -289,8 +256,7 @@ def test_what_is_put_past_registration_is_warned_of_within_some_steps():
 @run_on_ranks()
 def test_what_the_wrapper_itself_gets_is_warned_of():
     """The wrapper's own parameters are among those that users give to the optimizer."""
-    model = syncengine.Parallel(small())
-    backwards(model)
+    model = trained(small())
     model.head, model.scale = nn.Linear(24, 2), nn.Parameter(torch.ones(()))
     names = added(lambda: (model.head(model(data())) * model.scale).sum().backward())
     assert names == ["head.bias", "head.weight", "scale"]
@@ -300,10 +266,8 @@ def test_what_the_wrapper_itself_gets_is_warned_of():
 
 @run_on_ranks(gloo=True)
 def test_what_ddp_averages_is_not_trained_apart():
-    model = syncengine.Parallel(small())
-    backwards(model)
-    model.head = DistributedDataParallel(nn.Linear(3, 2))
-    assert not added(lambda: (backwards(model), model.head(torch.ones(1, 3)).sum().backward()))
-    model.other = nn.Linear(3, 2)
-    names = added(lambda: (backwards(model), model.other(torch.ones(1, 3)).sum().backward()))
-    assert names == ["other.bias", "other.weight"]
+    model = trained(small())
+    model.head = DistributedDataParallel(nn.Linear(24, 2))
+    assert not added(lambda: (backwards(model), model.head(data()).sum().backward()))
+    model.other = nn.Linear(24, 2)
+    assert added(lambda: (backwards(model), model.other(data()).sum().backward())) == ["other.bias", "other.weight"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from parallel_models import Conv, Mlp
+from parallel_models import Conv, Mlp, outcome
 from pool import RankPool, run_on_ranks
 from random_layers import linear
 from torch import nn
@@ -20,7 +20,6 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from torch_versions import since_2_13
 
 import syncengine
-from syncengine import _C
 from syncengine.errors import InvalidUsage, Mismatch
 
 
@@ -76,49 +75,35 @@ def test_init_sync_false_leaves_state_alone():
 DIFFERENCES: dict[str, tuple[Callable[[nn.Module], Any], tuple[str, ...]]] = {
     "shape": (lambda m: setattr(m, "head", nn.Linear(500, 8)), ("head.weight", "(7, 500)", "(8, 500)")),
     "dtype": (lambda m: m.head.double(), ("head.weight", "float32", "float64")),
-    "strides": (
-        lambda m: setattr(m.head, "weight", nn.Parameter(torch.zeros(500, 7).t())),
-        ("head.weight", "(500, 1)", "(1, 7)"),
-    ),
+    "strides": (lambda m: setattr(m.head.weight, "data", torch.zeros(500, 7).T), ("head.weight", "(500, 1)", "(1, 7)")),
     "frozen": (lambda m: m.head.bias.requires_grad_(False), ("head.bias", "trained")),
     "number": (lambda m: setattr(m, "extra", nn.Linear(2, 2)), ("extra.weight", "nothing")),
     "buffer": (lambda m: m.register_buffer("mask", torch.ones(3)), ("mask", "nothing")),
 }
 
 
-def mismatch_text(name: str) -> str:
+def with_difference(name: str) -> tuple[str, str]:
     module = Mlp()
     if syncengine.rank() == 1:
         DIFFERENCES[name][0](module)
-    with pytest.raises(Mismatch) as error:
-        syncengine.Parallel(module)
-    return str(error.value)
+    return outcome(lambda: syncengine.Parallel(module))
 
 
 @pytest.mark.parametrize("name", DIFFERENCES)
 def test_different_models_are_a_mismatch_that_names_both_sides(pool: RankPool, name: str):
-    first, *others = pool.run(mismatch_text, name, world=3)
-    assert others == [first, first]
-    assert all(text in first for text in ("rank 0 has", "rank 1 has", "Parallel(Mlp)", *DIFFERENCES[name][1]))
-
-
-DIFFERENT_ARGUMENTS = {
-    "find_unused_parameters": True,
-    "bucket_cap_mb": 1,
-    "bucket_cap_mb_list": [1],
-    "forward_sync_buffers": False,
-    "static_graph": True,
-    "gradient_as_bucket_view": True,
-    "batched_grad_copy": True,
-    "skip_all_reduce_unused_params": True,
-    "mixed_precision": _MixedPrecision(torch.bfloat16),
-    "audit": 5,
-}
+    (kind, text), *others = pool.run(with_difference, name, world=3)
+    assert kind == "Mismatch"
+    assert others == [(kind, text)] * 2
+    assert all(part in text for part in ("rank 0 has", "rank 1 has", "Parallel(Mlp)", *DIFFERENCES[name][1]))
 
 
 @run_on_ranks()
 def test_different_arguments_are_a_mismatch():
-    for name, value in DIFFERENT_ARGUMENTS.items():
+    switches = """find_unused_parameters static_graph gradient_as_bucket_view batched_grad_copy
+        skip_all_reduce_unused_params"""
+    arguments = {**dict.fromkeys(switches.split(), True), "mixed_precision": _MixedPrecision(torch.bfloat16)}
+    arguments |= {"bucket_cap_mb": 1, "bucket_cap_mb_list": [1], "forward_sync_buffers": False, "audit": 5}
+    for name, value in arguments.items():
         text = re.escape(f"{name}={value}")
         with pytest.raises(Mismatch, match=rf"rank 0 has .*{name}=.* rank 1 has .*{text}"):
             syncengine.Parallel(Mlp(), **{name: value} if syncengine.rank() == 1 else {})
@@ -127,28 +112,19 @@ def test_different_arguments_are_a_mismatch():
 @run_on_ranks(world=1)
 def test_alone_it_is_the_module():
     before = set(threading.enumerate())
-    module = Mlp()
-    model = syncengine.Parallel(module)
-    assert not isinstance(model.reducer, _C.Reducer)
+    model = syncengine.Parallel(Mlp())
+    assert not isinstance(model.reducer, syncengine._C.Reducer)
     assert isinstance(model, DistributedDataParallel)
     with model.no_sync():
         model(torch.ones(2, 24)).sum().backward()
-    assert not any(p.grad is None for p in module.parameters())
+    assert not any(p.grad is None for p in model.parameters())
     assert set(threading.enumerate()) <= before
     pickle.loads(pickle.dumps(model))(torch.ones(2, 24)).sum().backward()
 
 
-REFUSED_ARGUMENTS: dict[str, Any] = {
-    "mixed_precision": object(),
-    "device_mesh": object(),
-    "delay_all_reduce_named_params": [],
-    "param_to_hook_all_reduce": torch.zeros(1),
-    "bucket_cap_mb_list": [1, 0],
-    "bucket_cap_mb": 0,
-    "device_ids": [0],
-    "output_device": 0,
-    "process_group": object(),
-}
+REFUSED_ARGUMENTS: dict[str, Any] = dict.fromkeys(("mixed_precision", "device_mesh", "process_group"), object())
+REFUSED_ARGUMENTS |= {"delay_all_reduce_named_params": [], "param_to_hook_all_reduce": torch.zeros(1)}
+REFUSED_ARGUMENTS |= {"bucket_cap_mb_list": [1, 0], "bucket_cap_mb": 0, "device_ids": [0], "output_device": 0}
 
 
 class On(nn.Module):
@@ -161,13 +137,11 @@ class On(nn.Module):
                 setattr(self, f"p{i}", nn.Parameter(torch.empty(2, 2, device=device)))
             self.register_buffer("statistics", torch.empty(2, device=buffer or devices[0]))
 
-    def forward(self, x: Any) -> Any:
-        return x
-
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     **{name: (linear, {name: value}, name) for name, value in REFUSED_ARGUMENTS.items()},
     **{f"audit {value!r}": (linear, {"audit": value}, "audit=") for value in (-1, 2.0, True, "5", None)},
+    "group": (linear, {"process_group": "gloo"}, "process_group of type str is no group"),
     "large cap": (linear, {"bucket_cap_mb": 2.0**43}, r"bucket_cap_mb must be .*less than 2\*\*43"),
     "large caps": (linear, {"bucket_cap_mb_list": [1, 1e30]}, r"bucket_cap_mb_list must be .*less than 2\*\*43"),
     "lazy": (lambda: nn.LazyLinear(3), {}, "weight is not initialized"),
@@ -189,13 +163,11 @@ def test_what_is_not_supported_is_refused_by_name(world: int):
     for make, arguments, text in REFUSED.values():
         with pytest.raises(InvalidUsage, match=text):
             syncengine.Parallel(make(), **arguments)
-    model = syncengine.Parallel(linear())
     with pytest.raises(InvalidUsage, match="_set_sparse_metadata.*not support|not support.*_set_sparse_metadata"):
-        model._set_sparse_metadata()
+        syncengine.Parallel(linear())._set_sparse_metadata()
     if world == 1:
         model = syncengine.Parallel(On("cuda:1"), device_ids=[1])
         assert (model.device_ids, model.output_device, model.device) == ([1], 1, torch.device("cuda:1"))
     if not torch.cuda.is_available():
-        with pytest.raises(InvalidUsage, match="no CUDA side|no driver|no device"):
-            model = syncengine.Parallel(On("cuda:1"))
-            model.register_comm_hook(None, syncengine.hooks.bf16_compress)  # one rank has no reducer without a hook
+        with pytest.raises(InvalidUsage, match="no CUDA side|no driver|no device"):  # one rank reduces for a hook alone
+            syncengine.Parallel(On("cuda:1")).register_comm_hook(None, syncengine.hooks.bf16_compress)

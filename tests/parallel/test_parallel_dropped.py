@@ -10,6 +10,7 @@ import torch
 from parallel_models import CAP, Branches, assert_averaged, average, data, different_bits, gradients
 from pool import run_on_ranks
 from raising_model import Bad, Raising
+from test_lost_steps import lose_step
 from torch import nn
 
 import syncengine
@@ -25,37 +26,33 @@ def raising_behind() -> Raising:
     return module
 
 
-@pytest.mark.parametrize("with_hook", [False, True])
+@pytest.mark.parametrize(("who", "with_hook", "later"), [(1, False, [[]]), (1, True, [[]]), (0, False, [[0, 1], []])])
 @run_on_ranks()
-def test_averages_that_one_rank_has_dropped_are_noticed(with_hook: bool):
-    """Rank 1 raises when all averages are there, and the error is caught."""
+def test_averages_that_one_rank_has_dropped_are_noticed(who: int, with_hook: bool, later: list[list[int]]):
+    """A rank raises when all averages are there, and its error is caught; no later step that all lose hides that."""
     model = syncengine.Parallel(raising_behind())
     if with_hook:
         model.register_comm_hook(None, average)
-    model(data()).sum().backward()
-    model.module.where = "behind" if syncengine.rank() == 1 else ""
-    with pytest.raises(SyncError, match=rf"rank 1: {AFTER}"):
-        for _ in range(2):
+    with pytest.raises(SyncError, match=rf"rank {who}: {AFTER}"):
+        for i, raising in enumerate([[], [who], *later]):
+            model.module.where = "behind" if syncengine.rank() in raising else ""
             with contextlib.suppress(Bad):
-                model(data()).sum().backward()
-            model.module.where = ""
+                model(data(i)).sum().backward()
 
 
 @pytest.mark.parametrize("late_in_backward", [[], [0], [0, 1]], ids=str)
 @run_on_ranks()
 def test_averages_that_all_ranks_have_dropped_cost_a_step(late_in_backward: list[int]):
     """All ranks fail, some in backward, before the averages are there, and some in a hook, behind them."""
-    module = raising_behind()
-    model = syncengine.Parallel(module)
-    in_backward = syncengine.rank() in late_in_backward
+    model = syncengine.Parallel(raising_behind())
+    where = "late" if syncengine.rank() in late_in_backward else "behind"
+    raised = Bad if where == "late" or not late_in_backward else Aborted  # hooks run behind averages
     for i in range(6):
         fails = i in (1, 2, 4)
-        module.where = ("late" if in_backward else "behind") if fails else ""
-        module.zero_grad()
-        raised = Bad if in_backward or not late_in_backward else Aborted  # hooks run behind averages
-        with pytest.raises(raised) if fails else contextlib.nullcontext():
+        model.zero_grad()
+        with model.module.raising(where if fails else "", raised):
             model(data(i)).sum().backward()
-        assert all((p.grad is None) == fails for p in module.parameters())
+        assert all((p.grad is None) == fails for p in model.parameters())
     syncengine.barrier()
 
 
@@ -63,18 +60,13 @@ def test_averages_that_all_ranks_have_dropped_cost_a_step(late_in_backward: list
 @pytest.mark.parametrize("in_hook", [[], [0], [0, 1]], ids=str)
 @run_on_ranks(settings={"timeout": 20.0})
 def test_who_raises_behind_a_step_that_all_have_dropped_is_named(in_hook: list[int], steps: int):
-    module = raising_behind()
-    model = syncengine.Parallel(module)
+    model = syncengine.Parallel(raising_behind())
     rank = syncengine.rank()
-    module.where = "behind" if rank in in_hook else "late"
     for i in range(steps):
-        with pytest.raises((Bad, Aborted)):
+        with model.module.raising("behind" if rank in in_hook else "late", (Bad, Aborted)):
             model(data(i)).sum().backward()
-    module.where = "forward" if rank == 1 else ""
-    own = "" if rank == 1 else "rank 1 raised in forward: Bad: "
-    with pytest.raises(Bad if rank == 1 else Aborted, match=f"^{own}the batch is bad: forward$"):
-        model(data()).sum().backward()
-    module.where = ""
+    text = lose_step(model, "forward" if rank == 1 else "")
+    assert text == ("" if rank == 1 else "rank 1 raised in forward: Bad: ") + "the batch is bad: forward"
     model(data()).sum().backward()
 
 
@@ -82,26 +74,13 @@ def test_who_raises_behind_a_step_that_all_have_dropped_is_named(in_hook: list[i
 def test_a_model_is_wrapped_behind_a_step_that_all_have_lost():
     model = syncengine.Parallel(Raising())
     for i, where in enumerate(["", "late", "", "early", "forward", "late"]):
-        model.module.where = where
         model.zero_grad()
-        with pytest.raises(Bad) if where else contextlib.nullcontext():
+        with model.module.raising(where):
             model(data(i)).sum().backward()
         other = syncengine.Parallel(nn.Linear(24, 2))
         assert other.communicator is model.communicator
         other(data(i)).sum().backward()
-    model.module.where = ""
     model(data()).sum().backward()
-
-
-@run_on_ranks()
-def test_a_step_that_all_lose_hides_none_that_one_has_lost():
-    """Rank 0 has lost a step that the others have made; the next one all lose."""
-    model = syncengine.Parallel(raising_behind())
-    with pytest.raises(SyncError, match=rf"rank 0: {AFTER}"):
-        for i in range(4):
-            model.module.where = "behind" if i == 2 or (i == 1 and syncengine.rank() == 0) else ""
-            with contextlib.suppress(Bad):
-                model(data(i)).sum().backward()
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -111,29 +90,24 @@ def test_who_refuses_with_all_but_one_bucket_on_their_way_keeps_nobody_waiting(w
     model = syncengine.Parallel(Raising(), **CAP)
     model(data()).sum().backward()
     rank = syncengine.rank()
-    model.module.where = ("late", "middle", "")[rank]
-    with pytest.raises(Bad if rank < 2 else Aborted, match="the batch is bad|backward aborted"):
-        model(data()).sum().backward()
-    model.module.where = ""
+    text = lose_step(model, ("late", "middle", "")[rank])
+    assert "the batch is bad" in text or "backward aborted" in text
     if rank == 0:
         del model  # it waits for nobody, and nobody for it
-        syncengine.barrier()
     else:
         model.reducer.begin_forward(True)  # when the step has ended
-        syncengine.barrier()
+    syncengine.barrier()
 
 
 @run_on_ranks()
 def test_gradients_outlive_an_error_in_forward_with_a_communication_hook():
-    module = Raising()
-    model = syncengine.Parallel(module)
+    model = syncengine.Parallel(Raising())
     model.register_comm_hook(None, average)
     model(data()).sum().backward()
-    before = gradients(module)
-    module.where = "forward"
-    with pytest.raises((Bad, SyncError)):  # or the other's
+    before = gradients(model)
+    with model.module.raising("forward", (Bad, SyncError)):  # or the other's
         model(data())
-    assert not different_bits(gradients(module), before)
+    assert not different_bits(gradients(model), before)
 
 
 @run_on_ranks()
@@ -144,9 +118,8 @@ def test_an_average_that_can_not_be_delivered_is_told():
     if left:
         with torch.inference_mode():
             model.module.right.weight.grad = torch.zeros(24, 24)  # nothing can be written to it any more
-    text = "inference tensor" if left else "rank 0: backward aborted"
-    with pytest.raises(RuntimeError, match=text):  # here, or in the next step
-        for i in range(2):
+    with pytest.raises(RuntimeError, match="inference tensor" if left else "rank 0: backward aborted"):
+        for i in range(2):  # here, or in the next step
             model(data(i), left).sum().backward()
     assert model.module.right.weight.grad is None or not left
     with pytest.raises(SyncError):
@@ -156,8 +129,7 @@ def test_an_average_that_can_not_be_delivered_is_told():
 @run_on_ranks(gloo=True)
 def test_a_backward_that_fails_while_the_next_forward_waits_for_it_costs_its_own_step():
     """The backward runs on another thread of rank 1, and raises when the next forward has come."""
-    module = Raising()
-    model = syncengine.Parallel(module)
+    model = syncengine.Parallel(Raising())
     total = model(data(0)).sum()
     if syncengine.rank() == 0:
         with pytest.raises(Aborted, match="rank 1: backward aborted"):
@@ -170,15 +142,14 @@ def test_a_backward_that_fails_while_the_next_forward_waits_for_it_costs_its_own
             time.sleep(0.2)  # the forward comes meanwhile; were it later, it would have nothing to wait for
             raise Bad("in a hook")
 
-        hook = module.first.weight.register_hook(raise_late)
+        hook = model.module.first.weight.register_hook(raise_late)
         thread = ThreadPoolExecutor(1)
         backward = thread.submit(total.backward)
         in_hook.wait()
         hook.remove()
     outputs = model(data(1))  # of rank 1 while its backward still runs
     if syncengine.rank() == 1:
-        with pytest.raises(Bad, match="in a hook"):
+        with pytest.raises(Bad, match="in a hook"), thread:
             backward.result()
-        thread.shutdown()
     outputs.sum().backward()
-    assert_averaged(module, module(data(1)).sum())
+    assert_averaged(model.module, model.module(data(1)).sum())

@@ -1,14 +1,12 @@
 """Errors in the middle of training: every rank gets one with a name, soon, and no gradient is half averaged."""
 
-import contextlib
 import time
-from typing import Any
 
 import pytest
 import torch
 from faults import wait_for_failure
 from marks import mostly_nightly
-from parallel_models import CAP, Mlp, assert_averaged, data
+from parallel_models import CAP, Mlp, assert_averaged, backwards, data
 from pool import run_on_ranks
 from raising_model import InBackward
 from torch import nn
@@ -17,16 +15,6 @@ import syncengine
 from syncengine.errors import Aborted, InvalidUsage, Mismatch, SyncError, Timeout
 
 LATER = 1.0  # seconds until all ranks have come as far
-
-
-def fail() -> None:
-    time.sleep(LATER)
-    raise KeyError("the batch is bad")
-
-
-def fails_on_rank_1(kind: type[Exception], own: str, others: str) -> contextlib.AbstractContextManager[Any]:
-    """Rank 1 gets its own error, and the others are told of it, before they would run into a timeout."""
-    return pytest.raises(kind, match=own) if syncengine.rank() == 1 else pytest.raises(Aborted, match=others)
 
 
 @pytest.mark.thorough
@@ -40,10 +28,16 @@ def test_an_error_in_backward_reaches_all_ranks(world: int, part: str):
     torch.manual_seed(0)
     module = Mlp()
     model = syncengine.Parallel(module, **CAP)
-    act = fail if syncengine.rank() == 1 else lambda: None
+
+    def act() -> None:
+        if syncengine.rank() == 1:
+            time.sleep(LATER)
+            raise KeyError("the batch is bad")
+
     hook = module.get_submodule(part).register_forward_hook(lambda part, inputs, out: InBackward.apply(out, act))
     loss = model(data()).square().sum()
-    with fails_on_rank_1(KeyError, "the batch is bad", "rank 1: backward aborted"):
+    kind, text = (KeyError, "the batch is bad") if syncengine.rank() == 1 else (Aborted, "rank 1: backward aborted")
+    with pytest.raises(kind, match=text):
         loss.backward()
     assert all(p.grad is None for p in module.parameters())
     hook.remove()
@@ -65,8 +59,8 @@ def test_an_error_in_forward_reaches_all_ranks():
     syncengine.barrier()
     if syncengine.rank() == 1:
         time.sleep(LATER)
-    text = r"no such token: torch.Size\(\[5, 24\]\)"
-    with fails_on_rank_1(ValueError, f"^{text}", f"rank 1 raised in forward: ValueError: {text}"):
+    kind, told = (ValueError, "^") if syncengine.rank() == 1 else (Aborted, "rank 1 raised in forward: ValueError: ")
+    with pytest.raises(kind, match=rf"{told}no such token: torch.Size\(\[5, 24\]\)"):
         model(data()).sum().backward()
 
 
@@ -133,11 +127,15 @@ def test_different_buckets_are_a_mismatch():
 
 @run_on_ranks()
 def test_removed_hooks_end_that_wrapper():
+    """Removed hooks concern no local backward."""
     model = syncengine.Parallel(nn.Linear(24, 2))
-    for _ in range(5):
-        model(data()).sum().backward()
+    backwards(model, 5)
     if syncengine.rank() == 1:
         model._remove_autograd_hooks()
+    model.zero_grad()
+    with model.no_sync():
+        model(torch.full((1, 24), 1.0 + syncengine.rank())).sum().backward()
+    assert model.module.weight.grad.unique().tolist() == [1.0 + syncengine.rank()]
     own = "" if syncengine.rank() == 1 else "rank 1: "
     for _ in range(2):
         with pytest.raises(SyncError, match=rf"{own}the hooks of Parallel\(Linear\) were removed"):
@@ -158,14 +156,3 @@ def test_a_step_that_is_lost_behind_its_last_gradient_is_an_error():
         model(inputs).sum().backward()
     assert model.module.weight.grad is None
     syncengine.barrier()
-
-
-@run_on_ranks()
-def test_hooks_that_were_removed_concern_no_local_backward():
-    model = syncengine.Parallel(nn.Linear(24, 2))
-    model(data()).sum().backward()
-    model._remove_autograd_hooks()
-    model.zero_grad()
-    with model.no_sync():
-        model(torch.full((1, 24), 1.0 + syncengine.rank())).sum().backward()
-    assert model.module.weight.grad.unique().tolist() == [1.0 + syncengine.rank()]

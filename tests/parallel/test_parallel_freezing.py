@@ -1,13 +1,13 @@
 """Parameters that are frozen while gradients are accumulated: averaged with `find_unused_parameters`, else an error."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from parallel_models import CAP, both, data, gradients, of_both, small
+from parallel_models import CAP, backwards, both, data, gradients, of_both, small, trained
 from pool import run_on_ranks
 from random_layers import Layer
 from torch import nn
@@ -28,19 +28,30 @@ def backward(model: nn.Module, number: int, synchronized: bool = True) -> None:
         model(data(number)).square().mean().backward()
 
 
-def in_turns(model: nn.Module) -> None:
-    """One part in the micro-batch that does not synchronize, the other in the one that does."""
-    for i in range(4):
-        model.module[0].requires_grad_(True)
-        model.module[2].requires_grad_(False)
-        backward(model, 2 * i, False)
-        model.module[0].requires_grad_(False)
-        model.module[2].requires_grad_(True)
-        backward(model, 2 * i + 1)
+def in_turns(model: nn.Module, alike: Iterable[int] = (5,), hooked: bool = False) -> list[Any]:
+    """One part in micro-batches that do not synchronize, the other in the one that does.
+
+    Each rank has one of the former in the steps `alike`; else rank 0 alone has one in step 2, and rank 1 two in step 3.
+    """
+    if hooked:
+        model.register_comm_hook(None, default_hooks.allreduce_hook)
+    first, last = model.module[0], model.module[2]
+    found: list[Any] = []
+    for i in range(8):
+        first.requires_grad_(True)
+        last.requires_grad_(False)
+        counts = {2: 1 - syncengine.rank(), 3: 2 * syncengine.rank(), **dict.fromkeys(alike, 1)}
+        for k in range(counts.get(i, 0)):
+            backward(model, 10 * i + k, False)
+        first.requires_grad_(False)
+        last.requires_grad_(True)
+        backward(model, 10 * i + 5)
+        found += gradients(model)
         model.zero_grad()
+    return found
 
 
-def once(model: nn.Module, after: int) -> None:
+def once(model: nn.Module, after: int = 0) -> None:
     """Frozen for good in the middle of a step; then trained on without it."""
     for i in range(5):
         backward(model, 3 * i, False)
@@ -53,7 +64,7 @@ def once(model: nn.Module, after: int) -> None:
 
 @pytest.mark.parametrize(
     ("step", "options"),
-    [(in_turns, {}), (partial(once, after=0), CAP), (partial(once, after=3), {"static_graph": True})],
+    [(partial(in_turns, alike=range(8)), {}), (once, CAP), (partial(once, after=3), {"static_graph": True})],
 )
 @run_on_ranks()
 def test_without_looking_for_unused_parameters_they_are_an_error(step: Callable, options: dict[str, Any]):
@@ -127,8 +138,7 @@ def test_a_probe_of_one_rank_plans_nothing() -> None:
 
     def step(model: nn.Module) -> list[Any]:
         generator = type(model)(nn.Linear(24, 24))
-        for i in range(4):
-            backward(model, i)
+        backwards(model, 4)
         model.zero_grad()
         if syncengine.rank() == 0:
             with model.no_sync():
@@ -140,42 +150,21 @@ def test_a_probe_of_one_rank_plans_nothing() -> None:
     both(small, step)
 
 
-def under_no_sync_alone(model: nn.Module, frozen_alike: int = 5) -> list[Any]:
-    """One part is frozen in each forward that synchronizes; some ranks have had more micro-batches than others."""
-    first, last = model.module[0], model.module[2]
-    found: list[Any] = []
-    for i in range(8):
-        first.requires_grad_(True)
-        last.requires_grad_(False)
-        for k in range({2: 1 - syncengine.rank(), 3: 2 * syncengine.rank(), frozen_alike: 1}.get(i, 0)):
-            backward(model, 10 * i + k, False)
-        first.requires_grad_(False)
-        last.requires_grad_(True)
-        backward(model, 10 * i + 5)
-        found += gradients(model)
-        model.zero_grad()
-    return found
-
-
 @run_on_ranks(gloo=True)
 def test_what_only_one_rank_has_trained_and_each_synchronized_forward_freezes():
-    def hooked(model: nn.Module) -> list[Any]:
-        model.register_comm_hook(None, default_hooks.allreduce_hook)
-        return under_no_sync_alone(model)
-
-    ours, _ = of_both(under_no_sync_alone, small, **UNUSED)
+    ours, _ = of_both(in_turns, small, **UNUSED)
     averaged = [grads[0] is not None for grads in zip(*[iter(ours)] * 4, strict=True)]
     assert averaged == [i in (2, 3, 5) for i in range(8)], averaged
     for options in (UNUSED, {**UNUSED, **CAP}):
-        both(small, under_no_sync_alone, **options)
-    both(small, hooked, **UNUSED)
+        both(small, in_turns, **options)
+    both(small, partial(in_turns, hooked=True), **UNUSED)
 
 
 @run_on_ranks()
 def test_what_one_rank_alone_has_is_an_error_on_all():
     """Rank 0 has one in step 2, and refuses it."""
     with pytest.raises(InvalidUsage if syncengine.rank() == 0 else SyncError, match=LEFT):
-        under_no_sync_alone(syncengine.Parallel(small()))
+        in_turns(syncengine.Parallel(small()))
 
 
 @run_on_ranks()
@@ -215,8 +204,7 @@ def test_a_sparse_table_that_one_rank_has_trained_alone():
         model.zero_grad()
     expected = torch.zeros(9, 24)
     expected[1:3] = head.weight.detach().sum(0) / 6  # the mean of two rows, and of three ranks
-    average = found.pop(2)
-    torch.testing.assert_close(average, expected)
+    torch.testing.assert_close(found.pop(2), expected)
     assert found == [None] * 3
 
 
@@ -226,10 +214,8 @@ def test_one_that_was_frozen_when_it_was_wrapped(options: dict[str, bool]):
     """The other rank does not know of it."""
     module = small()
     module[0].requires_grad_(False)
-    model = syncengine.Parallel(module, **options)
-    for i in range(3):
-        backward(model, i)
-        model.zero_grad()
+    model = trained(module, **options)
+    model.zero_grad()
     syncengine.barrier()  # rank 0 is to end nothing but the next backward
     module[0].requires_grad_(True)
     if syncengine.rank() == 0:
@@ -257,8 +243,7 @@ def adversaries(critic: nn.Module) -> list[Any]:
         found += gradients(critic)
         critic.requires_grad_(False)
         generator.zero_grad()
-        judge = critic.module if waits else critic
-        judge(generator(data(2 * i + 1))).mean().backward()
+        (critic.module if waits else critic)(generator(data(2 * i + 1))).mean().backward()
         found += gradients(generator)
     return found
 

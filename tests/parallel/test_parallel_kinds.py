@@ -1,6 +1,5 @@
 """Parameters and buffers that are not just elements in memory: lazily conjugated or negated, or of other kinds."""
 
-import warnings
 from collections.abc import Callable
 
 import pytest
@@ -17,13 +16,11 @@ from syncengine._keeping import Updates
 from syncengine.errors import InvalidUsage, Mismatch
 from syncengine.parallel.kept_buffers import KeptBuffers
 
-SIZES = (6, 20_000)  # a tensor that travels with others, and one that travels alone
-
 
 def lazy(value: float) -> dict[str, torch.Tensor]:
     """The same values in each, but for the conjugate's imaginary part."""
     found = {}
-    for size in SIZES:
+    for size in (6, 20_000):  # a tensor that travels with others, and one that travels alone
         numbers = torch.full((size,), complex(value, value))
         found |= {f"conj{size}": numbers.conj(), f"neg{size}": numbers.conj().imag, f"plain{size}": numbers.imag}
     return found
@@ -42,23 +39,17 @@ class Lazy(nn.Module):
         return sum((p.sum() for name, p in self.named_parameters() if "trained" in name), start=x.sum()).abs()
 
 
-def wrong_values(module: Lazy, expected: float) -> list[str]:
-    right, tensors = lazy(expected), dict(module.state_dict(keep_vars=True))
-    found = [name for name, tensor in tensors.items() if not torch.equal(tensor, right[name.partition("_")[2]])]
-    lazily = [name for name, tensor in tensors.items() if tensor.is_conj() or tensor.is_neg()]
-    return found + ([] if len(lazily) == len(tensors) * 2 // 3 else [f"lazy are {lazily}"])
-
-
 @run_on_ranks()
 def test_lazily_conjugated_or_negated_tensors_are_synchronized() -> None:
     module = Lazy(1.0 + syncengine.rank())
     model = syncengine.Parallel(module)
-    assert wrong_values(module, 1.0) == []
+    right, tensors = lazy(1.0), dict(module.state_dict(keep_vars=True))
+    assert [name for name, tensor in tensors.items() if not torch.equal(tensor, right[name.partition("_")[2]])] == []
+    lazily = [name for name, tensor in tensors.items() if tensor.is_conj() or tensor.is_neg()]
+    assert len(lazily) == len(tensors) * 2 // 3, lazily
     with torch.no_grad():
         for buffer in module.buffers():
-            buffer.copy_(
-                torch.full_like(buffer, complex(5 + syncengine.rank())).real if buffer.is_neg() else buffer * 3
-            )
+            buffer.copy_(torch.full_like(buffer, 5.0 + syncengine.rank()) if buffer.is_neg() else buffer * 3)
     model(torch.ones(3)).backward()
     for buffer in module.buffers():
         value = buffer.resolve_conj().resolve_neg()
@@ -78,17 +69,11 @@ KINDS: dict[str, Callable[[], torch.Tensor]] = {
 }
 
 
-def odd(kind: str) -> torch.Tensor:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch's: CSR tensors are in beta
-        return KINDS[kind]()
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @run_on_ranks(gloo=True)
 def test_buffers_of_other_kinds_are_refused_by_name(kind: str):
     module = nn.Linear(3, 1)
-    module.register_buffer("odd", odd(kind))
+    module.register_buffer("odd", KINDS[kind]())
     with pytest.raises(InvalidUsage, match=f"^odd is a.*{kind}.*_ddp_params_and_buffers_to_ignore"):
         syncengine.Parallel(module)
     module._ddp_params_and_buffers_to_ignore = ["odd"]
@@ -103,7 +88,7 @@ def test_one_rank_has_put_another_kind_in_a_buffers_place(kind: str):
     model = syncengine.Parallel(module)
     model(torch.ones(2, 3)).sum().backward()
     if syncengine.rank() == 1:
-        module.odd = odd(kind)
+        module.odd = KINDS[kind]()
     with pytest.raises(InvalidUsage, match=f"odd is a.*{kind}"):
         for _ in range(2):
             model(torch.ones(2, 3)).sum().backward()
@@ -113,7 +98,7 @@ def test_one_rank_has_put_another_kind_in_a_buffers_place(kind: str):
 @run_on_ranks(gloo=True)
 def test_collectives_and_the_backend_refuse_them_too(kind: str):
     """torch's functions refuse most of them before the backend does."""
-    tensor, dense = odd(kind), torch.ones(2, 3)
+    tensor, dense = KINDS[kind](), torch.ones(2, 3)
     for call in (lambda: syncengine.all_reduce(tensor), lambda: syncengine.broadcast(tensor, 0)):
         with pytest.raises(InvalidUsage, match="needs a dense tensor"):
             call()
@@ -152,8 +137,7 @@ BY_OURS = ["nested", "float8_e4m3fn", "float4_e2m1fn_x2", "uint4", "bits8", "uin
 def test_frozen_kinds_are_those_of_rank_0(kind: str, place: str):
     module = Beside(kind, place, syncengine.rank())
     gradients = trained(syncengine.Parallel(module, audit=1))
-    assert content(module.odd) == content(tensor_of(kind, 0))
-    assert content(tensor_of(kind, 0)) != content(tensor_of(kind, 1))
+    assert content(module.odd) == content(tensor_of(kind, 0)) != content(tensor_of(kind, 1))
     if kind in BY_BOTH:
         beside = Beside(kind, place, syncengine.rank())
         assert all(map(torch.equal, gradients, trained(DistributedDataParallel(beside))))

@@ -17,20 +17,14 @@ import syncengine
 from syncengine.errors import InvalidUsage
 
 
-def frozen_and_back(module: nn.Module) -> None:
-    module.requires_grad_(False)
-    module.bfloat16().float()
-    module.requires_grad_(True)
-
-
 @run_on_ranks(gloo=True)
 def test_a_dtype_that_changes_and_comes_back():
-    for change in (nn.Module.bfloat16, nn.Module.double, frozen_and_back):
+    ways = (nn.Module.bfloat16, nn.Module.double, lambda m: m.requires_grad_(False).bfloat16().float().requires_grad_())
+    for change in ways:
         torch.manual_seed(0)
         model = syncengine.Parallel(Mlp())
         for i in range(3):
-            plain = model.module(data(i)).square().mean()
-            assert_averages(model, plain, lambda out: out.square().mean(), data(i))
+            assert_averages(model, model.module(data(i)).var(), torch.var, data(i))
             change(model.module)
             with torch.no_grad():
                 model.module(data(i).to(next(model.parameters()).dtype))
@@ -93,7 +87,6 @@ def test_parameters_of_another_size():
 
 @run_on_ranks(gloo=True)
 def test_a_gradient_of_a_size_from_before_is_an_error():
-    """The node may be the same, or another one."""
     for another_node, (before, after) in itertools.product((False, True), ((3, 900), (900, 3), (30, 31))):
         module = nn.Sequential(nn.Linear(24, 3))
         model = syncengine.Parallel(module)
@@ -113,47 +106,33 @@ def test_a_gradient_of_a_size_from_before_is_an_error():
 
 
 @run_on_ranks()
-def test_the_weight_of_a_forward_that_was_dropped_or_raised_is_dropped():
-    module = nn.Linear(2, 1, bias=False)
-    model = syncengine.Parallel(module)
+def test_a_weight_goes_with_its_forward():
+    """A forward that is dropped, or raises, takes its weight along; a backward through several forwards has one."""
+    model = syncengine.Parallel(nn.Linear(2, 1, bias=False))
     x = torch.full((1, 2), 1.0 + syncengine.rank())
 
-    def gradient(weight: float | None = None) -> float:
-        module.zero_grad()
-        if weight is not None:
-            model.weight(weight)
-        model(x).sum().backward()
-        return module.weight.grad[0, 0].item()
+    def weighted(weight: float = 3, x: torch.Tensor = x) -> torch.Tensor:
+        model.weight(weight if syncengine.rank() == 0 else 1)
+        return model(x)
 
-    assert gradient() == 1.5
-    model.weight(3 if syncengine.rank() == 0 else 1)
-    model(x)  # the loss was no number: next batch
-    assert gradient() == 1.5
-    assert gradient(3 if syncengine.rank() == 0 else 1) == 1.25
-    model.weight(3 if syncengine.rank() == 0 else 1)
-    kept = model(x)  # though something still holds it
-    assert gradient() == 1.5
+    def gradient(out: torch.Tensor) -> float:
+        model.zero_grad()
+        out.sum().backward()
+        return model.module.weight.grad[0, 0].item()
+
+    assert gradient(model(x)) == 1.5
+    weighted()  # the loss was no number: next batch
+    assert gradient(model(x)) == 1.5
+    assert gradient(weighted()) == 1.25
+    kept = weighted()  # though something still holds it
+    assert gradient(model(x)) == 1.5
     del kept
-    model.weight(3 if syncengine.rank() == 0 else 1)
     with pytest.raises(RuntimeError):
-        model(torch.ones(1, 3))
-    assert gradient() == 1.5
-    model.weight(3 if syncengine.rank() == 0 else 1)
-    losses = model(x) + model(x)
-    module.zero_grad()
-    losses.sum().backward()  # one weight for both
-    assert module.weight.grad[0, 0].item() == 2.5
-
-
-@run_on_ranks()
-def test_different_weights_in_one_backward_are_an_error():
-    model = syncengine.Parallel(nn.Linear(2, 1, bias=False))
-    outputs = []
-    for weight in (3.0, 2.0):
-        model.weight(weight if syncengine.rank() == 0 else 1.0)
-        outputs.append(model(torch.ones(1, 2)))
+        weighted(x=torch.ones(1, 3))
+    assert gradient(model(x)) == 1.5
+    assert gradient(weighted() + model(x)) == 2.5  # one weight for both
     with pytest.raises(InvalidUsage, match="several forwards of Parallel\\(Linear\\) before which weight"):
-        sum(outputs).sum().backward()
+        gradient(weighted(3) + weighted(2))
     syncengine.barrier()
 
 
@@ -164,9 +143,7 @@ def test_a_dropped_forward_and_then_another_branch():
         for i in range(4):
             model.zero_grad()
             if i % 2:
-                out = model(data(i), True)
-                if isinstance(model, syncengine.Parallel):
-                    kept.append(out)  # DDP goes by the last forward
+                kept.append(model(data(i), True))  # DDP goes by the last forward
             model(data(i), False).square().mean().backward()
             found += gradients(model)
         return found
@@ -187,8 +164,7 @@ def test_a_loss_that_is_no_output_is_found():
     x = torch.full((1, 24), 1.0 + syncengine.rank())
     first, _second = model(x)
     (first.sum() + module.auxiliary.sum()).backward()
-    assert module.first.weight.grad.unique().tolist() == [1.5]
-    assert module.never.weight.grad.unique().tolist() == [1.5]
+    assert module.first.weight.grad.unique().tolist() == module.never.weight.grad.unique().tolist() == [1.5]
     assert module.second.weight.grad is None
 
 
@@ -201,8 +177,7 @@ def test_hooks_on_the_node_see_this_ranks_gradient():
 
 
 def seen_at_nodes(model: nn.Module, late: bool, preset: bool) -> list:
-    seen: dict[str, torch.Tensor] = {}
-    nodes = []
+    seen, nodes = {}, []
     flat = [flat_gradients(model.module)] if preset else []
 
     def listen() -> None:
@@ -236,9 +211,7 @@ def test_a_second_wrapper_averages_whatever_its_backward_starts_from():
         first(x, how).sum().backward()
         module.zero_grad()
         out = second(x, how)
-        if how == "auxiliary":
-            module.loss.sum().backward()
-        else:
-            out.sum().backward(inputs=list(module.parameters()) if how == "inputs" else None)
+        loss = module.loss if how == "auxiliary" else out
+        loss.sum().backward(inputs=list(module.parameters()) if how == "inputs" else None)
         assert module.layer.weight.grad.unique().tolist() == [1.5 if how == "auxiliary" else 3.0], how
         del first, second

@@ -1,8 +1,7 @@
 """What DDP logs: the data that tools read, times, errors and warnings."""
 
+import contextlib
 import gc
-import warnings
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from parallel_models import Branches, Conv, Mlp, backwards, data, of_both, outcome
+from parallel_models import AllBranches, Branches, Conv, Mlp, backwards, data, of_both, outcome, warned_of
 from pool import RankPool, run_on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -34,9 +33,8 @@ def test_logging_data():
     not_ours = {"gloo_device_transport", "gloo_num_threads", "bucket_sizes"}  # before the first plan; threads
     assert set(theirs_at_first) - not_ours <= set(ours_at_first)
     assert set(theirs) - not_ours <= set(ours)
-    times = {key for key in theirs if "time" in key}
-    own = {"bucket_cap_bytes", "bucket_sizes"}
-    for key in set(theirs) - not_ours - times - own - {"rebuilt_bucket_sizes", "rebuilt_per_bucket_param_indices"}:
+    own = {"bucket_cap_bytes", "rebuilt_bucket_sizes", "rebuilt_per_bucket_param_indices"}
+    for key in {key for key in theirs if "time" not in key} - not_ours - own:
         assert ours[key] == theirs[key], key
     assert ours["iteration"] == 3  # there were before the last
     for phase in ("forward_compute", "backward_compute", "backward_comm"):
@@ -72,9 +70,7 @@ def test_logging_data_with_options():
         unused_parameter_size num_buckets_reduced"""
     view = {"gradient_as_bucket_view": True, "forward_sync_buffers": False, "bucket_cap_mb": 3}
     for options in ({"find_unused_parameters": True, **view}, {"find_unused_parameters": True, "static_graph": True}):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
-            ours, theirs = of_both(step, Branches, **options)
+        ours, theirs = of_both(step, Branches, **options)
         for key in keys.split():
             assert ours.get(key) == theirs.get(key), (key, ours.get(key), theirs.get(key), options)
     assert syncengine.Parallel(nn.SyncBatchNorm(3))._get_ddp_logging_data()["has_sync_bn"] == 1
@@ -94,32 +90,20 @@ def test_times_are_those_of_the_last_step_and_the_mean():
     assert _times(steps[2:]) == {}
 
 
-@run_on_ranks()
-def test_all_steps_are_timed():
-    model = syncengine.Parallel(nn.Linear(24, 2))
-    model._set_ddp_runtime_logging_sample_rate(5)
-    backwards(model, 22)
-    assert len(numbers_of(model.reducer.step_times()).times) == 22
-
-
 @pytest.mark.parametrize("rate", [1, 2, 3, 100])
 @run_on_ranks(gloo=True)
 def test_the_iteration_is_the_last_that_was_timed(rate: int):
-    """Asked for after each step: some of them under no_sync, or for evaluation."""
-
     def step(model: nn.Module) -> list[Any]:
         model._set_ddp_runtime_logging_sample_rate(rate)
         seen = []
         for i in range(18):
-            if i % 5 == 2:
-                with model.no_sync():
-                    model(data(i)).sum().backward()
-            elif i % 5 == 4:
-                with torch.no_grad():
-                    model(data(i))
-            else:
-                model(data(i)).sum().backward()
+            with {2: model.no_sync, 4: torch.no_grad}.get(i % 5, contextlib.nullcontext)():
+                loss = model(data(i)).sum()
+                if loss.requires_grad:
+                    loss.backward()
             seen.append(model._get_ddp_logging_data().get("iteration", 0))
+        if isinstance(model, syncengine.Parallel):
+            assert len(numbers_of(model.reducer.step_times()).times) == 11  # all steps are timed
         return seen
 
     ours, theirs = of_both(step)
@@ -128,28 +112,23 @@ def test_the_iteration_is_the_last_that_was_timed(rate: int):
 
 @run_on_ranks(gloo=True)
 def test_what_comes_too_late_is_logged():
-    def after_training(model: nn.Module) -> None:
-        model(data(0)).sum().backward()
-        model._set_static_graph()
-
-    def twice(model: nn.Module) -> None:
-        for _ in range(2):
-            model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
-
-    def refused(call: Callable[[nn.Module], None], model: nn.Module) -> list[Any]:
-        with pytest.raises(RuntimeError, match="should be called before training|can only be called once") as raised:
-            call(model)
+    def refused(model: nn.Module, after_training: bool) -> list[Any]:
+        text = "should be called before training loop starts" if after_training else "can only be called once"
+        with pytest.raises(RuntimeError, match=text) as raised:
+            if after_training:
+                model(data(0)).sum().backward()
+                model._set_static_graph()
+            for _ in range(2):
+                model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
         logged = model._get_ddp_logging_data()
         return [logged["error"] in str(raised.value), logged["has_error"], logged["iteration"]]
 
-    for call, forwards in ((after_training, 1), (twice, 0)):
-        ours, theirs = of_both(partial(refused, call))
-        assert ours == theirs == [True, 1, forwards]
+    for after_training in (True, False):
+        ours, theirs = of_both(partial(refused, after_training=after_training))
+        assert ours == theirs == [True, 1, int(after_training)]
 
 
 def errors_in_training(static: bool, steps: int) -> list[tuple[str, str, Any, Any]]:
-    """What is logged of an error in forward, or, of a static graph, in backward."""
-
     def step(model: nn.Module) -> tuple[str, str, Any, Any]:
         def train() -> None:
             for i in range(steps):
@@ -160,15 +139,7 @@ def errors_in_training(static: bool, steps: int) -> list[tuple[str, str, Any, An
         logged = model._get_ddp_logging_data()
         return kind, text, logged.get("error"), (logged.get("has_error"), logged.get("iteration"))
 
-    return of_both(step, Branches if static else Both, static_graph=static)
-
-
-class Both(Branches):
-    """Uses all, or all but the last."""
-
-    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
-        y = super().forward(x, True) + (super().forward(x, False) if both else 0)
-        return y + self.never(x)
+    return of_both(step, Branches if static else AllBranches, static_graph=static)  # static: an error in backward
 
 
 @pytest.mark.parametrize("steps", [2, 5])
@@ -193,11 +164,8 @@ def test_errors_are_logged_and_what_has_no_effect_is_said():
             seen.append(outcome(lambda hook=hook: model.register_comm_hook(None, hook)))
             logged = model._get_ddp_logging_data()
             seen.append((logged["error"], logged["has_error"]))
-        with warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("always")
-            model._set_static_graph()
-            model._set_static_graph()
-        return seen + [str(w.message)[:57] for w in warned]
+        warned = warned_of("", lambda: (model._set_static_graph(), model._set_static_graph()))
+        return seen + [text[:57] for text in warned]
 
     def wrong_bucket(state: Any, bucket: int):
         pass
@@ -209,4 +177,6 @@ def test_errors_are_logged_and_what_has_no_effect_is_said():
     assert ours == theirs
     for wrap in (syncengine.Parallel, DistributedDataParallel):
         with pytest.warns(UserWarning, match="You passed find_unused_parameters=true"):
-            wrap(Mlp(), find_unused_parameters=True, static_graph=True)
+            model = wrap(Mlp(), find_unused_parameters=True, static_graph=True)
+        with pytest.warns(UserWarning, match="no need to set it again"):
+            model._set_static_graph()

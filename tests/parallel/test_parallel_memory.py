@@ -18,26 +18,6 @@ def vector() -> nn.Parameter:
     return nn.Parameter(torch.randn(64))
 
 
-@run_on_ranks()
-def test_others_keep_their_local_gradients():
-    """Whoever else looks at a gradient's memory sees the local gradient for good."""
-    rank = syncengine.rank()
-    model = syncengine.Parallel(Layer(lambda m, x: m.kept + m.b.view(8, 8) + x, a=vector(), b=vector()), **CAP)
-    inner = model.module
-    kept_by_hook = []
-    inner.b.register_hook(lambda grad: kept_by_hook.append(grad.detach()))
-    inner.kept = inner.a.view(8, 8)
-    inner.kept.retain_grad()
-    x = torch.zeros(8, 8, requires_grad=True)
-    factor = torch.full((8, 8), float(rank + 1))
-    (model(x) * factor).sum().backward()
-    assert torch.equal(inner.a.grad, torch.full((64,), 1.5))
-    assert torch.equal(inner.b.grad, torch.full((64,), 1.5))
-    assert torch.equal(inner.kept.grad, factor)
-    assert torch.equal(x.grad, factor)
-    assert torch.equal(kept_by_hook[0], factor.view(64))
-
-
 class FromNumpy(torch.autograd.Function):
     """Its gradient lies in an array that somebody else owns."""
 
@@ -52,13 +32,25 @@ class FromNumpy(torch.autograd.Function):
 
 
 @run_on_ranks()
-def test_memory_of_others_is_not_written():
+def test_others_keep_their_local_gradients():
+    """Whoever else looks at a gradient's memory sees the local gradient for good: a hook, the program, NumPy."""
     rank = syncengine.rank()
     array = numpy.full(64, float(rank), dtype=numpy.float32)
-    module = Layer(lambda m, x: FromNumpy.apply(m.a, array), a=vector())
+    vectors = {name: vector() for name in "abc"}
+    module = Layer(lambda m, x: m.kept + m.b.view(8, 8) + x + FromNumpy.apply(m.c, array), **vectors)
     model = syncengine.Parallel(module, **CAP)
-    model(torch.zeros(1)).backward()
-    assert torch.equal(module.a.grad, torch.full((64,), 0.5))
+    kept_by_hook = []
+    module.b.register_hook(lambda grad: kept_by_hook.append(grad.detach()))
+    module.kept = module.a.view(8, 8)
+    module.kept.retain_grad()
+    x = torch.zeros(8, 8, requires_grad=True)
+    factor = torch.full((8, 8), float(rank + 1))
+    (model(x) * factor).sum().backward()
+    for parameter, average in ((module.a, 1.5), (module.b, 1.5), (module.c, 0.5)):
+        assert torch.equal(parameter.grad, torch.full((64,), average))
+    assert torch.equal(module.kept.grad, factor)
+    assert torch.equal(x.grad, factor)
+    assert torch.equal(kept_by_hook[0], factor.view(64))
     assert (array == rank).all()
 
 
@@ -86,27 +78,21 @@ def test_only_shared_or_strided_gradients_are_copied():
     for strided in ({}, {"layout": 4 * 64}):
         module = Layer(added_view, w=nn.Parameter(torch.randn(8, 8)), a=vector(), b=vector())
         shared = syncengine.Parallel(module, **CAP)
-        if strided:
-            module.w.grad = torch.zeros(8, 8).t().contiguous().t()
-        expected = {"shared storage": 4 * 64, **strided}
-        assert copied(shared, shared(torch.randn(8, 8)).square().sum()) == expected
+        module.w.grad = torch.zeros(8, 8).t().contiguous().t() if strided else None
+        assert copied(shared, shared(torch.randn(8, 8)).square().sum()) == {"shared storage": 4 * 64, **strided}
 
 
 # --- Memory that was freed: reading it would end the process by a signal
 
-SMALL, LARGE = 97, 40_000  # packed into a message; by itself
-
 
 def net(elements: int) -> nn.Module:
-    made = nn.Sequential(nn.Linear(4, 4))
-    made.register_buffer("before", torch.ones(3))
-    made.register_buffer("cache", torch.ones(elements))
-    return made
+    buffers = {"before": nn.Buffer(torch.ones(3)), "cache": nn.Buffer(torch.ones(elements))}
+    return Layer(lambda self, x: self.layer(x), layer=nn.Linear(4, 4), **buffers)
 
 
 @pytest.mark.parametrize("alone", [0, 1])
 @pytest.mark.parametrize("left", [0, 16])
-@pytest.mark.parametrize("elements", [SMALL, LARGE])
+@pytest.mark.parametrize("elements", [97, 40_000])  # packed into a message; by itself
 @run_on_ranks()
 def test_a_buffer_that_was_freed_on_one_rank_is_named(elements: int, left: int, alone: int):
     model = syncengine.Parallel(net(elements))
@@ -118,10 +104,10 @@ def test_a_buffer_that_was_freed_on_one_rank_is_named(elements: int, left: int, 
         model(torch.ones(2, 4)).sum().backward()
 
 
-@pytest.mark.parametrize("which", ["cache", "0.weight"])
+@pytest.mark.parametrize("which", ["cache", "layer.weight"])
 @run_on_ranks()
 def test_what_was_freed_before_wrapping_is_named(which: str):
-    made = net(SMALL)
+    made = net(97)
     made.state_dict(keep_vars=True)[which].untyped_storage().resize_(0)
     with pytest.raises(InvalidUsage, match=f"the memory of {which} of shape"):
         syncengine.Parallel(made)

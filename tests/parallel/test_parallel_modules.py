@@ -1,6 +1,5 @@
-"""Kinds of modules and of outputs, each with the bits of DDP."""
+"""Kinds of modules and of outputs, and wrappers in wrappers or beside each other, each with the bits of DDP."""
 
-import os
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -21,13 +20,11 @@ import syncengine
 
 @run_on_ranks(gloo=True)
 def test_scripted_and_traced_modules():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that scripting is deprecated
-        both(lambda: torch.jit.script(small()), backwards)
-        both(lambda: torch.jit.trace(small(), torch.zeros(5, 24)), backwards)
+    both(lambda: torch.jit.script(small()), backwards)
+    both(lambda: torch.jit.trace(small(), torch.zeros(5, 24)), backwards)
 
 
-@run_on_ranks(gloo=True)
+@run_on_ranks(gloo=True, environ={"TP_SOCKET_IFNAME": "lo"})
 def test_references_to_results(tmp_path: Path):
     def refer(self: Any, x: torch.Tensor, inside: bool) -> Any:
         y = self.linear(x)
@@ -43,14 +40,11 @@ def test_references_to_results(tmp_path: Path):
             y = out[0].local_value() if inside else out.local_value()["y"]
             y.square().mean().backward()
 
-    os.environ["TP_SOCKET_IFNAME"] = "lo"
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{tmp_path / 'store'}")
     rpc.init_rpc(f"rank{syncengine.rank()}", rank=syncengine.rank(), world_size=2, rpc_backend_options=options)
-    try:
-        for inside in (True, False):
-            both(make, partial(step, inside=inside), find_unused_parameters=True)
-    finally:
-        rpc.shutdown()
+    for inside in (True, False):
+        both(make, partial(step, inside=inside), find_unused_parameters=True)
+    rpc.shutdown()
 
 
 @run_on_ranks(gloo=True)
@@ -68,9 +62,6 @@ def test_a_forward_that_returns_nothing():
     both(lambda: Layer(keep, linear=linear()), step)
 
 
-# --- Wrappers in wrappers, and beside each other
-
-
 def partly(wrap: Wrap) -> nn.Module:
     """A part is wrapped by itself, and so left out of what is around it, as TorchRec does."""
     module = Layer(lambda self, x: self.outer(self.inner(x).tanh()), inner=wrap(linear()), outer=linear())
@@ -80,8 +71,7 @@ def partly(wrap: Wrap) -> nn.Module:
 
 def with_all(train: Callable[[Wrap], list[torch.Tensor]]) -> None:
     """`train` has the same bits with Parallel and with DDP."""
-    ours, theirs = (train(wrap) for wrap in (syncengine.Parallel, DistributedDataParallel))
-    assert not different_bits(ours, theirs)
+    assert not different_bits(*(train(wrap) for wrap in (syncengine.Parallel, DistributedDataParallel)))
 
 
 @run_on_ranks(gloo=True)
@@ -98,7 +88,6 @@ def test_a_wrapper_around_a_wrapped_part():
 @pytest.mark.thorough
 @run_on_ranks(gloo=True)
 def test_a_wrapper_around_a_whole_wrapper_is_warned_of():
-    """As where a tool wraps what was wrapped by hand."""
     for inner in (syncengine.Parallel, DistributedDataParallel, nn.DataParallel):
         wrapped = inner(small())
         for module in (wrapped, torch.compile(wrapped, backend="eager")):
@@ -132,10 +121,8 @@ def test_models_that_share_a_part():
 
 @run_on_ranks(gloo=True)
 def test_a_class_of_the_users_own():
-    """The usual way to reach the module's attributes through the wrapper."""
-
     def train(wrap: Wrap) -> list[torch.Tensor]:
-        class Transparent(wrap):
+        class Transparent(wrap):  # the usual way to reach the module's attributes through the wrapper
             def __getattr__(self, name: str) -> Any:
                 try:
                     return super().__getattr__(name)

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from parallel_models import assert_averaged, averages, both, data, different_bits, gradients, small
+from parallel_models import assert_averaged, averages, backwards, both, data, different_bits, gradients, small
 from pool import run_on_ranks
+from random_layers import Layer
 from torch import nn
 
 import syncengine
 from syncengine.errors import InvalidUsage
-
-Change = Callable[[nn.Module, bool], Any]
 
 
 def freeze(module: nn.Module, there: bool) -> None:
@@ -27,7 +26,7 @@ def round_off(module: nn.Module, there: bool) -> None:
     module.to(torch.bfloat16 if there else torch.float32)
 
 
-def with_another_forward(model: nn.Module, change: Change, synchronized: bool, first_drops: bool) -> list:
+def with_another_forward(model: nn.Module, change: Callable, synchronized: bool, first_drops: bool) -> list:
     """The steps of a GAN's discriminator: a forward is pending while the module changes for another one."""
     found = []
     for i in range(4):
@@ -52,7 +51,6 @@ def test_a_forward_that_is_pending_while_the_module_changes():
         step = partial(with_another_forward, synchronized=synchronized, first_drops=first_drops)
         both(small, partial(step, change=freeze))
         # DDP does not follow a change of dtype.
-        torch.manual_seed(0)
         model = syncengine.Parallel(small())
         reference = copy.deepcopy(model.module).bfloat16().float()
         found = step(model, change=round_off)
@@ -79,21 +77,18 @@ def test_hooks_of_parameters_that_are_frozen_meanwhile_see_the_average():
     assert seen == [0.5] * 3
 
 
-class Toggles(nn.Module):
+@run_on_ranks(gloo=True)
+def test_forwards_may_freeze_and_unfreeze():
     """Generator and discriminator in one module, whose forward says which of them is trained."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator, self.discriminator = small(), small()
-
-    def forward(self, x: torch.Tensor, trains_generator: bool) -> torch.Tensor:
+    def forward(self: Any, x: torch.Tensor, trains_generator: bool) -> torch.Tensor:
         self.generator.requires_grad_(trains_generator)
         self.discriminator.requires_grad_(not trains_generator)
         return self.discriminator(self.generator(x))
 
+    def make() -> nn.Module:
+        return Layer(forward, generator=small(), discriminator=small())
 
-@run_on_ranks(gloo=True)
-def test_forwards_may_freeze_and_unfreeze():
     def alternate(model: nn.Module) -> list:
         found = []
         for i in range(8):
@@ -102,9 +97,9 @@ def test_forwards_may_freeze_and_unfreeze():
             found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
         return found
 
-    expected = both(Toggles, alternate, find_unused_parameters=True)
+    expected = both(make, alternate, find_unused_parameters=True)
     torch.manual_seed(0)
-    assert not different_bits(alternate(syncengine.Parallel(Toggles())), expected)  # DDP would not finish its reduction
+    assert not different_bits(alternate(syncengine.Parallel(make())), expected)  # DDP would not finish its reduction
 
 
 @run_on_ranks(gloo=True)
@@ -118,10 +113,8 @@ def test_what_can_not_be_averaged_any_more_is_an_error():
     freeze(module, False)
     with pytest.raises(InvalidUsage, match=r"parameter 0\.(weight|bias) of Parallel\(Sequential\).*was frozen"):
         kept.sum().backward()
-    for i in range(2):
-        module.zero_grad()
-        model(data(i)).sum().backward()
-    assert_averaged(module, module(data(1)).sum())
+    backwards(model, 2)
+    assert_averaged(module, module(data(1)).square().mean())
 
 
 @run_on_ranks(gloo=True)
@@ -140,54 +133,49 @@ def test_a_parameter_that_stays_frozen_gets_nothing():
         assert not different_bits(gradients(module[2]), expected)
 
 
-def train_past_the_wrapper(model: nn.Module, through_the_wrapper: bool) -> list:
-    """A generator's step freezes the discriminator, then come forwards of the bare module, or under no_sync."""
-    module = model.module
-    seen: list = []
-    found = []
-    if isinstance(model, syncengine.Parallel):  # DDP's run before it averages
-        module[0].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
-    for i in range(4):
-        for frozen in (False, i == 2):
-            module.zero_grad()
-            module.requires_grad_(not frozen)
-            generated = data(i).requires_grad_()
-            model(generated).square().mean().backward()
-            found.append(generated.grad.clone())
-            module.requires_grad_(True)
-        for k in range(2):  # averaged the first time, if a backward is due
-            module.zero_grad()
-            with model.no_sync():
-                (model if through_the_wrapper else module)(data(i + k)).sum().backward()
-            found += gradients(module)
-            assert not seen or torch.equal(seen[-1], module[0].weight.grad)
-    return found
-
-
 @pytest.mark.usefixtures("kinds_of_buckets")
 @run_on_ranks(gloo=True)
 def test_backwards_past_a_model_that_was_wholly_frozen():
+    """A generator's step freezes the discriminator, then come forwards of the bare module, or under no_sync."""
+
+    def step(model: nn.Module, through_the_wrapper: bool) -> list:
+        module, found, seen = model.module, [], []
+        if isinstance(model, syncengine.Parallel):  # DDP's run before it averages
+            module[0].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+        for i in range(4):
+            for frozen in (False, i == 2):
+                module.zero_grad()
+                module.requires_grad_(not frozen)
+                generated = data(i).requires_grad_()
+                model(generated).square().mean().backward()
+                found.append(generated.grad.clone())
+                module.requires_grad_(True)
+            for k in range(2):  # averaged the first time, if a backward is due
+                module.zero_grad()
+                with model.no_sync():
+                    (model if through_the_wrapper else module)(data(i + k)).sum().backward()
+                found += gradients(module)
+                assert not seen or torch.equal(seen[-1], module[0].weight.grad)
+        return found
+
     for through_the_wrapper in (False, True):
-        both(small, partial(train_past_the_wrapper, through_the_wrapper=through_the_wrapper))
-
-
-def frozen_for_its_first_forward(model: nn.Module) -> list:
-    module = model.module
-    module.requires_grad_(False)
-    model(data(0))
-    module.requires_grad_(True)
-    module(data(1)).sum().backward()
-    found = gradients(module)
-    for i in range(3):
-        module.zero_grad()
-        model(data(i)).square().mean().backward()
-        found += gradients(module)
-    return found
+        both(small, partial(step, through_the_wrapper=through_the_wrapper))
 
 
 @run_on_ranks(gloo=True)
 def test_backwards_past_a_model_that_was_wholly_frozen_for_its_first_forward():
-    ours = both(small, frozen_for_its_first_forward)
+    def step(model: nn.Module) -> list:
+        model.requires_grad_(False)
+        model(data(0))
+        model.requires_grad_(True)
+        model.module(data(1)).sum().backward()
+        found = gradients(model)
+        for i in range(3):
+            model.zero_grad()
+            model(data(i)).square().mean().backward()
+            found += gradients(model)
+        return found
+
+    ours = both(small, step)
     torch.manual_seed(0)  # under DDP it raises
-    looking = frozen_for_its_first_forward(syncengine.Parallel(small(), find_unused_parameters=True))
-    assert not different_bits(looking, ours)
+    assert not different_bits(step(syncengine.Parallel(small(), find_unused_parameters=True)), ours)

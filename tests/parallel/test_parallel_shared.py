@@ -1,7 +1,6 @@
 """Parameters of several wrapped models in one backward; outputs that are inputs; outputs that can't be found."""
 
 import itertools
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
@@ -13,7 +12,7 @@ from flat import flat
 from parallel_models import assert_averages, averages, both, data, different_bits, flat_gradients, gradients
 from pool import RankPool, run_on_ranks
 from raising_model import InBackward
-from random_layers import Layer
+from random_layers import Layer, linear
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -31,20 +30,22 @@ def batch(step: int) -> torch.Tensor:
     return torch.randn(5, 64, generator=torch.Generator().manual_seed(100 * step + syncengine.rank()))
 
 
-def together(unevenly: bool = True) -> None:
+def together(unevenly: bool = True, keeps: bool = False) -> None:
     """DDP's two reducers may call Gloo in another order on each rank, so autograd alone says what is right."""
-    uses: list[tuple[Callable[[int], bool], dict[str, bool]]] = [(lambda i: True, {})]
+    uses: list[tuple[Any, dict[str, bool]]] = [(lambda i: True, {})]
     if unevenly:  # flat buckets are to be started in one order on all ranks
         uses.append((lambda i: syncengine.rank() == i % 2, {"find_unused_parameters": True}))
         uses.append((lambda i: syncengine.rank() == 0, {"static_graph": True}))
     for use, options in uses:
         encoder = nn.Linear(64, 64)
+        memory = [flat_gradients(encoder)] if keeps else []
         models = [syncengine.Parallel(around(encoder, width), **options) for width in (2, 3)]
         for i in range(4):
             expected = averages(encoder, sum(model.module(batch(i), use(i)).square().sum() for model in models))
-            encoder.zero_grad()
+            encoder.zero_grad(set_to_none=not keeps)
             sum(model(batch(i), use(i)).square().sum() for model in models).backward()
             assert not different_bits(gradients(encoder), expected), (i, options)
+            assert not keeps or not different_bits(memory, [torch.cat([grad.flatten() for grad in expected])]), i
 
 
 @pytest.mark.parametrize("memory", ["pool", "torch", "flat"])
@@ -55,62 +56,46 @@ def test_models_that_share_a_large_part(pool: RankPool, memory: str):
 
 @run_on_ranks(gloo=True)
 def test_models_that_share_a_part_keep_the_memory_of_its_gradients():
-    encoder = nn.Linear(64, 64)
-    flat = flat_gradients(encoder)
-    models = [syncengine.Parallel(around(encoder, width)) for width in (2, 3)]
-    for i in range(3):
-        expected = averages(encoder, sum(model.module(batch(i), True).square().sum() for model in models))
-        flat.zero_()
-        sum(model(batch(i), True).square().sum() for model in models).backward()
-        assert not different_bits([flat], [torch.cat([gradient.flatten() for gradient in expected])]), i
+    together(unevenly=False, keeps=True)
 
 
 @run_on_ranks(world=3)
-def test_weights_of_models_that_share_a_large_part():
+def test_weights_of_models_that_share_a_large_part_or_a_sparse_table():
+    weight = [1, 3, 4][syncengine.rank()]
     encoder = nn.Linear(64, 64, bias=False)
     models = [syncengine.Parallel(around(encoder, 1)) for _ in range(2)]
     for model in models:
         nn.init.ones_(model.module.head.weight)
-        model.weight([1, 3, 4][syncengine.rank()])
+        model.weight(weight)
     x = torch.full((1, 64), 1.0 + syncengine.rank())
     sum(model(x, True).sum() for model in models).backward()
     assert encoder.weight.grad.unique().tolist() == [4.75]  # (1 * 2 + 3 * 4 + 4 * 6) / 8
-
-
-@run_on_ranks(world=3)
-def test_a_sparse_table_of_two_models():
     table = nn.Embedding(100, 64, sparse=True)
     models = [syncengine.Parallel(nn.Sequential(table)) for _ in range(2)]
     for model in models:
-        model.weight([1, 3, 4][syncengine.rank()])
-    rows = torch.tensor([syncengine.rank(), 5])
-    sum(model(rows).sum() for model in models).backward()
+        model.weight(weight)
+    sum(model(torch.tensor([syncengine.rank(), 5])).sum() for model in models).backward()
     dense = table.weight.grad.to_dense()
     assert dense[[0, 1, 2, 5, 6], 0].tolist() == [0.25, 0.75, 1.0, 2.0, 0.0]
 
 
 @run_on_ranks(gloo=True)
 def test_an_input_that_is_an_output():
-    def make() -> nn.Module:
-        return Layer(lambda self, h: (self.head(h), h), head=nn.Linear(24, 3))
-
-    def step(model: nn.Module, first: str) -> list[torch.Tensor | None]:
+    def step(model: nn.Module, past_first: bool) -> list[torch.Tensor | None]:
         before = nn.Linear(24, 24)
         for i in range(3):
             before.zero_grad(), model.zero_grad()
             h = before(data(i))
             losses = [model(h)[0].square().sum(), h.square().sum()]
-            if first == "past":
-                losses.reverse()
-            losses[0].backward(retain_graph=True)
-            if first == "past":
-                assert model.module.head.weight.grad is None
-            losses[1].backward()
+            first, second = losses[::-1] if past_first else losses
+            first.backward(retain_graph=True)
+            assert not past_first or model.module.head.weight.grad is None
+            second.backward()
         return gradients(before)
 
-    for first in ("model", "past"):
-        for options in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
-            both(make, partial(step, first=first), **options)
+    kinds = ({}, {"find_unused_parameters": True}, {"static_graph": True})
+    for past, options in itertools.product((False, True), kinds):
+        both(lambda: Layer(lambda self, h: (self.head(h), h), head=linear()), partial(step, past_first=past), **options)
 
 
 def hiding(checkpoints: int = 0) -> nn.Module:
@@ -139,11 +124,8 @@ def test_backwards_past_a_model_whose_outputs_are_not_found():
     for checkpoints in range(3):
         both(partial(hiding, checkpoints), step)
         module = hiding(checkpoints)
-        models = [syncengine.Parallel(module), syncengine.Parallel(module)]
-        for i in range(3):
-            for model in models:
-                plain = module.layer(data(i)).square().sum()
-                assert_averages(model, plain, lambda out: out.value.square().sum(), data(i))
+        for i, model in itertools.product(range(3), [syncengine.Parallel(module) for _ in range(2)]):
+            assert_averages(model, module.layer(data(i)).square().sum(), lambda out: out.value.square().sum(), data(i))
 
 
 @run_on_ranks()
@@ -157,11 +139,7 @@ def test_a_second_backward_through_outputs_that_are_not_found_is_an_error():
             with pytest.raises(InvalidUsage, match="has already synchronized"):
                 value.sum().backward()
         syncengine.barrier()
-
-
-@run_on_ranks()
-def test_of_several_forwards_whose_outputs_are_not_found_none_has_a_second_backward():
-    for checkpoints in range(2):
+    for checkpoints in range(2):  # of several forwards none has a second one
         model = syncengine.Parallel(hiding(checkpoints))
         kept = model(data()).value
         kept.sum().backward(retain_graph=True)
@@ -173,23 +151,20 @@ def test_of_several_forwards_whose_outputs_are_not_found_none_has_a_second_backw
         syncengine.barrier()
 
 
-def generator_past_the_wrapper(model: nn.Module, in_thread: bool) -> list[Any]:
+def in_thread(call: Any) -> None:
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(call).result()
+
+
+def generator_past_the_wrapper(model: nn.Module, run: Any) -> list[Any]:
     """The discriminator's steps, with the generator's forward between; then the generator's, by the bare module."""
-
-    def backward(value: torch.Tensor) -> None:
-        if in_thread:
-            with ThreadPoolExecutor(1) as pool:
-                pool.submit(value.sum().backward).result()
-        else:
-            value.sum().backward()
-
     generator, found = nn.Linear(24, 24), []
     for i in range(3):
-        backward(model(data(i)).value)
+        run(model(data(i)).value.sum().backward)
         fake = generator(data(i + 1))
-        backward(model(fake.detach()).value)
+        run(model(fake.detach()).value.sum().backward)
         model.zero_grad()
-        backward(model.module(fake).value)
+        run(model.module(fake).value.sum().backward)
         found += [*gradients(generator), *gradients(model)]
         model.zero_grad(), generator.zero_grad()
     return found
@@ -198,8 +173,8 @@ def generator_past_the_wrapper(model: nn.Module, in_thread: bool) -> list[Any]:
 @run_on_ranks(gloo=True)
 def test_a_generators_step_past_a_model_whose_outputs_are_not_found():
     """Its nodes are older than one forward of the discriminator, and later than another, but made in none."""
-    for checkpoints, in_thread in itertools.product(range(3), (False, True)):
-        both(partial(hiding, checkpoints), partial(generator_past_the_wrapper, in_thread=in_thread))
+    for checkpoints, run in itertools.product(range(3), (lambda call: call(), in_thread)):
+        both(partial(hiding, checkpoints), partial(generator_past_the_wrapper, run=run))
 
 
 @run_on_ranks(gloo=True)
@@ -252,14 +227,12 @@ def in_checkpoints(self: Any, x: torch.Tensor) -> SimpleNamespace:
 @run_on_ranks(gloo=True)
 def test_checkpoints_behind_outputs_that_are_not_found():
     """DDP never averages such a static graph."""
-    linear = [nn.Linear(24, 24) for _ in range(3)]
-    norms = [nn.LayerNorm(24) for _ in range(3)]  # one node each: autograd does not tell where a task starts from
-    for layers in (linear, norms):
+    # A LayerNorm is one node: autograd does not tell where its task starts from.
+    for layers in ([nn.Linear(24, 24) for _ in range(3)], [nn.LayerNorm(24) for _ in range(3)]):
         for calls, static_graph in ((layers, False), (layers, True), ([*layers, layers[0]], True)):
-            module = Layer(in_checkpoints, layers=nn.Sequential(*calls))
-            model = syncengine.Parallel(module, static_graph=static_graph)
+            model = syncengine.Parallel(Layer(in_checkpoints, layers=nn.Sequential(*calls)), static_graph=static_graph)
             for i in range(3):
-                plain = module.layers(data(i)).square().sum()
+                plain = model.module.layers(data(i)).square().sum()
                 assert_averages(model, plain, lambda out: out.value.square().sum(), data(i))
 
 
@@ -268,9 +241,8 @@ def test_checkpoints_behind_outputs_that_are_not_found():
 def test_gradients_that_come_after_the_average_are_an_error(options: dict[str, bool], other: bool):
     """A parameter in two reentrant checkpoints; one that seemed unused in the first: behind outputs not found."""
     layers = [nn.Linear(24, 24) for _ in range(2)]
-    module = Layer(in_checkpoints, layers=nn.Sequential(layers[0], layers[other]))
     with pytest.raises(SyncError, match="ready only once"):  # the other's may come at any time
-        model = syncengine.Parallel(module, **options)
+        model = syncengine.Parallel(Layer(in_checkpoints, layers=nn.Sequential(layers[0], layers[other])), **options)
         model(data()).value.sum().backward()
 
 
@@ -278,16 +250,12 @@ def test_gradients_that_come_after_the_average_are_an_error(options: dict[str, b
 def test_an_error_between_checkpoints_behind_outputs_that_are_not_found_costs_a_step():
     module = Layer(in_checkpoints, layers=nn.Sequential(*(nn.Linear(24, 24, bias=False) for _ in range(2))))
     model = syncengine.Parallel(module)
-
-    def fail(gradients: Any) -> None:
-        raise ZeroDivisionError
-
     for i in range(3):
         expected = averages(module, module.layers(data(i)).sum())
         module.zero_grad()
         value = model(data(i)).value
         if i == 1:
-            value.grad_fn.next_functions[0][0].register_prehook(fail)  # of the first layer's checkpoint
+            value.grad_fn.next_functions[0][0].register_prehook(lambda _: 1 / 0)  # of the first layer's checkpoint
             with pytest.raises(ZeroDivisionError):
                 value.sum().backward()
             assert gradients(module) == [None, None]

@@ -4,6 +4,7 @@ import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -19,8 +20,6 @@ from torch_versions import IS_SINCE_2_13, since_2_13
 
 import syncengine
 from syncengine.errors import InvalidUsage
-
-WRAPS = (syncengine.Parallel, DistributedDataParallel)
 
 
 def with_statistics(model: nn.Module) -> list[torch.Tensor]:
@@ -51,13 +50,18 @@ def test_arguments():
 @run_on_ranks(gloo=True)
 def test_ignored_parameters():
     def make() -> nn.Module:
-        torch.manual_seed(syncengine.rank())
-        module = Conv()
+        module = different()
         ignored = ["body.0.weight", "body.1.running_mean"]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
         return module
 
     both(make, with_statistics)
+    module = Mlp()
+    module.head.requires_grad_(False)
+    syncengine.Parallel._set_params_and_buffers_to_ignore_for_model(module, ["head.bias"])
+    assert module.head.bias._ddp_ignored
+    model = syncengine.Parallel(module)
+    assert list(map(id, model._module_parameters)) == list(map(id, module.parameters()))[:-1]
 
 
 @run_on_ranks(gloo=True)
@@ -83,7 +87,7 @@ def test_without_clones_behind_the_sink():
 
 @run_on_ranks(gloo=True)
 def test_a_static_graph_that_changes():
-    for wrap in WRAPS:
+    for wrap in (syncengine.Parallel, DistributedDataParallel):
         with pytest.raises(RuntimeError, match="training graph has changed in this iteration"):  # the other's, perhaps
             model = wrap(Branches(), static_graph=True)
             for i in range(5):
@@ -92,12 +96,11 @@ def test_a_static_graph_that_changes():
 
 @run_on_ranks(gloo=True)
 def test_private_attributes():
-    ours, theirs = (wrap(small()) for wrap in WRAPS)
+    ours, theirs = of_both(lambda model: model, small)
+    names = "_has_rebuilt_buckets _ddp_sink_clone _delay_all_reduce_params _comm_hooks _distributed_rank _join_config"
     for _ in range(3):
-        for name in ("_has_rebuilt_buckets", "_ddp_sink_clone", "_delay_all_reduce_params", "_comm_hooks"):
+        for name in names.split():
             assert getattr(ours, name) == getattr(theirs, name), name
-        assert ours._distributed_rank == theirs._distributed_rank
-        assert ours._join_config == theirs._join_config
         assert [p.shape for p in ours._module_parameters] == [p.shape for p in theirs._module_parameters]
         for model in (ours, theirs):
             backwards(model, 1)
@@ -116,7 +119,7 @@ def test_attributes():
         {"batched_grad_copy": True, "bucket_cap_mb_list": [1, 2]},
         {"bucket_cap_mb": 3, "process_group": dist.group.WORLD},
     ):
-        ours, theirs = (wrap(Conv(), **options) for wrap in WRAPS)
+        ours, theirs = of_both(lambda model: model, Conv, **options)
         names = {name for name in vars(theirs) if not name.startswith("_")} - own
         assert len(names) > 20
         for name in [*names, "broadcast_buffers", "join_device", "join_process_group"]:
@@ -129,7 +132,6 @@ def test_attributes():
 
 @run_on_ranks(gloo=True)
 def test_what_both_refuse():
-    """With an error of the same class: callers catch it."""
     for make, options in (
         (small, {"device_ids": [0]}),
         (small, {"output_device": 1}),
@@ -143,7 +145,7 @@ def test_what_both_refuse():
     ):
         with pytest.raises((ValueError, RuntimeError)) as theirs:
             DistributedDataParallel(make(), **options)
-        with pytest.raises(theirs.type):
+        with pytest.raises(theirs.type):  # callers catch it
             syncengine.Parallel(make(), **options)
 
 
@@ -159,18 +161,15 @@ def test_the_profiler_names_the_forward():
 
 @run_on_ranks(gloo=True)
 def test_check_reducer_finalized():
-    ddp = DistributedDataParallel(Branches())
-    ddp._check_reducer_finalized()
-    ddp(data(), True).sum().backward()
-    with pytest.raises(RuntimeError, match="Expected to have finished reduction in the prior iteration"):
-        ddp._check_reducer_finalized()
-    text = r"Expected to have finished reduction.*\n.*\n.*right.weight, right.bias, never.weight, never.bias"
-    model = syncengine.Parallel(Branches())
-    model._check_reducer_finalized()
-    model(data(), True).sum().backward()
-    for check in (model._check_reducer_finalized, model.reducer._check_reducer_finalized):
-        with pytest.raises(InvalidUsage, match=text):
-            check()
+    text = "Expected to have finished reduction in the prior iteration"
+    names = r".*\n.*\n.*right.weight, right.bias, never.weight, never.bias"
+    for wrap, match in ((DistributedDataParallel, text), (syncengine.Parallel, text + names)):
+        model = wrap(Branches())
+        model._check_reducer_finalized()
+        model(data(), True).sum().backward()
+        for check in (model._check_reducer_finalized, model.reducer._check_reducer_finalized):
+            with pytest.raises(RuntimeError if wrap is DistributedDataParallel else InvalidUsage, match=match):
+                check()
     syncengine.barrier()  # a model that goes with a backward that is not complete refuses it for all ranks
 
 
@@ -195,43 +194,36 @@ def test_sink_clone():
     for clone in (True, False):
         model = syncengine.Parallel(nn.Sequential(nn.Linear(24, 2)), find_unused_parameters=True)
         model._set_ddp_sink_clone(clone)
-        seen = []
-        model.module.register_forward_hook(lambda module, inputs, output, seen=seen: seen.append(output))
+        model.module.register_forward_hook(lambda module, _, output: setattr(module, "output", output))
         out = model(data())
-        assert (out.data_ptr() == seen[0].data_ptr()) != clone
+        assert (out.data_ptr() == model.module.output.data_ptr()) != clone
         out.sum().backward()
 
 
 @run_on_ranks()
 def test_active_ddp_module():
     def ask(self: Any, x: torch.Tensor) -> torch.Tensor:
-        self.seen.append(DistributedDataParallel._get_active_ddp_module())
+        seen.append(DistributedDataParallel._get_active_ddp_module())
         x = self.inner(x)
-        self.seen.append(DistributedDataParallel._active_ddp_module)
+        seen.append(DistributedDataParallel._active_ddp_module)
         return x
 
-    inner = Layer(ask, inner=nn.Linear(24, 2), seen=[])
-    outer = syncengine.Parallel(Layer(ask, inner=syncengine.Parallel(inner), seen=[]))
+    inner = syncengine.Parallel(Layer(ask, inner=nn.Linear(24, 2)))
+    outer = syncengine.Parallel(Layer(ask, inner=inner))
     for grad in (True, False):
-        inner.seen.clear()
-        outer.module.seen.clear()
+        seen = []
         with torch.set_grad_enabled(grad):
             outer(data())
-        assert outer.module.seen == [outer, outer]
-        assert inner.seen == [outer.module.inner] * 2
+        assert seen == [outer, inner, inner, outer]
         assert DistributedDataParallel._active_ddp_module is None
 
-
-@run_on_ranks()
-def test_active_ddp_module_in_two_threads():
     def meet(self: Any, x: torch.Tensor) -> torch.Tensor:
-        self.entered.set()
-        assert self.leave.wait(120)
+        events[self.turn].set()
+        assert events[self.turn + 1].wait(120)
         return self.linear(x)
 
     events = [threading.Event() for _ in range(3)]
-    modules = (Layer(meet, linear=nn.Linear(24, 2), entered=events[i], leave=events[i + 1]) for i in range(2))
-    first, second = map(syncengine.Parallel, modules)
+    first, second = (syncengine.Parallel(Layer(meet, linear=nn.Linear(24, 2), turn=turn)) for turn in range(2))
     with ThreadPoolExecutor(1) as other:  # the first enters, the second does, the first leaves, the second does
         out = other.submit(first, data())
         out.add_done_callback(lambda _: events[2].set())
@@ -241,21 +233,9 @@ def test_active_ddp_module_in_two_threads():
     assert DistributedDataParallel._active_ddp_module is None
 
 
-@run_on_ranks()
-def test_ignored_parameters_are_none_of_the_modules():
-    module = Mlp()
-    module.head.requires_grad_(False)
-    syncengine.Parallel._set_params_and_buffers_to_ignore_for_model(module, ["head.bias"])
-    assert module.head.bias._ddp_ignored
-    model = syncengine.Parallel(module)
-    assert list(map(id, model._module_parameters)) == list(map(id, module.parameters()))[:-1]
-
-
 @run_on_ranks(gloo=True, settings={"numerics": "ring"})
 def test_bucket_caps():
-    def caps(model: nn.Module) -> tuple[Any, ...]:
-        return model.bucket_bytes_cap, model.bucket_bytes_cap_list, model.bucket_bytes_cap_default
-
+    caps = attrgetter("bucket_bytes_cap", "bucket_bytes_cap_list", "bucket_bytes_cap_default")
     for options in ({}, {"bucket_cap_mb": 3}):
         ours, theirs = of_both(caps, **options)
         assert ours == theirs
@@ -263,8 +243,6 @@ def test_bucket_caps():
 
 @run_on_ranks(gloo=True)
 def test_scatter_and_gather():
-    """On CPU ranks these can't do much, but no less than DDP's."""
-
     def step(model: nn.Module) -> list[Any]:
         assert model.dim == 1
         return [
@@ -274,7 +252,7 @@ def test_scatter_and_gather():
         ]
 
     ours, theirs = of_both(step, dim=1)
-    assert ours == theirs
+    assert ours == theirs  # on CPU ranks these can't do much, but no less than DDP's
     assert ours[2][0] == "returned"
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from parallel_models import CAP, Conv, Mlp, Opposite, averages, backwards, both, data, different_bits, gradients, small
+from models.workload import same_bits
+from parallel_models import CAP, Conv, Mlp, Opposite, averages, backwards, both, data, gradients, small, trained
 from pool import run_on_ranks
 from random_layers import Layer
 from torch import nn
@@ -115,7 +115,7 @@ def test_create_graph_gives_averages_too():
             for i in range(2):
                 model(data(i)).square().sum().backward(create_graph=create_graph)
         results.append(gradients(model))
-    assert not different_bits(*results)
+    assert all(map(same_bits, *results))
 
 
 @run_on_ranks(gloo=True)
@@ -125,9 +125,8 @@ def test_a_checkpoint_around_the_wrapper():
             model.zero_grad()
             checkpoint(model, data(i).requires_grad_(), use_reentrant=reentrant).square().sum().backward()
 
-    for reentrant in (True, False):
-        both(Mlp, partial(step, reentrant=reentrant))
-    both(Mlp, partial(step, reentrant=False), find_unused_parameters=True)
+    for reentrant, options in ((True, {}), (False, {}), (False, {"find_unused_parameters": True})):
+        both(Mlp, partial(step, reentrant=reentrant), **options)
 
 
 @run_on_ranks(gloo=True)
@@ -151,22 +150,17 @@ def test_gradients_keep_their_graph_on_this_rank(synchronizes: bool):
     # The slopes of a sum do not depend on the outputs, through which no second backward may go.
     own = torch.autograd.grad(plain(data()).sum(), parameters, create_graph=True)
     values = averages(plain, plain(data()).sum()) if synchronizes else [slope.detach().clone() for slope in own]
-    with_graph = [(slope, 2 * value) for slope, value in zip(own, values, strict=True) if slope.requires_grad]
-    losses, weights = zip((plain(data(1)).sum(), torch.ones(())), *with_graph, strict=True)
-    expected = [grad.clone() for grad in torch.autograd.grad(losses, parameters, weights)]
-    for grad in expected:
-        dist.all_reduce(grad)
+    penalty = sum((2 * value * slope).sum() for slope, value in zip(own, values, strict=True))
+    expected = averages(plain, plain(data(1)).sum() + penalty)
     with warnings.catch_warnings(), contextlib.nullcontext() if synchronizes else model.no_sync():
         warnings.simplefilter("ignore")  # torch's about reference cycles
         model(data()).sum().backward(create_graph=True)
     slopes = [p.grad for p in parameters]
     assert [slope.requires_grad for slope in slopes] == [slope.requires_grad for slope in own]
-    for slope, value in zip(slopes, values, strict=True):
-        torch.testing.assert_close(slope.detach(), value)
+    torch.testing.assert_close([slope.detach() for slope in slopes], values)
     model.zero_grad()
     (model(data(1)).sum() + sum(slope.square().sum() for slope in slopes)).backward()
-    for p, grad in zip(parameters, expected, strict=True):
-        torch.testing.assert_close(p.grad, grad / 3)
+    torch.testing.assert_close([p.grad for p in parameters], expected)
 
 
 @run_on_ranks(gloo=True)
@@ -200,36 +194,32 @@ def test_function_transforms():
         return results
 
     both(small, function_transforms)
-    planning = syncengine.Parallel(small())
-    backwards(planning, 1)  # where buckets are rebuilt then, DDP fails
+    planning = trained(small(), 1)  # where buckets are rebuilt then, DDP fails
     results = function_transforms(planning)
     assert all(map(torch.equal, tree_leaves(results), tree_leaves(function_transforms(planning))))
 
 
-def fast_weights(model: nn.Module, inner_steps: int) -> list[torch.Tensor]:
-    """Leaves of this rank's own, trained by backward() between the model's steps (first-order MAML, Reptile)."""
-    found = []
-    for i in range(3):
-        fast = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
-        for j in range(inner_steps):
-            torch.func.functional_call(model, fast, (data(3 * i + j),)).square().mean().backward()
-            with torch.no_grad():
-                for value in fast.values():
-                    value -= 0.1 * value.grad
-                    value.grad = None
-        model.zero_grad()
-        model(data(i)).square().mean().backward()
-        found += [*fast.values(), *(p.grad.clone() for p in model.parameters())]
-    return found
-
-
 @run_on_ranks(gloo=True)
 def test_functional_calls_with_leaves_of_their_own():
+    """Leaves of this rank's own, trained by backward() between the model's steps (first-order MAML, Reptile)."""
+
+    def step(model: nn.Module, inner_steps: int) -> list[torch.Tensor]:
+        found = []
+        for i in range(3):
+            fast = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+            for j in range(inner_steps):
+                torch.func.functional_call(model, fast, (data(3 * i + j),)).square().mean().backward()
+                with torch.no_grad():
+                    for value in fast.values():
+                        value -= 0.1 * value.grad
+                        value.grad = None
+            model.zero_grad()
+            model(data(i)).square().mean().backward()
+            found += [*fast.values(), *gradients(model)]
+        return found
+
     for inner_steps in (1, 3):
-        both(small, partial(fast_weights, inner_steps=inner_steps))
-
-
-# --- Hooks on gradients, the user's and the engine's
+        both(small, partial(step, inner_steps=inner_steps))
 
 
 @run_on_ranks()
@@ -262,24 +252,20 @@ def test_post_accumulate_hooks_see_the_average():
 
 @run_on_ranks()
 def test_hooks_go_with_the_model():
-    module = Mlp()
-    model = syncengine.Parallel(module)
-    model(data()).sum().backward()
-    del model
+    module = trained(Mlp(), 1).module
     own = list(torch.autograd.grad(module(data()).sum(), list(module.parameters())))
     module.zero_grad()
     module(data()).sum().backward()  # no reducer to complain about a consumed forward
-    assert not different_bits(gradients(module), own)
+    assert all(map(same_bits, gradients(module), own))
     again = syncengine.Parallel(module)
     again._remove_autograd_hooks()
     module.zero_grad()
     module(data()).sum().backward()
-    assert not different_bits(gradients(module), own)
+    assert all(map(same_bits, gradients(module), own))
 
 
 # --- The way of a forward through Python, which every step pays for: how many calls it makes
 
-MOST = 10
 # Modules that a forward calls only where an earlier test of the same process has made a ShardedOptimizer, or has
 # imported torch's optimizers in backward.
 BY_EARLIER_TESTS = ("syncengine.sharded.", "syncengine.parallel.optimizers.")
@@ -289,9 +275,7 @@ BY_EARLIER_TESTS = ("syncengine.sharded.", "syncengine.parallel.optimizers.")
 @run_on_ranks()
 def test_a_forward_makes_few_calls(options: dict[str, bool]):
     """Functions of syncengine that are called in a forward, in turn; torch's, and the module's own, are not counted."""
-    model = syncengine.Parallel(small(), **options)
-    for i in range(4):
-        model(data(i)).sum().backward()
+    model = trained(small(), 4, **options)
     calls, batch = [], data(5)
 
     def note(frame: FrameType, event: str, _: object) -> None:
@@ -299,12 +283,11 @@ def test_a_forward_makes_few_calls(options: dict[str, bool]):
         if event == "call" and f"{name}.".startswith("syncengine.") and not f"{name}.".startswith(BY_EARLIER_TESTS):
             calls.append(f"{name}.{frame.f_code.co_name}")
 
-    before = sys.getprofile()
     sys.setprofile(note)
     try:
         output = model(batch)
     finally:
-        sys.setprofile(before)
+        sys.setprofile(None)
     output.sum().backward()
-    assert len(calls) <= MOST, calls
+    assert len(calls) <= 10, calls
     assert "syncengine.parallel.steps.forward" in calls

@@ -1,14 +1,14 @@
 """The warning for models that are trained past their wrapper, and programs that do what they mean."""
 
-import contextlib
 import itertools
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from parallel_models import backwards, data, small, warned_of
 from pool import run_on_ranks
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
@@ -23,40 +23,21 @@ from syncengine.parallel.past_wrapper import Step, is_past_wrapper
 TEXT = "twice without a forward of the Parallel in between"
 
 
-def layers() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
-
-
-def batch(step: int = 0) -> torch.Tensor:
-    return torch.full((2, 4), 1.0 + step + syncengine.rank())
-
-
 def descent(module: nn.Module) -> Optimizer:
     return SGD([p for p in module.parameters() if p.requires_grad], 0.01, momentum=0.9)
 
 
 def wrapped(module: nn.Module | None = None, **options: Any) -> tuple[Parallel, Optimizer]:
-    """A model, of `layers` unless another is given, and its optimizer."""
-    model = Parallel(layers() if module is None else module, **options)
+    """A model, of `small` unless another is given, and its optimizer."""
+    model = Parallel(small() if module is None else module, **options)
     return model, descent(model)
 
 
 def train(model: Callable, optimizer: Optimizer, steps: int = 3, to_none: bool = True) -> None:
     for step in range(steps):
         optimizer.zero_grad(set_to_none=to_none)
-        model(batch(step)).square().mean().backward()
+        model(data(step)).square().mean().backward()
         optimizer.step()
-
-
-@contextlib.contextmanager
-def warned() -> Iterator[list[str]]:
-    """What is warned of in the block, of being trained past a wrapper."""
-    found: list[str] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield found
-    found += [str(one.message) for one in caught if TEXT in str(one.message)]
 
 
 # --- Programs that train through the wrapper. Each gets a model and its optimizer, by `wrapped`.
@@ -67,9 +48,9 @@ Program = Callable[[Parallel, Optimizer], Any]
 def gan(generator: Parallel, ours: Optimizer) -> None:
     critic, theirs = wrapped()
     for step in range(3):
-        fake = generator(batch(step))
+        fake = generator(data(step))
         theirs.zero_grad()
-        (critic(fake.detach()).mean() + critic(batch(step)).mean()).backward()
+        (critic(fake.detach()).mean() + critic(data(step)).mean()).backward()
         theirs.step()
         ours.zero_grad()
         critic.module(fake).mean().backward()  # past the critic, whose gradients nobody uses
@@ -80,24 +61,15 @@ def evaluation(model: Parallel, optimizer: Optimizer) -> None:
     for _ in range(3):
         train(model, optimizer, steps=1)
         with torch.no_grad():
-            model.module.eval()(batch())
+            model.module.eval()(data())
         model.train()
 
 
 def adversarial(model: Parallel, optimizer: Optimizer) -> None:
     for step in range(2):
-        attack = batch(step).requires_grad_()
-        inputs = SGD([attack], 0.1)
-        for _ in range(3):
-            inputs.zero_grad()
-            (-model.module(attack).square().mean()).backward()
-            inputs.step()
+        attack = data(step).requires_grad_()
+        train(lambda _, attack=attack: model.module(attack), SGD([attack], 0.1, maximize=True))
         train(lambda _, attack=attack: model(attack.detach()), optimizer, steps=1)
-
-
-def functional(model: Parallel, optimizer: Optimizer) -> None:
-    parameters = dict(model.named_parameters())
-    train(lambda x: functional_call(model, parameters, (x,)), optimizer)
 
 
 def meta_learning(model: Parallel, optimizer: Optimizer) -> None:
@@ -115,48 +87,34 @@ def local_steps_by_no_sync(model: Parallel, optimizer: Optimizer) -> None:
 
 def newton(model: Parallel, _: Optimizer) -> None:
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
-    for step in range(3):
-
-        def closure(step: int = step) -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = model(batch(step)).square().mean()
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
+    for _ in range(3):
+        optimizer.step(lambda: backwards(model, 1)[0])
 
 
 def sharpness_aware(model: Parallel, optimizer: Optimizer) -> None:
-    for step in range(3):
-        optimizer.zero_grad()
-        model(batch(step)).square().mean().backward()
+    for _ in range(3):
+        backwards(model, 1)
         with torch.no_grad():
             moves = [0.05 * p.grad.sign() for p in model.parameters()]
             torch._foreach_add_(list(model.parameters()), moves)
-        optimizer.zero_grad()
-        model(batch(step)).square().mean().backward()
+        backwards(model, 1)
         with torch.no_grad():
             torch._foreach_sub_(list(model.parameters()), moves)
         optimizer.step()
 
 
-def pipeline(call: Callable[[Parallel, Parallel, torch.Tensor], torch.Tensor]) -> Program:
+def pipeline(first: Parallel, call: Callable[[Parallel, torch.Tensor], torch.Tensor]) -> None:
     """One optimizer trains two models."""
-
-    def program(first: Parallel, _: Optimizer) -> None:
-        second = Parallel(layers())
-        train(lambda x: call(first, second, x), descent(nn.ModuleList([first, second])))
-
-    return program
+    second = Parallel(small())
+    train(lambda x: call(second, x), descent(nn.ModuleList([first, second])))
 
 
 def two_optimizers(model: Parallel, _: Optimizer) -> None:
     halves = [SGD(layer.parameters(), 0.01) for layer in (model.module[0], model.module[2])]
-    for step in range(3):
-        model(batch(step)).square().mean().backward()
+    for _ in range(3):
+        backwards(model, 1)
         for optimizer in halves:
             optimizer.step()
-            optimizer.zero_grad()
 
 
 def steps_before_training(model: Parallel, optimizer: Optimizer) -> None:
@@ -175,7 +133,7 @@ def scaled_and_clipped(model: Parallel, optimizer: Optimizer) -> None:
     scaler = torch.amp.GradScaler("cpu")
     for step in range(3):
         optimizer.zero_grad()
-        scaler.scale(model(batch(step)).square().mean()).backward()
+        scaler.scale(model(data(step)).square().mean()).backward()
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         scaler.step(optimizer)
@@ -183,8 +141,8 @@ def scaled_and_clipped(model: Parallel, optimizer: Optimizer) -> None:
 
 
 def part_of_two_models(*_: Any) -> None:
-    part = layers()
-    first, second = (Parallel(nn.Sequential(part, layers())) for _ in range(2))
+    part = small()
+    first, second = (Parallel(nn.Sequential(part, small())) for _ in range(2))
     optimizer = descent(nn.ModuleList([first, second]))
     for model in (first, first, second, second, second, first):
         train(model, optimizer, steps=1)
@@ -192,13 +150,11 @@ def part_of_two_models(*_: Any) -> None:
 
 def in_backward(model: Parallel, _: Optimizer) -> None:
     _apply_optimizer_in_backward(SGD, model.parameters(), {"lr": 0.01})
-    for step in range(3):
-        model(batch(step)).square().mean().backward()
+    backwards(model)
 
 
 def in_micro_batches(model: Parallel, optimizer: Optimizer) -> None:
-    loader = torch.utils.data.DataLoader(torch.ones(16, 4), batch_size=2)
-    batches = syncengine.micro_batches(model, loader, total=4)
+    batches = syncengine.micro_batches(model, torch.utils.data.DataLoader(torch.ones(16, 24), batch_size=2), total=4)
     for _ in range(2):
         for _, x in batches:
             model(x).square().mean().backward()
@@ -207,41 +163,47 @@ def in_micro_batches(model: Parallel, optimizer: Optimizer) -> None:
 
 
 def ignored_parameters(*_: Any) -> None:
-    module = layers()
+    module = small()
     module._ddp_params_and_buffers_to_ignore = ["2.weight", "2.bias"]
     Parallel(module)
     train(module, SGD(module[2].parameters(), 0.01))
 
 
 NAMED = [
-    *(gan, evaluation, adversarial, functional, meta_learning, local_steps_by_no_sync, newton, sharpness_aware),
+    *(gan, evaluation, adversarial, meta_learning, local_steps_by_no_sync, newton, sharpness_aware),
     *(two_optimizers, steps_before_training, the_same_gradients_twice, scaled_and_clipped, part_of_two_models),
     *(in_backward, in_micro_batches, ignored_parameters),
 ]
 MEANT: dict[str, Program] = {program.__name__: program for program in NAMED} | {
     "plain": train,
     "gradients_are_zeroed": lambda model, optimizer: train(model, optimizer, to_none=False),
-    "pipeline": pipeline(lambda first, second, x: second(first(x))),
-    "wrapped_part": lambda inner, _: train(*wrapped(nn.Sequential(inner, layers()))),
-    "adapters": lambda *_: train(*wrapped(nn.Sequential(layers().requires_grad_(False), layers()))),
+    "functional": lambda model, optimizer: train(
+        lambda x: functional_call(model, dict(model.named_parameters()), (x,)), optimizer
+    ),
+    "pipeline": lambda first, _: pipeline(first, lambda second, x: second(first(x))),
+    "wrapped_part": lambda inner, _: train(*wrapped(nn.Sequential(inner, small()))),
+    "adapters": lambda *_: train(*wrapped(nn.Sequential(small().requires_grad_(False), small()))),
     "checkpointed": lambda model, optimizer: train(lambda x: checkpoint(model, x, use_reentrant=False), optimizer),
     "unused": lambda *_: train(*wrapped(find_unused_parameters=True)),
     "static": lambda *_: train(*wrapped(static_graph=True)),
     "weighted": lambda model, optimizer: train(lambda x: model.weight(2) or model(x), optimizer),
     "sharded": lambda model, _: train(model, syncengine.ShardedOptimizer(model.parameters(), SGD, lr=0.01)),
-    "another_model": lambda *_: train(other := layers(), descent(other)),
+    "another_model": lambda *_: train(other := small(), descent(other)),
+    "one_rank": lambda model, optimizer: train(model.module, optimizer, steps=6),  # has nobody to average with
 }
 
 
-@pytest.mark.parametrize("name", MEANT)
+@pytest.mark.parametrize(("name", "world"), [(name, 1 if name == "one_rank" else 2) for name in MEANT])
 @run_on_ranks()
-def test_what_is_meant_is_not_warned_of(name: str):
-    with warned() as found:
-        MEANT[name](*wrapped())
-    return found
+def test_what_is_meant_is_not_warned_of(name: str, world: int):
+    return warned_of(TEXT, lambda: MEANT[name](*wrapped()))
 
 
 # --- Programs that train past it
+
+
+def by_module(model: Parallel, optimizer: Optimizer) -> None:
+    train(model.module, optimizer, steps=6)
 
 
 def every_second(model: Parallel, optimizer: Optimizer) -> None:
@@ -252,24 +214,19 @@ def every_second(model: Parallel, optimizer: Optimizer) -> None:
 
 def adapters_aside(*_: Any) -> None:
     """The wrapped module holds the adapters alone, whose forward nobody calls."""
-    base = nn.Linear(4, 4).requires_grad_(False)
-    model, optimizer = wrapped(nn.ParameterDict({"a": torch.ones(2, 4), "b": torch.ones(4, 2)}))
+    base = nn.Linear(24, 24).requires_grad_(False)
+    model, optimizer = wrapped(nn.ParameterDict({"a": torch.ones(2, 24), "b": torch.ones(24, 2)}))
     train(lambda x: base(x) + x @ model.module["a"].T @ model.module["b"].T, optimizer)
 
 
-def audited(*_: Any) -> None:
-    model, optimizer = wrapped(audit=1)
-    train(model.module, optimizer)
-
-
 PAST: dict[str, tuple[Program, int]] = {  # and how many wrappers are warned of
-    "all": (lambda model, optimizer: train(model.module, optimizer, steps=6), 1),
+    "all": (by_module, 1),
     "every second": (every_second, 1),
     "adapters aside": (adapters_aside, 1),
-    "one of two": (pipeline(lambda first, second, x: second.module(first(x))), 1),
-    "both": (pipeline(lambda first, second, x: second.module(first.module(x))), 2),
+    "one of two": (lambda first, _: pipeline(first, lambda second, x: second.module(first(x))), 1),
+    "both": (lambda first, _: pipeline(first, lambda second, x: second.module(first.module(x))), 2),
     "compiled": (lambda model, optimizer: train(torch.compile(model.module, backend="eager"), optimizer), 1),
-    "audited": (audited, 1),
+    "audited": (lambda *_: by_module(*wrapped(audit=1)), 1),
 }
 
 
@@ -277,8 +234,7 @@ PAST: dict[str, tuple[Program, int]] = {  # and how many wrappers are warned of
 @run_on_ranks()
 def test_training_past_the_wrapper_is_warned_of(name: str):
     program, expected = PAST[name]
-    with warned() as found:
-        program(*wrapped())
+    found = warned_of(TEXT, lambda: program(*wrapped()))
     assert len(found) == expected, found
     assert all("SGD has stepped parameter " in text and "neither model.module(x)" in text for text in found)
 
@@ -286,9 +242,7 @@ def test_training_past_the_wrapper_is_warned_of(name: str):
 @run_on_ranks()
 def test_the_rank_that_does_it_is_warned_alone():
     model, optimizer = wrapped()
-    with warned() as found:
-        if syncengine.rank() == 1:
-            train(model.module, optimizer)
+    found = warned_of(TEXT, lambda: train(model.module, optimizer, steps=3 * syncengine.rank()))
     assert len(found) == syncengine.rank()
     assert all("parameter 0.weight of Parallel(Sequential)" in text for text in found)
 
@@ -301,23 +255,12 @@ def test_a_filter_that_raises_does_not_raise_here():
         train(model.module, optimizer)
 
 
-@run_on_ranks(world=1)
-def test_one_rank_has_nobody_to_average_with():
-    model, optimizer = wrapped()
-    with warned() as found:
-        train(model.module, optimizer, steps=6)
-    return found
-
-
 def test_the_decision():
     gradients = [torch.ones(1) for _ in range(2)]
-    steps = [
-        Step(forwards, weakref.ref(gradient), version)
-        for forwards, gradient, version in itertools.product((3, 4), gradients, (0, 1))
-    ]
+    steps = [Step(*facts) for facts in itertools.product((3, 4), map(weakref.ref, gradients), (0, 1))]
     for before, now in itertools.product(steps, steps):
         same = before.gradient() is now.gradient() and before.version == now.version
         assert is_past_wrapper(before, now) == (before.forwards == now.forwards and not same)
     assert not is_past_wrapper(None, steps[0])
-    of_graphs = Step(float("nan"), steps[0].gradient, 0)
-    assert not is_past_wrapper(of_graphs, Step(float("nan"), steps[0].gradient, 1))
+    of_graphs = [Step(float("nan"), steps[0].gradient, version) for version in (0, 1)]
+    assert not is_past_wrapper(*of_graphs)

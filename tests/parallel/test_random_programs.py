@@ -8,12 +8,12 @@ Each program follows from its number, which a failure names.
 
 import contextlib
 import copy
-import itertools
 import os
 import random
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -22,21 +22,10 @@ from flat import flat
 from marks import mostly_nightly
 from models.workload import same_bits
 from pool import run_on_ranks
-from random_layers import (
-    BATCH,
-    BUFFERED,
-    FIXED,
-    OPTIMIZERS,
-    ORDINARY,
-    OUTPUTS,
-    REENTRANT,
-    SPECIAL,
-    UNUSED,
-    WIDTH,
-    Branch,
-    make_layer,
-)
+from raising_model import Bad
+from random_layers import BATCH, BUFFERED, FIXED, OPTIMIZERS, ORDINARY, OUTPUTS, REENTRANT, SPECIAL, WIDTH, make_layer
 from torch import nn
+from torch.autograd.graph import save_on_cpu
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -52,6 +41,7 @@ BEFORE = ("dropped", "no_grad", "inference", "eval")
 CALLS = ("autocast", "anomalies", "saved elsewhere", "functional", "checkpointed")
 BACKWARDS = ("inputs", "thread", "inside", "retained")
 PLACES = ("forward", "early", "middle", "late")
+HOSTS = ("aaa", "ab", "aab", "aaaaa")
 CHOICES: dict[str, Callable[[int, int], bool]] = {
     "left": lambda step, rank: True,
     "by rank": lambda step, rank: rank == 0,
@@ -59,17 +49,7 @@ CHOICES: dict[str, Callable[[int, int], bool]] = {
     "crosswise": lambda step, rank: (step + rank) % 2 == 0,
 }
 NEW_OPTIONS = {"bucket_cap_mb_list", "batched_grad_copy", "skip_all_reduce_unused_params", "forward_sync_buffers"}
-HOOKS: dict[str, Callable[..., Any]] = {
-    "all-reduce": default_hooks.allreduce_hook,
-    "fp16": default_hooks.fp16_compress_hook,
-}
-
-
-class Failed(Exception):
-    """What a program raises, and catches."""
-
-
-EXPECTED = {True: Failed, False: Aborted}  # on a rank that fails, and on another one
+HOOKS = {"all-reduce": default_hooks.allreduce_hook, "fp16": default_hooks.fp16_compress_hook}
 
 
 @dataclass(frozen=True)
@@ -135,18 +115,16 @@ def draw(number: int, world: int = 2, fails: bool = True) -> Program:
 
     layers = dice.choices(list(ORDINARY), k=dice.randint(2, 5)) + [name for name in SPECIAL if chance(0.07)]
     dice.shuffle(layers)
-    finds, static = UNUSED in layers or chance(0.3), chance(0.25)
+    finds, static = "branch" in layers or chance(0.3), chance(0.25)
     layers = ["checkpoint" if name == "repeated" and not static else name for name in layers]
     finds = finds or "repeated" in layers
     if finds:  # of which DDP sees no parameters in a reentrant checkpoint
         layers = ["checkpoint" if name in REENTRANT else name for name in layers]
     has = set(layers)
     sparse, reentrant, buffers = "sparse table" in has, has & {*REENTRANT, "repeated"}, has & {*BUFFERED}
-    options: dict[str, Any] = {"find_unused_parameters": True} if finds and not (static and chance(0.5)) else {}
-    if "repeated" in has:
-        options.pop("find_unused_parameters", None)
-    if static:
-        options["static_graph"] = True
+    options: dict[str, Any] = {"static_graph": True} if static else {}
+    if finds and not (static and chance(0.5)) and "repeated" not in has:
+        options["find_unused_parameters"] = True
     if chance(0.5):
         options["bucket_cap_mb"] = dice.choice([1e-6, 0.05, 100])
     elif chance(0.3):
@@ -167,20 +145,17 @@ def draw(number: int, world: int = 2, fails: bool = True) -> Program:
     skips = "skip_all_reduce_unused_params" in options
     fails = fails and not (static or hook or buffers or skips)
     output = dice.choice(list(OUTPUTS))
-    calls = [name for name in CALLS if not (static or reentrant or sparse or hook)]
-    if FIXED & has:
-        calls = [name for name in calls if name not in ("functional", "autocast")]
-    if finds or buffers or output == "input":
-        calls = [name for name in calls if name != "checkpointed"]
+    without = {"functional", "autocast"} if FIXED & has else set()
+    without |= {"checkpointed"} if finds or buffers or output == "input" else set()
+    calls = [] if static or reentrant or sparse or hook else [name for name in CALLS if name not in without]
     backwards = [name for name in BACKWARDS if not (once or finds or sparse)]
     befores = ["", "", "", *BEFORE, *(() if finds or once else ("pending", "grad"))]
     penalizes = not (static or reentrant or sparse or {"complex", "lazy"} & has)
     steps = []
     for place in range(dice.randint(3, 6)):
-        frozen = None
-        if not static and chance(0.25):
-            frozen = dice.randrange(len(layers))
-            frozen = None if len(layers) < 3 or layers[frozen] == "sparse table" else frozen
+        frozen = dice.randrange(len(layers)) if not static and chance(0.25) else None
+        if frozen is not None and (len(layers) < 3 or layers[frozen] == "sparse table"):
+            frozen = None
         freezes = dice.choice(["all", "after", "one"]) if finds and not skips else "all"
         which: tuple[str, ...] = ()
         if place and fails and chance(0.2):
@@ -213,10 +188,9 @@ def draw(number: int, world: int = 2, fails: bool = True) -> Program:
         if step.fails:
             changes |= {"zero": "none", "optimizes": False, "clips": False, "penalty": "", "calls": ""}
             changes |= {"backward": "", "copies": False, "forwards": 1}  # buffers are sent in each forward
-            changes |= {"before": ""} if step.before == "pending" else {}
         if step.penalty or step.frozen is not None:
             changes["calls"] = ""
-        if step.before in ("dropped", "grad") and (step.fails or (finds and step.micro)):
+        if step.before in ("dropped", "grad", "pending") and (step.fails or (finds and step.micro)):
             changes["before"] = ""
         if step.before in ("dropped", "grad") or any(each.fails for each in steps):
             changes["uneven"] = False  # of a backward that is due all ranks make the first
@@ -227,9 +201,8 @@ def draw(number: int, world: int = 2, fails: bool = True) -> Program:
         steps[place] = replace(step, **changes)
     tied = chance(0.5 if once and static else 0.2) and (static or not once)
     if tied and has & {*REENTRANT}:  # its hooks run twice in a backward, which takes a static graph
-        first = next(name for name in layers if name in REENTRANT)
-        layers.remove(first)
-        layers.insert(0, first)
+        first = next(place for place, name in enumerate(layers) if name in REENTRANT)
+        layers.insert(0, layers.pop(first))
     if tied and layers[0] == "selective":  # autocast casts its weights in the first use alone, which torch refuses
         steps = [replace(step, calls="" if step.calls == "autocast" else step.calls) for step in steps]
     kind = "sgd" if sparse or "lazy" in has else dice.choice(list(OPTIMIZERS))
@@ -257,14 +230,14 @@ class Net(nn.Module):
             if fails == {0: "late", len(self.layers) // 2: "middle"}.get(place):
                 x.register_hook(fail)
         if fails == "forward":
-            raise Failed
+            raise Bad
         if fails:  # for the others, too, in case that there are few layers
             x.register_hook(fail)
         return OUTPUTS[self.output][0](start, self.head(x), self.spare and self.spare(x))
 
 
 def fail(gradient: torch.Tensor) -> None:
-    raise Failed
+    raise Bad
 
 
 def forward_without_backward(model: nn.Module, kind: str, x: torch.Tensor) -> None:
@@ -279,19 +252,16 @@ def call(model: nn.Module, how: str, x: torch.Tensor, *others: Any) -> Any:
         return torch.func.functional_call(model, trained, (x, *others))
     if how == "checkpointed":
         return checkpoint(model, x, *others, use_reentrant=False)
-    with {
-        "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
-        "saved elsewhere": torch.autograd.graph.save_on_cpu,
-    }.get(how, contextlib.nullcontext)():
+    contexts = {"autocast": lambda: torch.autocast("cpu", torch.bfloat16), "saved elsewhere": save_on_cpu}
+    with contexts.get(how, contextlib.nullcontext)():
         return model(x, *others)
 
 
 def run_backward(model: nn.Module, how: str, loss: torch.Tensor, x: torch.Tensor) -> list[torch.Tensor]:
     """What it computes besides what is in `.grad`."""
     if how == "thread":
-        thread = threading.Thread(target=loss.backward)
-        thread.start()
-        thread.join()
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(loss.backward).result()
     elif how == "inside":
         with getattr(model, "no_sync", contextlib.nullcontext)():  # which forward decides about
             loss.backward()
@@ -305,14 +275,13 @@ def run_step(model: nn.Module, program: Program, number: int, rank: int) -> list
     """One rank's part of a step, to the end of its backward; its losses."""
     step = program.steps[number]
     generator = torch.Generator().manual_seed(1000 * program.number + 10 * number + rank)
-    no_sync = getattr(model, "no_sync", contextlib.nullcontext)
     net = getattr(model, "module", model)
     place = step.fails[rank] if step.fails else ""
+    expected = Bad if place else Aborted  # the latter where another rank fails
 
     def choose(turn: int) -> None:
-        for layer in net.layers:
-            if isinstance(layer, Branch):
-                layer.left = CHOICES[program.choice](turn, rank)
+        for layer in net.layers:  # a branch looks at it
+            layer.left = CHOICES[program.choice](turn, rank)
 
     def loss_of(x: torch.Tensor, fails: str = "", calls: str = "") -> torch.Tensor:
         return OUTPUTS[program.output][1](call(model, calls, x, fails)).float().square().mean()
@@ -328,7 +297,7 @@ def run_step(model: nn.Module, program: Program, number: int, rank: int) -> list
     train_layer(net, step.frozen, not freezes or step.freezes == "after")
     for k in range(step.micro + (step.uneven and rank == 0)):
         choose(number + k + 1)
-        with no_sync():  # decided at forward
+        with getattr(model, "no_sync", contextlib.nullcontext)():  # decided at forward
             loss = loss_of(batch())
         if step.backward == "retained":
             loss.square().backward(retain_graph=True)
@@ -338,8 +307,7 @@ def run_step(model: nn.Module, program: Program, number: int, rank: int) -> list
     try:
         x = batch().requires_grad_()
         with torch.autograd.set_detect_anomaly(step.calls == "anomalies"):
-            losses = [loss_of(x, place, step.calls)]
-            losses += [loss_of(batch()) for _ in range(step.forwards - 1)]
+            losses = [loss_of(x, place, step.calls), *(loss_of(batch()) for _ in range(step.forwards - 1))]
             total = sum(losses)
             if step.penalty:
                 of = [x] if step.penalty == "input" else [p for p in net.parameters() if p.requires_grad]
@@ -351,7 +319,7 @@ def run_step(model: nn.Module, program: Program, number: int, rank: int) -> list
                 train_layer(net, 0, step.frozen != 0)
                 del other
             more = run_backward(model, step.backward, total, x)
-    except EXPECTED[bool(place)]:
+    except expected:
         if model is not net and step.asks == "step":  # by which this rank hears whether all have failed in forward
             torch.optim.SGD([nn.Parameter(torch.ones(1))]).step()
         elif model is not net:
@@ -368,22 +336,15 @@ def train_layer(net: Net, place: int | None, trains: bool) -> None:
         p.requires_grad_(trains and (p.is_floating_point() or p.is_complex()))
 
 
-Stamp = tuple[torch.Tensor | None, int]
-
-
-def stamps(net: nn.Module) -> list[Stamp]:
+def stamps(parameters: Iterable[nn.Parameter]) -> list[tuple[torch.Tensor | None, int]]:
     """By which it is known later whether anything was added to a gradient, be it zero."""
-    return [(p.grad, -1 if p.grad is None else p.grad._version) for p in net.parameters()]
+    return [(p.grad, -1 if p.grad is None else p.grad._version) for p in parameters]
 
 
-def average(nets: list[nn.Module], before: list[list[Stamp]]) -> None:
-    """What ranks with these models would do: an average where any of them has brought a gradient (docs/numerics.md).
-
-    `before`: the stamps of each net from before its backward.
-    """
-    for *parameters, then in zip(*(net.parameters() for net in nets), zip(*before, strict=True), strict=True):
-        now = [(p.grad, -1 if p.grad is None else p.grad._version) for p in parameters]
-        if all(a is b and i == j for (a, i), (b, j) in zip(now, then, strict=True)):
+def average(nets: list[nn.Module], stamps_before: list[list[tuple[torch.Tensor | None, int]]]) -> None:
+    """What ranks with these models would do: an average where any of them has brought a gradient (docs/numerics.md)."""
+    for *parameters, then in zip(*(net.parameters() for net in nets), zip(*stamps_before, strict=True), strict=True):
+        if all(a is b and i == j for (a, i), (b, j) in zip(stamps(parameters), then, strict=True)):
             continue
         parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         wide = [torch.view_as_real(p.resolve_conj()) if p.is_complex() else p for p in parts]
@@ -413,7 +374,7 @@ def train(program: Program, wrap: Callable[..., nn.Module] | None) -> list[tuple
     found: list[tuple[str, torch.Tensor | None]] = []
     held: list[tuple[torch.Tensor | None, torch.Tensor | None]] = []  # gradients that nobody adds to any more
     for number, step in enumerate(program.steps):
-        before = [stamps(model) for model in models.values()]
+        before = [stamps(model.parameters()) for model in models.values()]
         for rank, model in models.items():
             losses = run_step(model, program, number, rank)
             if rank == own and not step.fails:
@@ -444,19 +405,15 @@ def train(program: Program, wrap: Callable[..., nn.Module] | None) -> list[tuple
 
 
 def difference(program: Program, reference: Callable[..., nn.Module] | None) -> str:
-    ours, theirs = train(program, syncengine.Parallel), train(program, reference)
-    assert len(ours) == len(theirs)
-    pairs = zip(ours, theirs, strict=True)
+    pairs = zip(train(program, syncengine.Parallel), train(program, reference), strict=True)
     return next((name for (name, a), (_, b) in pairs if not same_bits(signed(a), signed(b))), "")
 
 
 def signed(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """The tensor with one kind of NaN: which one a sum has depends on its order, also for two summands.
-
-    If it is complex, its zeros are positive, too: torch multiplies them by a number with a zero.
-    """
+    """The tensor with one kind of NaN: which one a sum has depends on its order, also for two summands."""
     if tensor is None or tensor.is_sparse or not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor
+    # If it is complex, its zeros are positive, too: torch multiplies them by a number with a zero.
     return (tensor + 0 if tensor.is_complex() else tensor).masked_fill(tensor.isnan(), torch.nan)
 
 
@@ -480,10 +437,8 @@ def differences(first: int, ddp: bool, loop: bool, fails: bool = True, count: in
 def is_no_average(program: Program) -> bool:
     """Whether DDP leaves other values than the loop, by more than rounding: such a DDP is no reference."""
     values = zip(train(program, DistributedDataParallel), train(program, None), strict=True)
-    return any(
-        a is not None and b is not None and not torch.allclose(a.to_dense(), b.to_dense(), rtol=0.05, equal_nan=True)
-        for (_, a), (_, b) in values
-    )
+    pairs = ((a.to_dense(), b.to_dense()) for (_, a), (_, b) in values if a is not None and b is not None)
+    return not all(torch.allclose(a, b, rtol=0.05, equal_nan=True) for a, b in pairs)
 
 
 def numbers(kind: int, chunks: int) -> list[int]:
@@ -513,10 +468,7 @@ def test_programs_with_flat_buckets(first: int):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("hosts", "first"),
-    mostly_nightly(list(zip(itertools.cycle(["aaa", "ab", "aab", "aaaaa"]), numbers(3, 4), strict=False)), 2),
-)
+@pytest.mark.parametrize(("hosts", "first"), mostly_nightly(zip(cycle(HOSTS), numbers(3, 4), strict=False), 2))
 @run_on_ranks()
 def test_programs_on_hosts(hosts: str, first: int):
     return differences(first, False, True)

@@ -5,7 +5,6 @@ import os
 import time
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 from marks import mostly_nightly
 from parallel_models import backwards, data
@@ -36,8 +35,7 @@ def train(steps: int, keeps: bool = True) -> dict[str, float]:
 
 def lines(ranks: Ranks) -> list[list[str]]:
     """What each rank has said by its end, without what tracebacks say."""
-    for rank in ranks:
-        assert rank.exit_code() is not None
+    assert None not in [rank.exit_code() for rank in ranks]
     return [[line for line in rank.output().splitlines() if line.startswith("syncengine: ")] for rank in ranks]
 
 
@@ -45,9 +43,8 @@ def lines(ranks: Ranks) -> list[list[str]]:
 def test_rank_0_says_how_the_steps_went(pool: RankPool, keeps: bool):
     steps = 23
     with pool.spawn_ranks(train, steps, keeps, environ=WANTED) as ranks:
-        of_0, of_1 = lines(ranks)
+        (line,), of_1 = lines(ranks)
     assert of_1 == []
-    (line,) = of_0
     assert line.startswith(f"syncengine: {steps} steps of Parallel(Linear) on 2 ranks, median ")
     assert " ms, exposed synchronization " in line
     assert f"; {_size(BYTES)} of gradients reduced a step, {_size(BYTES * steps)} in all (" in line
@@ -76,9 +73,7 @@ def test_also_of_ranks_that_multiprocessing_forks(pool: RankPool):
 def test_otherwise_nothing_is_said(pool: RankPool, steps: int, environ: dict, settings: dict):
     with pool.spawn_ranks(train, steps, environ=environ, settings={"timeout": 60.0, **settings}) as ranks:
         assert lines(ranks) == [[], []]
-        for rank in ranks:
-            assert rank.exit_code() == 0
-            assert rank.result()["steps"] == steps
+        assert [(rank.exit_code(), rank.result()["steps"]) for rank in ranks] == [(0, steps)] * 2
 
 
 def train_until_a_peer_is_lost() -> None:
@@ -95,28 +90,24 @@ def train_on_a_split() -> None:
     model = syncengine.Parallel(nn.Linear(24, 100), process_group=everyone)
     backwards(model, 23)
     everyone.barrier()
-    raise ValueError("the disk is full")
+    raise OSError("ENOSPC")
 
 
 def train_and_fail_later() -> None:
     """The model is gone, and its communicator, which would know of the error."""
     train(23, keeps=False)
-    raise ValueError("the disk is full")
+    raise OSError("ENOSPC")
 
 
 @pytest.mark.parametrize(
-    ("body", "text", "codes"),
-    [
-        (train_until_a_peer_is_lost, "PeerLost", [1, 3]),
-        (train_on_a_split, "the disk is full", [1, 1]),
-        (train_and_fail_later, "the disk is full", [1, 1]),
-    ],
+    ("body", "text", "code"),
+    [(train_until_a_peer_is_lost, "PeerLost", 3), (train_on_a_split, "ENOSPC", 1), (train_and_fail_later, "ENOSPC", 1)],
 )
-def test_nothing_is_said_after_an_error(pool: RankPool, body: Callable[[], None], text: str, codes: list[int]):
+def test_nothing_is_said_after_an_error(pool: RankPool, body: Callable[[], None], text: str, code: int):
     with pool.spawn_ranks(body, environ=WANTED) as ranks:
         assert lines(ranks) == [[], []]
         assert text in ranks[0].output()
-        assert [rank.exit_code() for rank in ranks] == codes
+        assert [rank.exit_code() for rank in ranks] == [1, code]
 
 
 def test_by_default_it_is_said():
@@ -138,28 +129,25 @@ def test_stats_are_plain_numbers(world: int):
         assert set(numbers.values()) == {0}
     else:
         assert all(type(number) in (int, float) for number in numbers.values())
-        assert numbers["steps"] == 7
-        assert numbers["total_reduced_bytes"] == 7 * BYTES
-        assert numbers["reduced_bytes"] == BYTES
+        counted = [numbers[name] for name in ("steps", "reduced_bytes", "total_reduced_bytes")]
+        assert counted == [7, BYTES, 7 * BYTES]
         assert 0 < numbers["step_ms"] < 60e3
         assert numbers["exposed_sync_ms"] > 0
 
 
 @run_on_ranks()
 def test_what_is_exposed_is_a_part_of_backward():
-    """Rank 1 comes late to each backward. Of this rank: medians of its waits, of what backward takes, and of steps. The
-    first step, which takes longest, has no beginning."""
+    """Rank 1 comes late to each backward. The first step, which takes longest, has no beginning, so only one counts."""
     model = syncengine.Parallel(nn.Linear(24, 100))
-    spent = []
     for i in range(2):
         loss = model(data(i)).sum()
         if syncengine.rank() == 1:
             time.sleep(0.02 if i else 0.2)
         begin = time.perf_counter_ns()
         loss.backward()
-        spent.append(time.perf_counter_ns() - begin)
+        spent = time.perf_counter_ns() - begin
     numbers = numbers_of(model.reducer.step_times())
-    assert 0 < numbers.wait_ms <= np.median(spent[1:]) / 1e6
+    assert 0 < numbers.wait_ms <= spent / 1e6
     assert numbers.step_ms >= numbers.wait_ms
 
 
@@ -174,8 +162,7 @@ def test_a_step_that_failed_is_none():
             y.sum().backward()
     backwards(model)
     numbers = model.stats()
-    assert numbers["steps"] == 7
-    assert numbers["total_reduced_bytes"] == 7 * BYTES
+    assert (numbers["steps"], numbers["total_reduced_bytes"]) == (7, 7 * BYTES)
 
 
 @run_on_ranks(spawned=True, environ=WANTED)

@@ -16,13 +16,9 @@ from marks import mostly_nightly
 from parallel_models import Mlp, Run, backwards, different_bits, outcome, train
 from pool import RankPool, run_on_ranks
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import (
-    debugging_hooks,
-    default_hooks,
-    post_localSGD_hook,
-    powerSGD_hook,
-    quantization_hooks,
-)
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import syncengine
@@ -46,10 +42,6 @@ def power_sgd(hook: Any, **options: Any) -> Register:
     return plain(hook, partial(powerSGD_hook.PowerSGDState, **options))
 
 
-def local_sgd() -> post_localSGD_hook.PostLocalSGDState:
-    return post_localSGD_hook.PostLocalSGDState(None, dist.group.WORLD, 2, post_local_gradient_allreduce=False)
-
-
 def overlapped_sgd(model: nn.Module) -> None:
     """The import takes seconds, as it brings FSDP, and ranks alone need it."""
     from torch.distributed.algorithms._optimizer_overlap.optimizer_overlap import _as_overlapped_optim
@@ -65,8 +57,10 @@ TORCH_HOOKS: dict[str, Register] = {
     "bf16 around all-reduce": plain(nameless(default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook))),
     "PowerSGD": power_sgd(powerSGD_hook.powerSGD_hook, matrix_approximation_rank=2),
     "fp16 around PowerSGD": power_sgd(default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook)),
-    "post-local SGD": plain(post_localSGD_hook.post_localSGD_hook, local_sgd),
-    "noop": plain(debugging_hooks.noop_hook),
+    "post-local SGD": plain(
+        post_localSGD_hook, lambda: PostLocalSGDState(None, dist.group.WORLD, 2, post_local_gradient_allreduce=False)
+    ),
+    "noop": plain(noop_hook),
     "fused SGD": lambda model: model._register_fused_optim(torch.optim.SGD, 0.01),
     "fused Adam": lambda model: model._register_fused_optim(torch.optim.Adam, 0.01, betas=(0.8, 0.9)),
     "overlapped SGD": overlapped_sgd,
@@ -93,7 +87,6 @@ def difference_with(name: str, run: Run) -> int:
     indirect=["kinds_of_buckets"],
 )
 def test_torchs_hooks_train_to_the_bits_of_ddp(pool: RankPool, name: str):
-    settings = {"numerics": numerics_of(pool)}
     runs = [Run()]
     if "PowerSGD" in name:
         # Over Gloo it calls collectives from other threads, in no order, where there are two buckets.
@@ -102,7 +95,7 @@ def test_torchs_hooks_train_to_the_bits_of_ddp(pool: RankPool, name: str):
         # DDP's bucket.gradients() permutes channels_last, and its fused optimizers can't accumulate.
         runs += [Run(model="conv", options=(("bucket_cap_mb", 0.001),)), Run(accumulate=2, set_to_none=False)]
     for run in runs:
-        assert pool.run(difference_with, name, run, gloo=True, settings=settings) == [0, 0]
+        assert pool.run(difference_with, name, run, gloo=True, settings={"numerics": numerics_of(pool)}) == [0, 0]
 
 
 @pytest.mark.parametrize("name", ["fp16", "PowerSGD", "native all-reduce", "native fp16"])
@@ -119,13 +112,6 @@ BROKEN_HOOKS: dict[str, tuple[Register, str]] = {
 }
 
 
-def wait_until_no_callback_holds(group: dist.ProcessGroup) -> None:
-    """Gloo's threads run the callbacks of torch's hooks. One that is the last to hold the group would join itself."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and any(isinstance(x, types.CellType) for x in gc.get_referrers(group)):
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize("name", BROKEN_HOOKS)
 @run_on_ranks(gloo=True)
 def test_what_fails_in_torchs_hooks_fails_alike(name: str):
@@ -134,4 +120,7 @@ def test_what_fails_in_torchs_hooks_fails_alike(name: str):
         model = with_hook(wrap, register, Mlp())
         assert text in ": ".join(outcome(lambda model=model: backwards(model, 4))), wrap
     del model
-    wait_until_no_callback_holds(dist.group.WORLD)
+    # Gloo's threads run the callbacks of torch's hooks. One that is the last to hold the group would join itself.
+    group, deadline = dist.group.WORLD, time.monotonic() + 60
+    while time.monotonic() < deadline and any(isinstance(x, types.CellType) for x in gc.get_referrers(group)):
+        time.sleep(0.01)

@@ -1,6 +1,7 @@
 """Models and training loops that the tests of Parallel share. Every function here runs inside rank processes."""
 
 import copy
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -102,17 +103,6 @@ class Branches(nn.Module):
 
     def forward(self, x: torch.Tensor, left: bool) -> torch.Tensor:
         return (self.left if left else self.right)(self.stem(x))
-
-
-class Outputs(nn.Module):
-    """Gives its two results in the container that is asked for."""
-
-    def __init__(self, container: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
-        super().__init__()
-        self.a, self.b, self.container = nn.Linear(24, 4), nn.Linear(24, 4), container
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.container(self.a(x), self.b(x))
 
 
 class Opposite(nn.Module):
@@ -278,3 +268,25 @@ def outcome(call: Callable[[], Any]) -> tuple[str, str]:
         return "returned", str(call())
     except Exception as error:
         return type(error).__name__, str(error)
+
+
+class AllBranches(Branches):
+    """Uses all, or all but one branch."""
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        return super().forward(x, True) + (super().forward(x, False) if both else 0) + self.never(x)
+
+
+def trained(module: nn.Module, steps: int = 3, **options: Any) -> syncengine.Parallel:
+    """The wrapped module after some steps."""
+    model = syncengine.Parallel(module, **options)
+    backwards(model, steps)
+    return model
+
+
+def warned_of(text: str, call: Callable[[], Any]) -> list[str]:
+    """The warnings that `call` gives with this text in them."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return [str(warning.message) for warning in caught if text in str(warning.message)]

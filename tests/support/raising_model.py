@@ -1,8 +1,10 @@
 """What runs in the middle of a backward, and a model that raises where it is told to."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -36,6 +38,14 @@ class Raising(nn.Module):
     def raise_at(self, where: str) -> None:
         if self.where == where:
             raise Bad(f"the batch is bad: {where}")
+
+    @contextlib.contextmanager
+    def raising(self, where: str, error: Any = Bad) -> Iterator[None]:
+        """Raises there within the block, which ends by this error; raises nothing if `where` is empty."""
+        self.where = where
+        with pytest.raises(error) if where else contextlib.nullcontext():
+            yield
+        self.where = ""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not x.requires_grad:
