@@ -595,9 +595,10 @@ class Reducer:
     def knows_order(self) -> bool:
         """Whether the plan is provisional, and a backward has shown the order of readiness. The same on all ranks."""
 
-    def refuse_forward(self, text: str) -> None:
+    def refuse_forward(self, text: str, voted: bool = False) -> None:
         """Refuses the forward: it raised, as `text` says ("raised in forward: ..."), or a parameter was replaced.
 
+        `voted`: the other ranks call `vote_on_forward` behind theirs.
         The other ranks lose this step of the model, too: they raise `Aborted` with `text` where they wait for it.
         """
 

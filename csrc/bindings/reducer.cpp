@@ -189,8 +189,8 @@ void bind_reducer(py::module_& module) {
           },
           py::arg("outputs"), py::arg("began") = py::none(), NoGil())
       .def(
-          "refuse_forward", [](Reducer& self, const Text& text) { self.refuse_forward(text); }, py::arg("text"),
-          NoGil())
+          "refuse_forward", [](Reducer& self, const Text& text, bool voted) { self.refuse_forward(text, voted); },
+          py::arg("text"), py::arg("voted") = false, NoGil())
       .def("can_refuse", &Reducer::can_refuse, NoGil())
       .def("vote_on_forward", &Reducer::vote_on_forward, NoGil())
       .def("is_undecided", &Reducer::is_undecided, NoGil())

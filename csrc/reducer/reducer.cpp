@@ -71,7 +71,7 @@ bool Reducer::begin_forward(bool synchronize) {
   }
   if (synchronize) check_not_averaging();  // once more, since await_end() releases the lock
   if (life().hooks_removed()) {
-    give_up_forward(removed_text(names()));
+    give_up(removed_text(names()), Where::Forward, /*keeps=*/true);
     throw Error(ErrorKind::InvalidUsage, removed_text(names()));
   }
   model_->averaging.communicator->throw_if_failed();
@@ -136,12 +136,12 @@ void Reducer::expect_backward() {
   life().forward_ended(outputs_hooked);
 }
 
-void Reducer::refuse_forward(const std::string& text) {
+void Reducer::refuse_forward(const std::string& text, bool voted) {
   std::lock_guard lock(mutex_);
   switch (life().forward_raised(Facts{*this})) {
     case Lifecycle::ForwardError::Untold: return;
     case Lifecycle::ForwardError::Expected: return expect_backward();
-    case Lifecycle::ForwardError::GivesUp: return give_up_forward(text);
+    case Lifecycle::ForwardError::GivesUp: return give_up(text, Where::Forward, /*keeps=*/true, voted);
   }
 }
 
@@ -279,7 +279,7 @@ std::string Reducer::unfinished() const {
   return unfinished_text(names(), awaited, model_->averaging.rank(), model_->usage.static_graph() != nullptr);
 }
 
-void Reducer::give_up(const std::string& text, Where where, bool keeps) {
+void Reducer::give_up(const std::string& text, Where where, bool keeps, bool voted) {
   const Lifecycle::Loss loss = life().raised(where, Facts{*this});
   if (loss == Lifecycle::Loss::Nothing) return;
   if (loss == Lifecycle::Loss::Aborts) return model_->averaging.tell_peers(text);
@@ -296,7 +296,7 @@ void Reducer::give_up(const std::string& text, Where where, bool keeps) {
     case Lifecycle::Tell::Refuse:
       try {
         model_->outcome.refuse(text, /*raised_in_forward=*/where == Where::Forward);
-        if (model_->backward) model_->backward->stand_in();
+        if (model_->backward && !voted) model_->backward->stand_in();
       } catch (...) {
         model_->averaging.tell_peers(text);
       }
@@ -315,6 +315,7 @@ void Reducer::lose(const std::string& text, bool keeps) {
     model_->backward->drop();
   }
   model_->let_go_of_gradients(keeps);
+  model_->plan.use(/*shows_order=*/false);  // here or elsewhere gradients may be missing
   model_->outcome.lose(text);
   model_->record.interrupt();
   drop_backward();

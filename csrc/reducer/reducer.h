@@ -56,7 +56,7 @@ class Reducer final : public AutogradListener, public std::enable_shared_from_th
     for (const auto& output : outputs) hook_output(weak_from_this(), output, nullptr, began);
   }
   // Called when a forward whose backward was to average has raised, or must not average. The peers get the `text`.
-  void refuse_forward(const std::string& text);
+  void refuse_forward(const std::string& text, bool voted);
   // Called between a forward and a collective of all ranks, such as that of buffers. Makes a step that is only a vote:
   // throws StepRefused if the forward has raised on some rank. Blocks.
   void vote_on_forward();
@@ -178,11 +178,11 @@ class Reducer final : public AutogradListener, public std::enable_shared_from_th
   const ModelNames& names() const { return *model_->parameters.names(); }
   // The text for a backward that has begun and waits for gradients that did not come.
   std::string unfinished() const;
-  // Handles an error on this rank, of which the peers are told: all lose the step. Needs the lock. `keeps`: see lose().
+  // Handles an error on this rank, of which the peers are told: all lose the step. Needs the lock. `keeps`: see lose();
+  // `voted`: the peers are in vote_on_forward(), and will queue no bucket.
   using Where = Lifecycle::Where;
-  void give_up(const std::string& text, Where where, bool keeps);
+  void give_up(const std::string& text, Where where, bool keeps, bool voted = false);
   void give_up(const std::string& text) { give_up(text, Where::Backward, /*keeps=*/false); }
-  void give_up_forward(const std::string& text) { give_up(text, Where::Forward, /*keeps=*/true); }
   // Loses the step here, whichever rank has refused it. `keeps`: .grad stays as it is.
   void lose(const std::string& text, bool keeps);
   void drop_backward() {

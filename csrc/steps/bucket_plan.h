@@ -121,11 +121,11 @@ class CurrentPlan {
       before_frozen_ = std::move(plan_);
     }
     plan_ = std::move(plan);
-    used_ = wanted_ = false;
+    used_ = false;
     covers_.reset();
   }
-  // Notes that a backward by this plan has averaged, since one that was refused shows no order. `shows_order`: its
-  // gradients came in the order of later backwards, as they do unless it observes a static graph.
+  // Notes the end of a backward by this plan. `shows_order`: its gradients came in the order of later backwards, as
+  // they do unless there are none, it observes a static graph, or its step was lost.
   void use(bool shows_order) { used_ = shows_order; }
 
   // Whether another plan must be installed before the next backward: the parameters are not those that this plan
@@ -133,18 +133,14 @@ class CurrentPlan {
   // parameter has changed since the last call.
   bool is_outdated(bool changed, auto&& sees) {
     if (changed || !covers_) covers_ = plan_ && sees.are_covered_by(*plan_);
-    wanted_ = !*covers_ || knows_order();
-    return wanted_;
+    return !*covers_ || knows_order();
   }
   // Whether the plan is provisional, and the order in which gradients become ready is known. The same on all ranks.
   bool knows_order() const { return plan_ && plan_->provisional() && used_; }
-  // The last answer of is_outdated(): whether another plan must be installed.
-  bool is_wanted() const { return wanted_; }
 
  private:
   std::shared_ptr<const BucketPlan> plan_, before_frozen_;
   bool used_ = false;           // a backward has shown the order since it was installed
-  bool wanted_ = false;         // another plan must be installed
   std::optional<bool> covers_;  // the parameters as they are now; none: not known yet
 };
 

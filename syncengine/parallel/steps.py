@@ -131,7 +131,7 @@ class Steps:
             communicator = self.model.communicator
             communicator.abort(f"{own_name(communicator)} {text}")
         else:
-            self.reducer.refuse_forward(text)
+            self.reducer.refuse_forward(text, sync_buffers_after)
             _undecided.note(self)
 
     def _check_not_replaced(self, leaves: list[torch.Tensor]) -> None:

@@ -249,7 +249,8 @@ class SharedState:
 
     def load(self) -> None:
         """Cuts ``whole``, which the user has filled, into this rank's pieces, for ``give`` to move to common memory."""
-        self._problem, had_state = "", {index for index, _ in self._entries}
+        self._problem = ""
+        self._shard.late -= {index for index, _ in self._entries}
         self._entries.clear()
         self._numbers.clear()
         self._note_whole()  # so nothing of the former entries stays alive
@@ -259,11 +260,10 @@ class SharedState:
         self._left = 0
         self._installed = [{} for _ in self._shard.pieces]
         for piece in self._shard.pieces:
-            state = {}
-            here = self.whole.get(piece.parameter, {})
+            state, here = {}, self.whole.get(piece.parameter, {})
+            if not here and piece.index in self._shard.late:
+                continue  # the shard's class has made it, or makes it when it first needs it
             if self._is_made_once and not here:
-                if piece.index not in had_state:
-                    continue  # its group was added after the constructor: the shard's class has made the state now
                 self._problem = (
                     f"the state of parameter {self._names[piece.index]} was removed, which this optimizer makes but "
                     "once: put other values in the place of its entries, the same on all ranks, or load_state_dict()"

@@ -94,6 +94,7 @@ def test_sums_outlive_an_error_in_forward_on_all_ranks_or_on_none(raising: list[
     module = Raising()
     model = syncengine.Parallel(module)
     kept = len(raising) == world
+    # Where the sums are kept, an optimizer of other parameters steps, and must leave them.
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))] if kept else module.parameters(), 0.1)
     with model.no_sync():
         model(data(0)).square().mean().backward()
@@ -164,6 +165,7 @@ def test_all_ranks_find_the_batch_size_that_fits_each(most: dict[int, int]):
     assert min(most.values()) / 2 < size <= min(most.values())  # one power of two
 
 
+@pytest.mark.usefixtures("kinds_of_buckets")
 @pytest.mark.parametrize("raising", [[1], [0, 1]], ids=str)
 @run_on_ranks(gloo=True)
 def test_an_error_in_forward_before_buffers_are_synchronized_costs_a_step(raising: list[int]):

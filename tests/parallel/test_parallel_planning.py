@@ -1,5 +1,6 @@
 """When buckets are planned, how large they are, and what is in them; a forward that one rank makes alone is its own."""
 
+import contextlib
 import itertools
 from functools import partial
 from typing import Any
@@ -86,7 +87,7 @@ def test_a_forward_of_one_rank_alone_is_its_own_where_ddps_is(rank: int, freezes
         frozen = {"nothing": nn.Identity(), "a part": model.module[0], "all": model.module}[freezes]
         found = []
         for i in range(7):
-            if i in at and syncengine.rank() == rank:  # as for a map of saliency
+            if i in at and syncengine.rank() == rank:  # a map of saliency, say
                 frozen.requires_grad_(False)
                 inputs = data(7).requires_grad_()
                 torch.autograd.grad(model(inputs).sum(), inputs)
@@ -299,6 +300,21 @@ def test_a_step_that_is_refused_shows_no_order(place: str):
     for is_known in (False, True):
         backwards(model, 1)
         assert model._has_rebuilt_buckets == is_known
+    assert model._planning.plan == [[1], [0], [3], [2], [5], [4]]
+
+
+@run_on_ranks()
+def test_a_backward_of_frozen_parameters_shows_no_order():
+    model = syncengine.Parallel(Opposite(3), static_graph=True, **CAP)
+    backwards(model, 1)
+    model.requires_grad_(False)
+    x = data().requires_grad_()
+    if syncengine.rank() == 1:
+        x.register_hook(lambda _: 1 / 0)
+    with contextlib.suppress(ZeroDivisionError):
+        model(x).sum().backward()
+    model.requires_grad_(True)
+    backwards(model, 2)
     assert model._planning.plan == [[1], [0], [3], [2], [5], [4]]
 
 

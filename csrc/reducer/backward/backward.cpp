@@ -202,7 +202,7 @@ void Backward::check_skipped() const {
 
 void Backward::deliver(std::vector<size_t>& written) {
   Usage& usage = model_.usage;
-  model_.plan.use(/*shows_order=*/!usage.observes());
+  model_.plan.use(/*shows_order=*/!usage.observes() && !plan().buckets().empty());
   if (usage.observes() && !told_.has_shadows) usage.static_graph()->end_of_observation();
   for (Bucket& bucket : begun_->buckets) {
     model_.route->deliver(bucket);

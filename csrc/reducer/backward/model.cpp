@@ -36,13 +36,6 @@ Backward& Model::coming_backward() {
   return *backward;
 }
 
-bool Model::wants_plan(bool changed) {
-  const bool wanted = plan.is_wanted();
-  if (!plan.is_outdated(changed, parameters)) return false;
-  if (!wanted && plan.knows_order()) keep_gradients();
-  return true;
-}
-
 void Model::let_go_of_gradients(bool keeps) {
   for (size_t i = 0; i < parameters.size(); ++i) {
     if (!plan.covers(i)) continue;

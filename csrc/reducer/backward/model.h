@@ -73,8 +73,9 @@ struct Model {
   }
 
   // Whether another plan must be installed. `changed`: parameters have changed since the last call. See CurrentPlan.
-  bool wants_plan(bool changed);
+  bool wants_plan(bool changed) { return plan.is_outdated(changed, parameters); }
   void install(std::shared_ptr<const BucketPlan> another) {
+    if (plan.knows_order()) keep_gradients();
     plan.install(std::move(another));
     pooled.install(*plan);
     route->install(*plan);
