@@ -192,7 +192,8 @@ class Convolving(torch.autograd.Function):
 
         held = scratch() if Convolving.temporaries_first else []
         result = torch.full((512, 512), syncengine.rank() + 1.0)
-        held = held or scratch()
+        if not held:
+            scratch()
         return result
 
 

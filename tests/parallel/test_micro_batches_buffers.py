@@ -99,7 +99,7 @@ def net_of(kind: str) -> nn.Module:
 
 
 def leave(model: Any, batches: Any) -> None:
-    """Every second step, at another place on each rank."""
+    """Leaves every second step; odd ranks do so a micro-batch later."""
     for at, (_, batch) in enumerate(batches if batches.step % 2 else ()):
         if at == syncengine.rank() % 2:
             break

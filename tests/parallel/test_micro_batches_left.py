@@ -290,10 +290,10 @@ def test_workers_go_with_the_step():
         assert len(multiprocessing.active_children()) == 2
         batches.drop()
         assert not multiprocessing.active_children()
-        iterator = iter(batches)
-        next(iterator)
-        batches.drop()
         with without_gc():
+            iterator = iter(batches)
+            next(iterator)
+            batches.drop()
             for _ in batches:
                 break
             batches.drop()

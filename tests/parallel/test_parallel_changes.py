@@ -9,7 +9,19 @@ from typing import Any
 import pytest
 import torch
 from flat import Parallel as FlatParallel
-from parallel_models import Mlp, assert_averages, backwards, both, data, gradients, outcome, small, trained, warned_of
+from parallel_models import (
+    CAP,
+    Mlp,
+    assert_averages,
+    backwards,
+    both,
+    data,
+    gradients,
+    outcome,
+    small,
+    trained,
+    warned_of,
+)
 from pool import run_on_ranks
 from random_layers import Layer, linear
 from torch import nn
@@ -23,7 +35,7 @@ from syncengine.errors import Aborted, InvalidUsage, SyncError
 @run_on_ranks(gloo=True)
 def test_dtype_may_change_after_wrapping():
     for dtype in (torch.float64, torch.bfloat16):
-        model = trained(Mlp(), 2, bucket_cap_mb=1e-6).to(dtype)
+        model = trained(Mlp(), 2, **CAP).to(dtype)
         with model.no_sync():
             model(data().to(dtype)).sum().backward()
         for i in range(3):

@@ -69,6 +69,7 @@ def test_models_are_copied_without_init(backend: str, then_init: bool, world: in
         assert other.process_group is model.process_group, name
         assert not different_bits(step(other, 1), expected), name
     assert not different_bits(step(model, 1), expected)
+    dist.destroy_process_group()
 
 
 @pytest.mark.thorough

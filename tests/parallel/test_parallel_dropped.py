@@ -26,6 +26,7 @@ def raising_behind() -> Raising:
     return module
 
 
+# `later`: the ranks that raise in each further step.
 @pytest.mark.parametrize(("who", "with_hook", "later"), [(1, False, [[]]), (1, True, [[]]), (0, False, [[0, 1], []])])
 @run_on_ranks()
 def test_averages_that_one_rank_has_dropped_are_noticed(who: int, with_hook: bool, later: list[list[int]]):

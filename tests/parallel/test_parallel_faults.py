@@ -59,8 +59,8 @@ def test_an_error_in_forward_reaches_all_ranks():
     syncengine.barrier()
     if syncengine.rank() == 1:
         time.sleep(LATER)
-    kind, told = (ValueError, "^") if syncengine.rank() == 1 else (Aborted, "rank 1 raised in forward: ValueError: ")
-    with pytest.raises(kind, match=rf"{told}no such token: torch.Size\(\[5, 24\]\)"):
+    kind, prefix = (ValueError, "^") if syncengine.rank() == 1 else (Aborted, "rank 1 raised in forward: ValueError: ")
+    with pytest.raises(kind, match=rf"{prefix}no such token: torch.Size\(\[5, 24\]\)"):
         model(data()).sum().backward()
 
 
@@ -127,7 +127,7 @@ def test_different_buckets_are_a_mismatch():
 
 @run_on_ranks()
 def test_removed_hooks_end_that_wrapper():
-    """Removed hooks concern no local backward."""
+    """The others hear of that, too; but local backwards go on."""
     model = syncengine.Parallel(nn.Linear(24, 2))
     backwards(model, 5)
     if syncengine.rank() == 1:

@@ -1,6 +1,7 @@
 """Parameters of several wrapped models in one backward; outputs that are inputs; outputs that can't be found."""
 
 import itertools
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
@@ -32,7 +33,7 @@ def batch(step: int) -> torch.Tensor:
 
 def together(unevenly: bool = True, keeps: bool = False) -> None:
     """DDP's two reducers may call Gloo in another order on each rank, so autograd alone says what is right."""
-    uses: list[tuple[Any, dict[str, bool]]] = [(lambda i: True, {})]
+    uses: list[tuple[Callable[[int], bool], dict[str, bool]]] = [(lambda i: True, {})]
     if unevenly:  # flat buckets are to be started in one order on all ranks
         uses.append((lambda i: syncengine.rank() == i % 2, {"find_unused_parameters": True}))
         uses.append((lambda i: syncengine.rank() == 0, {"static_graph": True}))
@@ -139,7 +140,7 @@ def test_a_second_backward_through_outputs_that_are_not_found_is_an_error():
             with pytest.raises(InvalidUsage, match="has already synchronized"):
                 value.sum().backward()
         syncengine.barrier()
-    for checkpoints in range(2):  # of several forwards none has a second one
+    for checkpoints in range(2):  # nor does any of several forwards have a second backward
         model = syncengine.Parallel(hiding(checkpoints))
         kept = model(data()).value
         kept.sum().backward(retain_graph=True)
@@ -151,7 +152,7 @@ def test_a_second_backward_through_outputs_that_are_not_found_is_an_error():
         syncengine.barrier()
 
 
-def in_thread(call: Any) -> None:
+def in_thread(call: Callable[[], Any]) -> None:
     with ThreadPoolExecutor(1) as thread:
         thread.submit(call).result()
 

@@ -1,4 +1,4 @@
-"""Which backward synchronizes, and parameters that it does not reach: by its outputs, or by a static graph."""
+"""The backward that synchronizes, and parameters that it does not reach, known from its outputs or a static graph."""
 
 import dataclasses
 import re

@@ -145,7 +145,7 @@ def test_a_weight_on_one_rank_only_is_an_error_on_all(joined: bool):
 
 @run_on_ranks(world=3, gloo=True)
 def test_weights_where_a_tool_arms_the_reducer():
-    """Lightning's manual optimization in or after a forward; Accelerate's trigger_sync_in_backward, under no_sync."""
+    """Lightning's manual optimization in or after a forward; Accelerate's trigger after a forward under no_sync."""
     rank, weights = syncengine.rank(), [4.0, 1.0, 3.0]
     model = syncengine.Parallel(nn.Linear(24, 3))
 

@@ -23,7 +23,20 @@ from marks import mostly_nightly
 from models.workload import same_bits
 from pool import run_on_ranks
 from raising_model import Bad
-from random_layers import BATCH, BUFFERED, FIXED, OPTIMIZERS, ORDINARY, OUTPUTS, REENTRANT, SPECIAL, WIDTH, make_layer
+from random_layers import (
+    BATCH,
+    BUFFERED,
+    FIXED,
+    OPTIMIZERS,
+    ORDINARY,
+    OUTPUTS,
+    REENTRANT,
+    SPECIAL,
+    UNUSED,
+    WIDTH,
+    Branch,
+    make_layer,
+)
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -115,7 +128,7 @@ def draw(number: int, world: int = 2, fails: bool = True) -> Program:
 
     layers = dice.choices(list(ORDINARY), k=dice.randint(2, 5)) + [name for name in SPECIAL if chance(0.07)]
     dice.shuffle(layers)
-    finds, static = "branch" in layers or chance(0.3), chance(0.25)
+    finds, static = UNUSED in layers or chance(0.3), chance(0.25)
     layers = ["checkpoint" if name == "repeated" and not static else name for name in layers]
     finds = finds or "repeated" in layers
     if finds:  # of which DDP sees no parameters in a reentrant checkpoint
@@ -280,8 +293,8 @@ def run_step(model: nn.Module, program: Program, number: int, rank: int) -> list
     expected = Bad if place else Aborted  # the latter where another rank fails
 
     def choose(turn: int) -> None:
-        for layer in net.layers:  # a branch looks at it
-            layer.left = CHOICES[program.choice](turn, rank)
+        for branch in (layer for layer in net.layers if isinstance(layer, Branch)):
+            branch.left = CHOICES[program.choice](turn, rank)
 
     def loss_of(x: torch.Tensor, fails: str = "", calls: str = "") -> torch.Tensor:
         return OUTPUTS[program.output][1](call(model, calls, x, fails)).float().square().mean()
@@ -337,12 +350,12 @@ def train_layer(net: Net, place: int | None, trains: bool) -> None:
 
 
 def stamps(parameters: Iterable[nn.Parameter]) -> list[tuple[torch.Tensor | None, int]]:
-    """By which it is known later whether anything was added to a gradient, be it zero."""
+    """Stamps that tell later whether anything was added to a gradient, be it zero."""
     return [(p.grad, -1 if p.grad is None else p.grad._version) for p in parameters]
 
 
 def average(nets: list[nn.Module], stamps_before: list[list[tuple[torch.Tensor | None, int]]]) -> None:
-    """What ranks with these models would do: an average where any of them has brought a gradient (docs/numerics.md)."""
+    """Averages as ranks with these models would, where any of them has brought a gradient (docs/numerics.md)."""
     for *parameters, then in zip(*(net.parameters() for net in nets), zip(*stamps_before, strict=True), strict=True):
         if all(a is b and i == j for (a, i), (b, j) in zip(stamps(parameters), then, strict=True)):
             continue
@@ -413,7 +426,7 @@ def signed(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """The tensor with one kind of NaN: which one a sum has depends on its order, also for two summands."""
     if tensor is None or tensor.is_sparse or not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor
-    # If it is complex, its zeros are positive, too: torch multiplies them by a number with a zero.
+    # A complex tensor's zeros are positive, too: torch multiplies them by a number with a zero.
     return (tensor + 0 if tensor.is_complex() else tensor).masked_fill(tensor.isnan(), torch.nan)
 
 

@@ -122,10 +122,9 @@ def test_mixed_precision_under_autocast():
 
 @run_on_ranks()
 def test_other_dimensions():
-    module = nn.Sequential(nn.SyncBatchNorm(CHANNELS)).double()
     for shape in ((), (5,), (2, 3, 2)):
         x = batch(syncengine.rank(), 0, 4, *shape).requires_grad_()
-        model = syncengine.Parallel(module)  # anew, around a layer that the first one has made its own
+        model = syncengine.Parallel(nn.Sequential(nn.SyncBatchNorm(CHANNELS)).double())
         model(x).pow(3).sum().backward()
         whole = torch.cat([batch(r, 0, 4, *shape) for r in range(2)]).requires_grad_()
         nn.functional.batch_norm(whole, None, None, training=True).pow(3).sum().backward()
@@ -147,6 +146,17 @@ def test_statistics_that_a_program_switches_off_or_takes_away():
             layer.running_mean = layer.running_var = layer.num_batches_tracked = None
         expected = alone(torch.cat(parts))[4 * syncengine.rank() :][:4]
         torch.testing.assert_close(syncengine.Parallel(norm)(parts[syncengine.rank()]), expected)
+
+
+@run_on_ranks()
+def test_a_layer_follows_a_new_communicator():
+    module = nn.Sequential(nn.SyncBatchNorm(CHANNELS, momentum=1.0))
+    for step in range(2):
+        model = syncengine.Parallel(module)
+        model(torch.full((2, CHANNELS), float(syncengine.rank() + step))).sum().backward()
+        assert torch.equal(module[0].running_mean, torch.full((CHANNELS,), 0.5 + step))
+        syncengine.shutdown()
+        syncengine.init(timeout=60.0)
 
 
 def samples(rank: int, step: int) -> torch.Tensor:

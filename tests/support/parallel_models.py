@@ -105,6 +105,13 @@ class Branches(nn.Module):
         return (self.left if left else self.right)(self.stem(x))
 
 
+class AllBranches(Branches):
+    """Uses all, or all but one branch."""
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        return super().forward(x, True) + (super().forward(x, False) if both else 0) + self.never(x)
+
+
 class Opposite(nn.Module):
     """Gradients become ready in the opposite order on odd ranks."""
 
@@ -268,13 +275,6 @@ def outcome(call: Callable[[], Any]) -> tuple[str, str]:
         return "returned", str(call())
     except Exception as error:
         return type(error).__name__, str(error)
-
-
-class AllBranches(Branches):
-    """Uses all, or all but one branch."""
-
-    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
-        return super().forward(x, True) + (super().forward(x, False) if both else 0) + self.never(x)
 
 
 def trained(module: nn.Module, steps: int = 3, **options: Any) -> syncengine.Parallel:
