@@ -121,12 +121,15 @@ class CurrentPlan {
       before_frozen_ = std::move(plan_);
     }
     plan_ = std::move(plan);
-    used_ = false;
+    used_ = noticed_ = false;
     covers_.reset();
   }
   // Notes the end of a backward by this plan. `shows_order`: its gradients came in the order of later backwards, as
   // they do unless there are none, it observes a static graph, or its step was lost.
-  void use(bool shows_order) { used_ = shows_order; }
+  void use(bool shows_order) {
+    used_ = shows_order;
+    noticed_ = false;
+  }
 
   // Whether another plan must be installed before the next backward: the parameters are not those that this plan
   // covers, or the plan is provisional and the order in which gradients become ready is now known. `changed`: some
@@ -137,10 +140,13 @@ class CurrentPlan {
   }
   // Whether the plan is provisional, and the order in which gradients become ready is known. The same on all ranks.
   bool knows_order() const { return plan_ && plan_->provisional() && used_; }
+  // Whether the order is known, once for each time that it becomes known.
+  bool notices_order() { return knows_order() && !std::exchange(noticed_, true); }
 
  private:
   std::shared_ptr<const BucketPlan> plan_, before_frozen_;
   bool used_ = false;           // a backward has shown the order since it was installed
+  bool noticed_ = false;        // and notices_order() has said so
   std::optional<bool> covers_;  // the parameters as they are now; none: not known yet
 };
 

@@ -249,7 +249,7 @@ class SharedState:
 
     def load(self) -> None:
         """Cuts ``whole``, which the user has filled, into this rank's pieces, for ``give`` to move to common memory."""
-        self._problem = ""
+        self._problem, self.loaded = "", True  # until take(), so that a problem is told in each step
         self._shard.late -= {index for index, _ in self._entries}
         self._entries.clear()
         self._numbers.clear()

@@ -187,6 +187,21 @@ def test_what_is_frozen_for_one_forward_is_scaled_as_by_ddp_with_views():
     both(Mlp, step, gradient_as_bucket_view=True)
 
 
+@run_on_ranks(world=3, gloo=True, settings={"timeout": 60.0, "numerics": "ring"})
+def test_what_is_accumulated_anew_is_scaled_as_by_ddp_with_views():
+    """DDP makes its new buckets in the first forward behind the first step, before that has brought gradients."""
+
+    def step(model: nn.Module) -> list[torch.Tensor | None]:
+        backwards(model, 1)
+        model.zero_grad()
+        with model.no_sync():
+            model(data(1)).square().mean().backward()
+        model(data(2)).square().mean().backward()
+        return gradients(model)
+
+    both(Mlp, step, gradient_as_bucket_view=True)
+
+
 def test_buckets_come_in_the_order_in_which_they_fill():
     """Those too that no cap has closed: torch's order of these depends on the device, and so on the rank."""
     dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float32, torch.bfloat16]

@@ -73,9 +73,11 @@ struct Model {
   }
 
   // Whether another plan must be installed. `changed`: parameters have changed since the last call. See CurrentPlan.
-  bool wants_plan(bool changed) { return plan.is_outdated(changed, parameters); }
+  bool wants_plan(bool changed) {
+    if (plan.notices_order()) keep_gradients();
+    return plan.is_outdated(changed, parameters);
+  }
   void install(std::shared_ptr<const BucketPlan> another) {
-    if (plan.knows_order()) keep_gradients();
     plan.install(std::move(another));
     pooled.install(*plan);
     route->install(*plan);
@@ -109,7 +111,8 @@ struct Model {
   RouteParts for_route() { return {averaging, parameters.gradients(), life, record, pooled, flat.get()}; }
 
  private:
-  // Notes gradients that DDP would have in buckets now: it moves them there at wrapping, and for new buckets, once.
+  // Notes gradients that DDP would have in buckets now: it moves them there at wrapping, and for its new buckets, which
+  // it makes in the first forward behind the backward that has shown the order.
   void keep_gradients() {
     if (averaging.scaling != Scaling::DivideViewed) return;
     for (Gradient& gradient : parameters.gradients()) gradient.keep();
