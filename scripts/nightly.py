@@ -47,13 +47,13 @@ class Part(NamedTuple):
 
 PARTS = {
     "lint": Part(1, "make lint"),
-    "build": Part(5, "make build-for-tests .venv-openmpi/ready .venv-mpich/ready"),
+    "build": Part(3, "make build-for-tests .venv-openmpi/ready .venv-mpich/ready"),
     "docs": Part(1, "make docs"),
-    "core": Part(15, "make core-test sanitize pages"),
-    "tests": Part(22, f"{IN_FOUR} {IN_OTHER_PARTS} -m 'not alone'"),
-    "alone": Part(1, f"{PYTEST} -m 'alone and not gpu'"),
-    "programs": Part(12, f"{IN_FOUR} {' '.join(PROGRAMS)}", {"SYNCENGINE_TEST_PROGRAMS": "30"}),
-    "kills": Part(7, f"{IN_FOUR} -k random tests/sharded/test_sharded_kills.py tests/faults/test_elastic.py",
+    "core": Part(14, "make core-test sanitize pages"),
+    "tests": Part(35, f"{IN_FOUR} {IN_OTHER_PARTS} -m 'not alone'"),
+    "alone": Part(2, f"{PYTEST} -m 'alone and not gpu'"),
+    "programs": Part(8, f"{IN_FOUR} {' '.join(PROGRAMS)}", {"SYNCENGINE_TEST_PROGRAMS": "30"}),
+    "kills": Part(6, f"{IN_FOUR} -k random tests/sharded/test_sharded_kills.py tests/faults/test_elastic.py",
                   {"SYNCENGINE_TEST_KILLS": "200"}),
     "ends": Part(4, f"{IN_FOUR} tests/faults/test_ends.py -k 'exit-raises or launchers and raises or spawn_shows'",
                  {"SYNCENGINE_TEST_TRIES": "8"}),
@@ -62,10 +62,10 @@ PARTS = {
                     "printf '%s\\n' fuzz_messages_to_the_first fuzz_messages_to_the_last scribbles | "
                     "xargs -P 2 -n 1 build/core-asan/core_tests",
                     {"SYNCENGINE_TEST_MESSAGES": "4000000", "SYNCENGINE_TEST_SCRIBBLES": "20000"}),
-    "frameworks": Part(12, "make test-integrations"),
-    "cuda": Part(14, "make cuda-check cuda-torch-check"),
-    "arm": Part(14, "make arm"),
-    "loaded": Part(15, "trap 'kill $(jobs -p)' EXIT; for _ in 1 2 3 4; do (while :; do :; done) & done; make test"),
+    "frameworks": Part(13, "make test-integrations"),
+    "cuda": Part(8, "make cuda-check cuda-torch-check"),
+    "arm": Part(13, "make arm"),
+    "loaded": Part(14, "trap 'kill $(jobs -p)' EXIT; for _ in 1 2 3 4; do (while :; do :; done) & done; make test"),
 }  # fmt: skip
 
 
