@@ -315,7 +315,7 @@ void Reducer::lose(const std::string& text, bool keeps) {
     model_->backward->drop();
   }
   model_->let_go_of_gradients(keeps);
-  model_->plan.use(/*shows_order=*/false);  // here or elsewhere gradients may be missing
+  model_->plan.use(/*shows_order=*/false);  // gradients may be missing, here or on other ranks
   model_->outcome.lose(text);
   model_->record.interrupt();
   drop_backward();

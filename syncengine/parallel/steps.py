@@ -122,7 +122,7 @@ class Steps:
         if not synchronize and not sync_buffers_after:
             return
         if synchronize:
-            if self.model.device.type == "cuda" and not sync_buffers_after:  # the others average weights with it
+            if self.model.device.type == "cuda" and not sync_buffers_after:  # as the others do
                 with contextlib.suppress(SyncError):
                     self.uneven.average_with_weights()
             self.uneven.weight = None  # it was for this forward

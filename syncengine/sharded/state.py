@@ -250,7 +250,7 @@ class SharedState:
     def load(self) -> None:
         """Cuts ``whole``, which the user has filled, into this rank's pieces, for ``give`` to move to common memory."""
         self._problem, self.loaded = "", True  # until take(), so that a problem is told in each step
-        self._shard.late -= {index for index, _ in self._entries}
+        self._shard.added_later -= {index for index, _ in self._entries}
         self._entries.clear()
         self._numbers.clear()
         self._note_whole()  # so nothing of the former entries stays alive
@@ -261,8 +261,8 @@ class SharedState:
         self._installed = [{} for _ in self._shard.pieces]
         for piece in self._shard.pieces:
             state, here = {}, self.whole.get(piece.parameter, {})
-            if not here and piece.index in self._shard.late:
-                continue  # the shard's class has made it, or makes it when it first needs it
+            if not here and piece.index in self._shard.added_later:
+                continue  # the class has made this state, or makes it when needed
             if self._is_made_once and not here:
                 self._problem = (
                     f"the state of parameter {self._names[piece.index]} was removed, which this optimizer makes but "

@@ -48,7 +48,7 @@ class FlatBuckets {
   // Whether operations that are queued now are captured into a CUDA graph.
   bool is_captured() const { return lane_->is_captured(); }
 
-  // Called when a backward begins, behind what one that was dropped has queued. Forgets the streams of its gradients.
+  // Called when a backward begins: comes behind all that a dropped one has queued, and forgets the last one's streams.
   void begin() {
     if (dropped_) lane_->finish();
     for (Flat& flat : flats_) flat.streams.clear();
