@@ -259,7 +259,8 @@ class Communicator:
     def close_devices(self) -> None:
         """Closes a failed communicator's queues on CUDA devices, which would keep the communicator alive.
 
-        Frees their memory: waits for the devices, and a moment for peers that still use it. Not collective.
+        Waits for the devices. Memory that a peer may still have mapped stays allocated until the process ends. Not
+        collective.
         """
 
     def exception(self) -> BaseException | None:
@@ -598,7 +599,7 @@ class Reducer:
     def refuse_forward(self, text: str, voted: bool = False) -> None:
         """Refuses the forward: it raised, as `text` says ("raised in forward: ..."), or a parameter was replaced.
 
-        `voted`: the other ranks call `vote_on_forward` behind theirs.
+        `voted`: the other ranks call `vote_on_forward` behind this forward.
         The other ranks lose this step of the model, too: they raise `Aborted` with `text` where they wait for it.
         """
 

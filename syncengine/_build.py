@@ -5,7 +5,7 @@ of csrc/ that include no header of torch or Python are compiled once, as the arc
 extension. So a wheel has a file for each minor release, `syncengine/_ext/torch213/_C.*.so` for 2.13. The folder
 `_ext/source` of a wheel has the archive, and the sources that an extension for another release is compiled from.
 
-All files of a folder are compiled as one, because most of a compiler's time goes into headers that the files share,
+The files of a folder are compiled as one unit, because most of a compiler's time goes into headers that they share,
 torch's above all. Therefore two files of one unit can't use one name of internal linkage for different things.
 """
 

@@ -277,8 +277,9 @@ void bind_communicator(py::module_& module) {
       .def(
           "close_devices", [](const Communicator& self) { close_devices(&self); },
           py::call_guard<py::gil_scoped_release>(),
-          "Closes a failed communicator's queues on CUDA devices, which would keep the communicator alive, and frees "
-          "their memory. Waits for the devices, and a moment for peers that still use that memory. Not collective.")
+          "Closes a failed communicator's queues on CUDA devices, which would keep the communicator alive. Waits for "
+          "the devices. Memory that a peer may still have mapped stays allocated until the process ends. Not "
+          "collective.")
       .def(
           "exception", [](const Communicator& self) { return exception_of([&] { self.throw_if_failed(); }); },
           "The error with which the communicator has failed, and which each later call raises, or None.")

@@ -158,6 +158,7 @@ void Reducer::vote_on_forward() {
     model_->averaging.communicator->wait(vote, raise_pending_signal);
   } catch (const StepRefused& error) {
     std::lock_guard lock(mutex_);
+    ++model_->record.statistics.backwards;  // as on the rank that has refused it
     model_->outcome.end();
     lose(error.what(), /*keeps=*/false);
     throw;

@@ -55,7 +55,7 @@ class Reducer final : public AutogradListener, public std::enable_shared_from_th
   void prepare_for_local_backward(const std::vector<at::Tensor>& outputs, const NodeNumber& began) {
     for (const auto& output : outputs) hook_output(weak_from_this(), output, nullptr, began);
   }
-  // Called when a forward that was to average has raised, or must not. The peers get `text`; `voted`: see give_up().
+  // Called when a forward that was to average has raised, or may not. The peers get `text`; `voted`: see give_up().
   void refuse_forward(const std::string& text, bool voted);
   // Called between a forward and a collective of all ranks, such as that of buffers. Makes a step that is only a vote:
   // throws StepRefused if the forward has raised on some rank. Blocks.

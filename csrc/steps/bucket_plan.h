@@ -124,8 +124,7 @@ class CurrentPlan {
     used_ = noticed_ = false;
     covers_.reset();
   }
-  // Notes the end of a backward by this plan. `shows_order`: its gradients came in the order of later backwards, as
-  // they do unless there are none, it observes a static graph, or its step was lost.
+  // Notes the end of a step by this plan. `shows_order`: whether its gradients came in the order of later steps.
   void use(bool shows_order) {
     used_ = shows_order;
     noticed_ = false;

@@ -7,8 +7,8 @@
 
 namespace syncengine {
 
-// A function that waits for another thread begins with this scope: that thread may drop a tensor, for which torch may
-// wait for the GIL.
+// A function that waits for another thread begins with this scope: that thread may drop a tensor, and torch may wait
+// for the GIL there.
 struct WithoutGil {
   WithoutGil() {
     if (Py_IsInitialized() && PyGILState_Check()) released.emplace();

@@ -148,10 +148,10 @@ def _memory(everyone: Sequence[Facts]) -> Iterator[Finding]:
 
 
 def needed_descriptors(facts: Facts, everyone: Sequence[Facts]) -> int:
-    """The number of descriptors that this rank opens to connect with the others, as csrc/ counts them.
+    """The number of descriptors that this rank needs to connect with the others, as csrc/ counts them.
 
     Each other rank of its host takes 3. Over TCP each rank of another host takes `sockets` + 1, the endpoint 3, and
-    `init` wants 16 to spare. Missing ranks count as ranks of other hosts: too few may be why they did not come.
+    `init` wants 16 to be free. Missing ranks count as ranks of other hosts: they may lack descriptors to come.
     """
     here = sum(host_of(other) == host_of(facts) for other in everyone) - 1
     there: int = facts["world_size"] - 1 - here

@@ -230,8 +230,8 @@ class _Labelling(threading.Thread):
     def finish(self, waits_for_reader: bool, came: Sequence[int]) -> None:
         """Waits until all lines of a rank that has ended are copied, but not for lines of the rank's child processes.
 
-        Waits a second for a reader that has stopped reading, or with `waits_for_reader` until it goes on or a signal
-        `came`; a second one ends all waiting.
+        Waits a second for a reader that has stopped reading, or with `waits_for_reader` until that reader goes on or
+        `came` has a signal; two signals end all waiting.
         """
         with contextlib.suppress(OSError, ValueError):  # closed already
             os.set_blocking(self._lines.fileno(), False)  # the thread ends once the pipe is empty

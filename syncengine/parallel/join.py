@@ -78,5 +78,6 @@ class JoinContext:
             if self._config.throw_on_early_termination:
                 raise InvalidUsage(f"Rank {communicator.global_ranks[communicator.rank]} exhausted all inputs.")
             self._steps.shadow(current)
+            self._steps.uneven.all_raise = True
             is_last = False
         self._steps.uneven.sync_final_model(is_last)

@@ -143,7 +143,7 @@ def fail_all(communicator: Communicator, error: SyncError, text: str | None = No
     try:
         raise error
     finally:
-        del error  # else a cycle with this frame keeps what the others hold, shared memory say, until a collection
+        del error  # otherwise error, traceback and frames are a cycle, which keeps what they hold (shared memory, say)
 
 
 def gather_bytes(communicator: Communicator, data: bytes, size: int) -> list[bytes]:

@@ -77,7 +77,9 @@ class Steps:
             raise
         if sync_buffers is POST_FORWARD:
             if synchronize:
+                weight, uneven.weight = uneven.weight, None  # dropped with this forward, if a rank refuses it
                 reducer.vote_on_forward()
+                uneven.weight = weight
             self.buffers.synchronize()
         if synchronize and not switches.require_backward_grad_sync:
             # The module has switched synchronization off, as Lightning's manual optimization does.
@@ -122,7 +124,7 @@ class Steps:
         if not synchronize and not sync_buffers_after:
             return
         if synchronize:
-            if self.model.device.type == "cuda" and not sync_buffers_after:  # as the others do
+            if self.model.device.type == "cuda" and not sync_buffers_after:  # buckets that stand in have this divisor
                 with contextlib.suppress(SyncError):
                     self.uneven.average_with_weights()
             self.uneven.weight = None  # it was for this forward
@@ -153,6 +155,7 @@ class Steps:
     def shadow(self, current: Round) -> None:
         """Takes part, on a rank that has no batch any more, in the collectives of the others' forward and backward."""
         current.check()
+        self.uneven.begin_step(current.synchronizes)
         if current.steps:
             follow_step(self.model, current)
             return
@@ -163,9 +166,7 @@ class Steps:
         self.switches.require_forward_param_sync = current.synchronizes
         if current.synchronizes:
             self.uneven.set_average(current)
-            self.uneven.begin_step(synchronizes=True)
             self.reducer.shadow_backward()
-            self.uneven.all_raise = True
 
 
 class _Undecided:

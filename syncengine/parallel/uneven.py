@@ -43,7 +43,7 @@ class UnevenInputs:
     divide_by_initial_world_size: bool = True
     all_raise: bool = False  # in a join context: whether all ranks raise what one raises now
     weight: float | _Weights | None = None  # the weight given last, until a forward synchronizes
-    _backwards_before: int | None = None  # the last step that all know of, if it synchronizes
+    _backwards_before: int | None = None  # the last step that all know of; None unless it synchronizes
 
     def count(self, weight: float, in_join: bool) -> None:
         """Gives this rank's gradients a weight in the next synchronized backward."""

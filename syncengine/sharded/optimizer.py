@@ -196,11 +196,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
 
     def _bind_all(self, in_step: bool = False) -> None:
         self._sharing.is_over(raises=SyncError)
-        any_new = False
-        for model in list(watchers.models.values()):
-            any_new = any_new or model not in self._sharing.known
-            del model
-        if any_new:
+        if any(model not in self._sharing.known for model in list(watchers.models.values())):
             gc.collect()  # a model may be gone but for a cycle, on this rank alone: nothing here holds one by now
         for model in list(watchers.models.values()):
             if model not in self._sharing.known:

@@ -10,6 +10,7 @@ from marks import mostly_nightly
 from parallel_models import Mlp, averages, data, different_bits, gradients
 from pool import RankPool, run_on_ranks
 from torch import nn
+from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 import syncengine
 from syncengine.errors import Aborted, InvalidUsage, Mismatch
@@ -114,6 +115,27 @@ def test_weights_in_a_join_context():
                 model.weight(rank + 1)
             model(torch.full((1, 1), 6.0 * rank)).backward()
             assert model.module.weight.grad.item() == pytest.approx(expected[step])
+
+
+@run_on_ranks(world=3)
+def test_a_weight_is_dropped_with_a_forward_that_ranks_vote_down():
+    rank = syncengine.rank()
+    module = nn.Linear(1, 1, bias=False)
+    module.register_buffer("seen", torch.zeros(1))
+    model = syncengine.Parallel(module)
+    model._register_buffer_comm_hook(
+        None, lambda _, buffers: syncengine.all_reduce(buffers["seen"]), _BufferCommHookLocation.POST_FORWARD
+    )
+    backwards = []
+    for width in (1, 2 if rank == 1 else 1, 1):
+        model.zero_grad()
+        if len(backwards) < 2:
+            model.weight(rank + 1)
+        with contextlib.suppress(RuntimeError):  # of torch, for a batch that is too wide, and Aborted
+            model(torch.full((1, width), 6.0 * rank)).backward()
+        backwards.append(model.sync_stats()["backwards"])
+    assert module.weight.grad.item() == (0 + 6 + 12) / 3
+    assert backwards == [1, 2, 3]
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -8,6 +8,7 @@ from sharded_training import different_weights, error_of, make, not_divided, pla
 from torch.distributed.algorithms.join import Join
 
 import syncengine
+from syncengine.errors import Aborted, Mismatch
 
 
 @run_on_ranks()
@@ -28,6 +29,30 @@ def test_torchs_join_needs_the_optimizer_too():
     text = error_of(lambda: train(model, optimizer, 1))
     del join
     assert "Join([model, optimizer])" in text
+
+
+@pytest.mark.parametrize("caught", [False, True])
+@run_on_ranks(world=3, settings={"timeout": 20.0})
+def test_a_step_that_all_ranks_refuse_ends_the_context_on_all(caught: bool):
+    """Rank 0 has no batch left, and follows. The others go on, or leave the context by the error."""
+    rank = syncengine.rank()
+    model, optimizer = sharded(make())
+    text = ""
+    with pytest.raises(Aborted if caught and rank > 0 else Mismatch, match="lr"), model.join():
+        if rank > 0:
+            train(model, optimizer, 1)
+            optimizer.param_groups[0]["lr"] /= rank
+            try:
+                train(model, optimizer, 1)
+            except Mismatch as error:
+                text = str(error)
+                if not caught:
+                    raise
+            optimizer.param_groups[0]["lr"] *= rank
+            train(model, optimizer, 1)
+    assert ("lr" in text) == (rank > 0)
+    optimizer.param_groups[0]["lr"] = 0.1
+    train(model, optimizer, 1)
 
 
 @pytest.mark.thorough

@@ -64,7 +64,7 @@ class Backward {
   // Puts the averages into .grad. If any parameter has user hooks, appends to `written` those whose .grad was written.
   void deliver(std::vector<size_t>& written);
 
-  // Called when this rank has refused the step. Takes part in the operations for which the peers still wait.
+  // Called when this rank has refused a step whose buckets the peers queue. Takes part in these operations.
   void stand_in() {
     if (begun_) model_.route->stand_in(*begun_);
   }

@@ -72,7 +72,7 @@ struct Model {
     return completed;
   }
 
-  // Whether another plan must be installed. `changed`: parameters have changed since the last call. See CurrentPlan.
+  // Whether another plan must be installed, asked in a forward, which keeps gradients as DDP's does. See CurrentPlan.
   bool wants_plan(bool changed) {
     if (plan.notices_order()) keep_gradients();
     return plan.is_outdated(changed, parameters);
@@ -111,8 +111,8 @@ struct Model {
   RouteParts for_route() { return {averaging, parameters.gradients(), life, record, pooled, flat.get()}; }
 
  private:
-  // Notes gradients that DDP would have in buckets now: it moves them there at wrapping, and for its new buckets, which
-  // it makes in the first forward behind the backward that has shown the order.
+  // Notes gradients that DDP would have in buckets now. DDP moves them there at wrapping, and again when it makes new
+  // buckets: in the first forward behind the backward that has shown the order.
   void keep_gradients() {
     if (averaging.scaling != Scaling::DivideViewed) return;
     for (Gradient& gradient : parameters.gradients()) gradient.keep();

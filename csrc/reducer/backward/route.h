@@ -95,7 +95,7 @@ class Route {
   virtual bool takes_sparse() const { return false; }
   // Whether a rank can refuse a step, and the peers go on.
   virtual bool can_be_refused() const { return false; }
-  // Called when this rank has refused the step. Takes part in the operations for which the peers still wait.
+  // Called when this rank has refused a step whose buckets the peers queue. Takes part in these operations.
   virtual void stand_in(BackwardBuckets& /*backward*/) {}
   // Called when a backward is given up, while its gradients exist. Keeps memory that is in use from being reused.
   virtual void drop(BackwardBuckets& /*backward*/) {}

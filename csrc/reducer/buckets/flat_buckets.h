@@ -48,7 +48,7 @@ class FlatBuckets {
   // Whether operations that are queued now are captured into a CUDA graph.
   bool is_captured() const { return lane_->is_captured(); }
 
-  // Called when a backward begins: comes behind all that a dropped one has queued, and forgets the last one's streams.
+  // Called when a backward begins. Waits for what a dropped one has queued, which on devices the stream does itself.
   void begin() {
     if (dropped_) lane_->finish();
     for (Flat& flat : flats_) flat.streams.clear();
@@ -97,7 +97,7 @@ class FlatBuckets {
   std::unique_ptr<BucketLane> lane_;
   at::Tensor memory_;  // of all buckets
   Nonfinite words_;
-  bool dropped_ = false;  // what the last backward has queued may be under way
+  bool dropped_ = false;  // a backward was, since words_for_nonfinite() was called last
   std::vector<Flat> flats_;
   std::optional<c10::Stream> written_on_;  // see join()
   std::optional<c10::Stream> seen_;        // see current_changed()
