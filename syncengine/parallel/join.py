@@ -41,7 +41,7 @@ class JoinContext:
             for watcher in forward_watchers:  # as the first forward does, to share weights: a rank may have none
                 watcher(self._joinable)
         self._joinable._join_config = self._config
-        self._steps.uneven.begin_step(synchronizes=False)
+        self._steps.uneven.begin_step()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -154,8 +154,7 @@ class Steps:
 
     def shadow(self, current: Round) -> None:
         """Takes part, on a rank that has no batch any more, in the collectives of the others' forward and backward."""
-        current.check()
-        self.uneven.begin_step(current.synchronizes)
+        self.uneven.begin_step(current)
         if current.steps:
             follow_step(self.model, current)
             return

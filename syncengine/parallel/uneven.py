@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch.distributed.algorithms.join import Joinable
+from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from syncengine._C import Communicator
 from syncengine.errors import InvalidUsage
@@ -69,20 +70,23 @@ class UnevenInputs:
         current = tell(communicator, intent)
         if joinable._join_config.throw_on_early_termination and len(current.training) < communicator.size:
             raise InvalidUsage("Detected at least one rank that exhausted inputs. Throwing across all ranks.")
-        current.check()
+        self.begin_step(current)
         if joined := {rank for i, rank in enumerate(communicator.global_ranks) if i not in current.training}:
             try:
                 check_all_have_batches(self.model.module, joined)
+                if self.buffers.due() is _BufferCommHookLocation.POST_FORWARD:
+                    raise InvalidUsage(f"{self.model}: in join() a rank without batches runs no POST_FORWARD hook")
             except InvalidUsage as error:  # ranks that have joined can't know the layers of a forward
                 communicator.abort(f"{own_name(communicator)}: {error}")
                 raise
-        self.begin_step(synchronize)
         return current
 
-    def begin_step(self, synchronizes: bool) -> None:
-        """Notes that the other ranks may wait for this rank's gradients, if the step ``synchronizes``."""
-        self.all_raise = False
-        self._backwards_before = self.reducer.statistics()["backwards"] if synchronizes else None
+    def begin_step(self, current: Round | None = None) -> None:
+        """Notes that the others wait for this rank's part, and perhaps gradients. Checks ``current`` on all ranks."""
+        self.all_raise, self._backwards_before = False, None
+        if current is not None:
+            current.check()
+            self._backwards_before = self.reducer.statistics()["backwards"] if current.synchronizes else None
 
     def is_inside_step(self) -> bool:
         """Whether the other ranks wait, or will wait, for this rank's gradients."""

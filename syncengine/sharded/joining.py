@@ -28,8 +28,7 @@ def announce_step(sharing: Sharing, number: Callable[[Parallel], int], in_torch_
         uneven = model._steps.uneven
         uneven.all_raise = True
         current = tell(sharing.host.communicator, Intent(1.0, steps=float(number(model))))
-        current.check()
-        uneven.all_raise = False
+        uneven.begin_step(current)
         return current
     return None
 

@@ -110,8 +110,7 @@ class Shard:
     ) -> None:
         self.kind = optimizer_class.__name__
         self.members = list(members)
-        # Members of groups that were added after the constructor, until they have state.
-        self.added_later = {i for i, one in enumerate(members) if one.group >= len(given)}
+        self.added_later = {i for i, one in enumerate(members) if one.group >= len(given)}  # until they have state
         self.pieces = [Piece(s.parameter, members[s.parameter].parameter, s, is_common) for s in slices]
         self._tensors = [piece.tensor for piece in self.pieces]
         self._slices = WeightSlices([(p.parameter, p.tensor, p.begin) for p in self.pieces] if is_common else [])

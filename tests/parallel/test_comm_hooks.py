@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import re
 import signal
 import threading
 import time
@@ -400,6 +401,16 @@ def test_buffer_hooks_under_no_sync():
         ours, theirs = of_both(partial(step, location=location), counting)
         assert ours == theirs
         assert 1 < len(ours) < 8
+
+
+@run_on_ranks(settings={"timeout": 20.0})
+def test_join_refuses_a_hook_that_would_wait_for_a_rank_without_a_batch():
+    model = syncengine.Parallel(counting())
+    model._register_buffer_comm_hook(None, lambda _, buffers: None, Location.POST_FORWARD)
+    text = "in join() a rank without batches runs no POST_FORWARD hook"
+    with pytest.raises(InvalidUsage if syncengine.rank() == 1 else Aborted, match=re.escape(text)), model.join():
+        for i in range(1 + syncengine.rank()):
+            model(data(i)).sum().backward()
 
 
 @pytest.mark.parametrize("location", Location, ids=str)

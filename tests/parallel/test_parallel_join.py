@@ -179,16 +179,21 @@ def test_throw_on_early_termination(torchs: bool):
     model(data(0)).sum().backward()  # nothing is broken
 
 
+@pytest.mark.parametrize("caught", [False, True])
 @pytest.mark.parametrize("what", ["gradients", "buffers"])
-@run_on_ranks(world=3)
-def test_ranks_that_disagree_are_told_so(what: str):
+@run_on_ranks(world=3, settings={"timeout": 20.0})
+def test_ranks_that_disagree_are_told_so(what: str, caught: bool):
+    """Rank 2 has no batch. If the others catch the error, their next forward says that rank 2 has left."""
     model = syncengine.Parallel(Conv())
-    text = f"rank 0 synchronizes its {what}, but rank 1 does not"
-    with pytest.raises(Mismatch, match=text), model.join():
-        if syncengine.rank() < 2:
-            model.require_backward_grad_sync = what != "gradients" or syncengine.rank() == 0
-            model.forward_sync_buffers = what != "buffers" or syncengine.rank() == 0
+    rank, text = syncengine.rank(), f"rank 0 synchronizes its {what}, but rank 1 does not"
+    with pytest.raises(Aborted if caught and rank < 2 else Mismatch, match=text), model.join():
+        if rank < 2:
+            model.require_backward_grad_sync = what != "gradients" or rank == 0
+            model.forward_sync_buffers = what != "buffers" or rank == 0
+            with contextlib.suppress(*[Mismatch] if caught else []):
+                model(data(0)).sum().backward()
             model(data(0)).sum().backward()
+    assert syncengine.default_communicator().exception() is None
 
 
 @run_on_ranks(world=3)
