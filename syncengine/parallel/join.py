@@ -20,7 +20,7 @@ class ParallelJoinHook(JoinHook):
 
     def main_hook(self) -> None:
         """Takes part in the next forward and backward of the ranks that still have batches."""
-        self._steps.shadow(tell(self._steps.model.communicator, Intent(trains=0.0)))
+        self._steps.shadow(self._steps.uneven.tell(Intent(trains=0.0)))
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Gives all ranks the model of the last rank to join."""
@@ -41,7 +41,7 @@ class JoinContext:
             for watcher in forward_watchers:  # as the first forward does, to share weights: a rank may have none
                 watcher(self._joinable)
         self._joinable._join_config = self._config
-        self._steps.uneven.begin_step()
+        self._steps.uneven.begin_step(synchronizes=False)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -73,11 +73,10 @@ class JoinContext:
         """Takes part in the other ranks' steps until they have run out of batches, too."""
         communicator = self._steps.model.communicator
         is_last = True
-        self._steps.uneven.all_raise = True  # but an error that is no SyncError is this rank's own
-        while (current := tell(communicator, Intent(trains=0.0))).training:
+        while (current := self._steps.uneven.tell(Intent(trains=0.0))).training:
             if self._config.throw_on_early_termination:
                 raise InvalidUsage(f"Rank {communicator.global_ranks[communicator.rank]} exhausted all inputs.")
             self._steps.shadow(current)
-            self._steps.uneven.all_raise = True
             is_last = False
+        self._steps.uneven.all_raise = True  # but an error that is no SyncError is this rank's own
         self._steps.uneven.sync_final_model(is_last)

@@ -67,15 +67,15 @@ class Round(NamedTuple):
     def check(self) -> None:
         """Raises ``Mismatch`` unless all ranks with a batch ask the same of this round.
 
-        Compares whether they synchronize gradients and buffers, and have a weight; and which optimizer they step.
+        Compares which optimizer they step; or whether they synchronize gradients and buffers, and have a weight.
         """
-        first, *others = self.training
+        first, *others = self.training or [0]
         for rank in others:
             for field, does, does_not in (
+                ("steps", "steps a ShardedOptimizer", "does not, or another one"),
                 ("synchronizes", "synchronizes its gradients", "does not (no_sync?)"),
                 ("sends_buffers", "synchronizes its buffers", "does not (forward_sync_buffers?)"),
                 ("weight", "called weight()", "did not"),
-                ("steps", "steps a ShardedOptimizer", "does not, or another one"),
             ):
                 here, there = (float(getattr(self.intents[r], field)) for r in (rank, first))
                 if field == "weight":

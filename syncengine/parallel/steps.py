@@ -113,8 +113,7 @@ class Steps:
         elif synchronize and isinstance(self.uneven.weight, float):
             self.uneven.weight = None  # given for a forward in a join context that is over: no rank was told of it
         if sends_buffers:  # first, as another rank may have sent them in a forward before, without a plan (no_sync)
-            root = None if current is None else current.buffers_from
-            self.buffers.synchronize(root or 0)
+            self.buffers.synchronize((current.buffers_from if current else None) or 0)
         if plans:
             self.planning.renew(current)
         if current is not None and synchronize:
@@ -154,7 +153,7 @@ class Steps:
 
     def shadow(self, current: Round) -> None:
         """Takes part, on a rank that has no batch any more, in the collectives of the others' forward and backward."""
-        self.uneven.begin_step(current)
+        self.uneven.begin_step(current.synchronizes)
         if current.steps:
             follow_step(self.model, current)
             return

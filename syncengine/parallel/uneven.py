@@ -66,27 +66,32 @@ class UnevenInputs:
             given, self.weight = self.weight, None  # exchanged where weight() came before the join context
             weight = given if isinstance(given, float) else given.wait()[communicator.rank]
         intent = Intent(1.0, float(synchronize), float(plans), float(sends_buffers), weight)
-        self.all_raise = True
-        current = tell(communicator, intent)
+        current = self.tell(intent)
         if joinable._join_config.throw_on_early_termination and len(current.training) < communicator.size:
             raise InvalidUsage("Detected at least one rank that exhausted inputs. Throwing across all ranks.")
-        self.begin_step(current)
         if joined := {rank for i, rank in enumerate(communicator.global_ranks) if i not in current.training}:
             try:
                 check_all_have_batches(self.model.module, joined)
                 if self.buffers.due() is _BufferCommHookLocation.POST_FORWARD:
-                    raise InvalidUsage(f"{self.model}: in join() a rank without batches runs no POST_FORWARD hook")
+                    raise InvalidUsage(f"{self.model}: POST_FORWARD hooks need join(throw_on_early_termination=True)")
             except InvalidUsage as error:  # ranks that have joined can't know the layers of a forward
                 communicator.abort(f"{own_name(communicator)}: {error}")
                 raise
+        self.begin_step(synchronize)
         return current
 
-    def begin_step(self, current: Round | None = None) -> None:
-        """Notes that the others wait for this rank's part, and perhaps gradients. Checks ``current`` on all ranks."""
-        self.all_raise, self._backwards_before = False, None
-        if current is not None:
-            current.check()
-            self._backwards_before = self.reducer.statistics()["backwards"] if current.synchronizes else None
+    def tell(self, intent: Intent) -> Round:
+        """Exchanges all ranks' intents. What is wrong with the round is raised on all, but some may catch that."""
+        self.all_raise = True
+        current = tell(self.model.communicator, intent)
+        self.all_raise = False
+        current.check()
+        return current
+
+    def begin_step(self, synchronizes: bool) -> None:
+        """Notes that the other ranks may wait for this rank's gradients, if the step ``synchronizes``."""
+        self.all_raise = False
+        self._backwards_before = self.reducer.statistics()["backwards"] if synchronizes else None
 
     def is_inside_step(self) -> bool:
         """Whether the other ranks wait, or will wait, for this rank's gradients."""

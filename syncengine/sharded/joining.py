@@ -25,11 +25,7 @@ def announce_step(sharing: Sharing, number: Callable[[Parallel], int], in_torch_
             continue
         if model._join_config.is_first_joinable and not in_torch_join:
             raise InvalidUsage("torch's Join needs the ShardedOptimizer as well: Join([model, optimizer])")
-        uneven = model._steps.uneven
-        uneven.all_raise = True
-        current = tell(sharing.host.communicator, Intent(1.0, steps=float(number(model))))
-        uneven.begin_step(current)
-        return current
+        return model._steps.uneven.tell(Intent(1.0, steps=float(number(model))))
     return None
 
 
@@ -85,5 +81,6 @@ class StepHook(JoinHook):
         if self._sharing.host is None:
             return
         current = tell(self._sharing.host.communicator, Intent(trains=0.0))
+        current.check()
         if current.steps:
             self._follow(current)

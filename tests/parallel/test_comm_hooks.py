@@ -407,7 +407,7 @@ def test_buffer_hooks_under_no_sync():
 def test_join_refuses_a_hook_that_would_wait_for_a_rank_without_a_batch():
     model = syncengine.Parallel(counting())
     model._register_buffer_comm_hook(None, lambda _, buffers: None, Location.POST_FORWARD)
-    text = "in join() a rank without batches runs no POST_FORWARD hook"
+    text = "POST_FORWARD hooks need join(throw_on_early_termination=True)"
     with pytest.raises(InvalidUsage if syncengine.rank() == 1 else Aborted, match=re.escape(text)), model.join():
         for i in range(1 + syncengine.rank()):
             model(data(i)).sum().backward()

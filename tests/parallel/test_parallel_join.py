@@ -179,6 +179,16 @@ def test_throw_on_early_termination(torchs: bool):
     model(data(0)).sum().backward()  # nothing is broken
 
 
+@run_on_ranks(settings={"timeout": 20.0})
+def test_early_termination_ends_the_context_of_a_rank_that_catches_its_error():
+    model, rank = syncengine.Parallel(nn.Linear(24, 2)), syncengine.rank()
+    error = pytest.raises(Aborted if rank == 1 else InvalidUsage, match="Rank 0 exhausted all inputs.")
+    with error, model.join(throw_on_early_termination=True):
+        for step in range(1 + 3 * rank):
+            with contextlib.suppress(InvalidUsage):
+                model(data(step)).sum().backward()
+
+
 @pytest.mark.parametrize("caught", [False, True])
 @pytest.mark.parametrize("what", ["gradients", "buffers"])
 @run_on_ranks(world=3, settings={"timeout": 20.0})
@@ -186,7 +196,9 @@ def test_ranks_that_disagree_are_told_so(what: str, caught: bool):
     """Rank 2 has no batch. If the others catch the error, their next forward says that rank 2 has left."""
     model = syncengine.Parallel(Conv())
     rank, text = syncengine.rank(), f"rank 0 synchronizes its {what}, but rank 1 does not"
-    with pytest.raises(Aborted if caught and rank < 2 else Mismatch, match=text), model.join():
+    if goes_on := caught and rank < 2:
+        text = r"rank 2 raised in join\(\) of Parallel\(Conv\): Mismatch: in join\(\), " + text
+    with pytest.raises(Aborted if goes_on else Mismatch, match=text), model.join():
         if rank < 2:
             model.require_backward_grad_sync = what != "gradients" or rank == 0
             model.forward_sync_buffers = what != "buffers" or rank == 0

@@ -1,5 +1,7 @@
 """Uneven inputs: a rank that has run out of batches still updates its part of the weights."""
 
+import contextlib
+
 import pytest
 import torch
 from marks import mostly_nightly
@@ -53,6 +55,20 @@ def test_a_step_that_all_ranks_refuse_ends_the_context_on_all(caught: bool):
     assert ("lr" in text) == (rank > 0)
     optimizer.param_groups[0]["lr"] = 0.1
     train(model, optimizer, 1)
+
+
+@pytest.mark.parametrize("caught", [False, True])
+@run_on_ranks(world=3, settings={"timeout": 20.0})
+def test_ranks_that_disagree_about_a_step_are_told_so(caught: bool):
+    """Rank 0 has no batch, and follows. If the others catch the error, their next forward says that rank 0 has left."""
+    rank, text = syncengine.rank(), "rank 1 steps a ShardedOptimizer, but rank 2 does not"
+    model, optimizer = sharded(make())
+    with pytest.raises(Aborted if caught and rank > 0 else Mismatch, match=text), model.join():
+        if rank > 0:
+            train(model, optimizer, 1)
+            with contextlib.suppress(*[Mismatch] if caught else []):
+                optimizer.step() if rank == 1 else train(model, optimizer, 1)
+            train(model, optimizer, 1)
 
 
 @pytest.mark.thorough
