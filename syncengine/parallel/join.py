@@ -5,7 +5,7 @@ from types import TracebackType
 
 from torch.distributed.algorithms.join import Joinable, JoinHook, _JoinConfig
 
-from syncengine.errors import InvalidUsage, SyncError, error_text
+from syncengine.errors import SyncError, error_text
 from syncengine.parallel.replication import own_name
 from syncengine.parallel.rounds import Intent, tell
 from syncengine.parallel.steps import Steps
@@ -59,7 +59,7 @@ class JoinContext:
             self._leave(error)
 
     def _leave(self, error: Exception) -> None:
-        """Tells the others that ``error`` has ended this rank's part, unless all have raised it."""
+        """Tells the others that ``error`` has ended this rank's part, unless they know."""
         all_raise = self._steps.uneven.all_raise
         communicator = self._steps.model.communicator
         text = f"{own_name(communicator)} raised in join() of {self._steps.model}: {error_text(error)}"
@@ -71,11 +71,8 @@ class JoinContext:
 
     def _follow(self) -> None:
         """Takes part in the other ranks' steps until they have run out of batches, too."""
-        communicator = self._steps.model.communicator
         is_last = True
-        while (current := self._steps.uneven.tell(Intent(trains=0.0))).training:
-            if self._config.throw_on_early_termination:
-                raise InvalidUsage(f"Rank {communicator.global_ranks[communicator.rank]} exhausted all inputs.")
+        while (current := self._steps.uneven.tell(Intent(trains=0.0), self._config)).training:
             self._steps.shadow(current)
             is_last = False
         self._steps.uneven.all_raise = True  # but an error that is no SyncError is this rank's own

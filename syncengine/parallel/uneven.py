@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.algorithms.join import Joinable
+from torch.distributed.algorithms.join import Joinable, _JoinConfig
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from syncengine._C import Communicator
@@ -42,7 +42,7 @@ class UnevenInputs:
     reducer: ModelReducer
     buffers: Buffers
     divide_by_initial_world_size: bool = True
-    all_raise: bool = False  # in a join context: whether all ranks raise what one raises now
+    all_raise: bool = False  # in a join context: whether nobody need be told of an error now
     weight: float | _Weights | None = None  # the weight given last, until a forward synchronizes
     _backwards_before: int | None = None  # the last step that all know of; None unless it synchronizes
 
@@ -66,13 +66,11 @@ class UnevenInputs:
             given, self.weight = self.weight, None  # exchanged where weight() came before the join context
             weight = given if isinstance(given, float) else given.wait()[communicator.rank]
         intent = Intent(1.0, float(synchronize), float(plans), float(sends_buffers), weight)
-        current = self.tell(intent)
-        if joinable._join_config.throw_on_early_termination and len(current.training) < communicator.size:
-            raise InvalidUsage("Detected at least one rank that exhausted inputs. Throwing across all ranks.")
+        current = self.tell(intent, joinable._join_config)
         if joined := {rank for i, rank in enumerate(communicator.global_ranks) if i not in current.training}:
             try:
                 check_all_have_batches(self.model.module, joined)
-                if self.buffers.due() is _BufferCommHookLocation.POST_FORWARD:
+                if synchronize and self.buffers.due() is _BufferCommHookLocation.POST_FORWARD:
                     raise InvalidUsage(f"{self.model}: POST_FORWARD hooks need join(throw_on_early_termination=True)")
             except InvalidUsage as error:  # ranks that have joined can't know the layers of a forward
                 communicator.abort(f"{own_name(communicator)}: {error}")
@@ -80,11 +78,16 @@ class UnevenInputs:
         self.begin_step(synchronize)
         return current
 
-    def tell(self, intent: Intent) -> Round:
-        """Exchanges all ranks' intents. What is wrong with the round is raised on all, but some may catch that."""
+    def tell(self, intent: Intent, config: _JoinConfig | None = None) -> Round:
+        """Exchanges all ranks' intents. All raise what is wrong with them; a rank that leaves by that error says so."""
+        communicator = self.model.communicator
         self.all_raise = True
-        current = tell(self.model.communicator, intent)
-        self.all_raise = False
+        current = tell(communicator, intent)
+        self.begin_step(synchronizes=False)
+        if config and config.throw_on_early_termination and 0 < len(current.training) < communicator.size:
+            own = f"Rank {communicator.global_ranks[communicator.rank]} exhausted all inputs."
+            of_others = "Detected at least one rank that exhausted inputs. Throwing across all ranks."
+            raise InvalidUsage(of_others if intent.trains else own)
         current.check()
         return current
 

@@ -25,7 +25,7 @@ def announce_step(sharing: Sharing, number: Callable[[Parallel], int], in_torch_
             continue
         if model._join_config.is_first_joinable and not in_torch_join:
             raise InvalidUsage("torch's Join needs the ShardedOptimizer as well: Join([model, optimizer])")
-        return model._steps.uneven.tell(Intent(1.0, steps=float(number(model))))
+        return model._steps.uneven.tell(Intent(1.0, steps=float(number(model))), model._join_config)
     return None
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from models.workload import same_bits
 from parallel_models import Mlp, assert_averaged, data, different_bits, gradients, outcome
 from pool import RankPool, run_on_ranks
@@ -126,6 +127,7 @@ def test_a_refusal_is_forgotten_with_its_communicator():
     module = Raising()
     with module.raising("forward"):
         syncengine.Parallel(module)(data())
+    dist.barrier()  # both have raised
     if syncengine.rank() == 1:
         with pytest.raises((Aborted, PeerLost)):  # rank 0's refusal may be read before it leaves, or after
             syncengine.barrier()

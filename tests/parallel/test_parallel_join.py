@@ -182,11 +182,16 @@ def test_throw_on_early_termination(torchs: bool):
 @run_on_ranks(settings={"timeout": 20.0})
 def test_early_termination_ends_the_context_of_a_rank_that_catches_its_error():
     model, rank = syncengine.Parallel(nn.Linear(24, 2)), syncengine.rank()
-    error = pytest.raises(Aborted if rank == 1 else InvalidUsage, match="Rank 0 exhausted all inputs.")
-    with error, model.join(throw_on_early_termination=True):
-        for step in range(1 + 3 * rank):
-            with contextlib.suppress(InvalidUsage):
-                model(data(step)).sum().backward()
+    for caught in (True, False):
+        error = Aborted if caught and rank == 1 else InvalidUsage
+        text = "Detected" if rank > caught else "Rank 0 exhausted all inputs."
+        with pytest.raises(error, match=text), model.join(throw_on_early_termination=True):
+            for step in range(1 + 3 * rank):
+                with contextlib.suppress(*[InvalidUsage] if caught else []):
+                    output = model(data(step))  # the last one may have no backward
+                    if step == 0 and caught:
+                        output.sum().backward()
+    model(data(0)).sum().backward()
 
 
 @pytest.mark.parametrize("caught", [False, True])
