@@ -42,7 +42,7 @@ class UnevenInputs:
     reducer: ModelReducer
     buffers: Buffers
     divide_by_initial_world_size: bool = True
-    all_raise: bool = False  # in a join context: whether nobody need be told of an error now
+    all_raise: bool = False  # in a join context: whether nobody need be told of a SyncError now
     weight: float | _Weights | None = None  # the weight given last, until a forward synchronizes
     _backwards_before: int | None = None  # the last step that all know of; None unless it synchronizes
 
@@ -70,7 +70,7 @@ class UnevenInputs:
         if joined := {rank for i, rank in enumerate(communicator.global_ranks) if i not in current.training}:
             try:
                 check_all_have_batches(self.model.module, joined)
-                if synchronize and self.buffers.due() is _BufferCommHookLocation.POST_FORWARD:
+                if self.buffers.due() is _BufferCommHookLocation.POST_FORWARD:
                     raise InvalidUsage(f"{self.model}: POST_FORWARD hooks need join(throw_on_early_termination=True)")
             except InvalidUsage as error:  # ranks that have joined can't know the layers of a forward
                 communicator.abort(f"{own_name(communicator)}: {error}")
