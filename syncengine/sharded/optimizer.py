@@ -196,7 +196,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
 
     def _bind_all(self, in_step: bool = False) -> None:
         self._sharing.is_over(raises=SyncError)
-        if any(model not in self._sharing.known for model in list(watchers.models.values())):
+        if not all(map(self._sharing.known.__contains__, list(watchers.models.values()))):
             gc.collect()  # a model may be gone but for a cycle, on this rank alone: nothing here holds one by now
         for model in list(watchers.models.values()):
             if model not in self._sharing.known:
