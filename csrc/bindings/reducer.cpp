@@ -80,7 +80,7 @@ std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> parameters, Text m
   if (parameters.size() != parameter_names.size() || parameters.size() != sparse.size()) {
     throw Error(ErrorKind::InvalidUsage, "Reducer needs one name and one layout for each parameter");
   }
-  const py::gil_scoped_release no_gil;  // in this function: pybind11 registers the new object with the GIL
+  const py::gil_scoped_release no_gil;  // until the return, as pybind11 needs the GIL to register the object
   auto lane = make_lane(parameters, communicator, options.flat_buckets);
   auto reducer = std::make_shared<Reducer>(
       std::move(parameters), ModelNames{std::move(model_name), {parameter_names.begin(), parameter_names.end()}},

@@ -77,7 +77,7 @@ class Steps:
             raise
         if sync_buffers is POST_FORWARD:
             if synchronize:
-                weight, uneven.weight = uneven.weight, None  # dropped with this forward, if a rank refuses it
+                weight, uneven.weight = uneven.weight, None  # dropped with this forward if a rank refuses
                 reducer.vote_on_forward()
                 uneven.weight = weight
             self.buffers.synchronize()

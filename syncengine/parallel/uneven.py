@@ -72,7 +72,7 @@ class UnevenInputs:
                 check_all_have_batches(self.model.module, joined)
                 if self.buffers.due() is _BufferCommHookLocation.POST_FORWARD:
                     raise InvalidUsage(f"{self.model}: POST_FORWARD hooks need join(throw_on_early_termination=True)")
-            except InvalidUsage as error:  # ranks that have joined can't know the layers of a forward
+            except InvalidUsage as error:  # ranks that have joined see no forward, so they are told
                 communicator.abort(f"{own_name(communicator)}: {error}")
                 raise
         self.begin_step(synchronize)

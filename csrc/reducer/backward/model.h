@@ -72,7 +72,7 @@ struct Model {
     return completed;
   }
 
-  // Whether another plan must be installed, asked in a forward, which keeps gradients as DDP's does. See CurrentPlan.
+  // Whether this forward must install another plan. Also keeps gradients where DDP's forward would. See CurrentPlan.
   bool wants_plan(bool changed) {
     if (plan.notices_order()) keep_gradients();
     return plan.is_outdated(changed, parameters);

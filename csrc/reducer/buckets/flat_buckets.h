@@ -48,7 +48,7 @@ class FlatBuckets {
   // Whether operations that are queued now are captured into a CUDA graph.
   bool is_captured() const { return lane_->is_captured(); }
 
-  // Called when a backward begins. Waits for what a dropped one has queued, which on devices the stream does itself.
+  // Called when a backward begins. Lets the lane end a dropped backward's operations; a device's stream orders them.
   void begin() {
     if (dropped_) lane_->finish();
     for (Flat& flat : flats_) flat.streams.clear();
@@ -97,7 +97,7 @@ class FlatBuckets {
   std::unique_ptr<BucketLane> lane_;
   at::Tensor memory_;  // of all buckets
   Nonfinite words_;
-  bool dropped_ = false;  // a backward was, since words_for_nonfinite() was called last
+  bool dropped_ = false;  // a backward was dropped since the last words_for_nonfinite()
   std::vector<Flat> flats_;
   std::optional<c10::Stream> written_on_;  // see join()
   std::optional<c10::Stream> seen_;        // see current_changed()
